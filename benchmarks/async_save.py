@@ -2,9 +2,10 @@
 
     python benchmarks/async_save.py --steps 240 --save-freq 40
 
-Two gloo ranks of one thread train a Qwen2-architecture model of 5.4 M parameters; every write of a checkpoint sleeps as
-long as a disk of the given rate would take. One run saves behind training, one in its way; the two alternate. Step
-times are those of the log; a step counts as "while saving" from the save until it is committed.
+Two gloo ranks of one thread train a Qwen2-architecture model of 5.4 M parameters; every write of a
+checkpoint sleeps as long as a disk of the given rate would take. One run saves behind training, one
+in its way; the two alternate. Step times are those of the log; a step counts as "while saving" from
+the save until it is committed.
 """
 
 import argparse
@@ -40,8 +41,12 @@ MODEL = {
 BATCH = 24
 
 
-def slow_run(world: World, run_dir: Path, source: Any, recipe: Recipe, bytes_per_s: float) -> list[dict[str, float]]:
-    """One rank; the rows of the log with the times (monotonic) at which steps ended and saves began and were done."""
+def slow_run(
+    world: World, run_dir: Path, source: Any, recipe: Recipe, bytes_per_s: float
+) -> list[dict[str, float]]:
+    """One rank; the rows of the log with the times (monotonic) at which steps ended and saves
+    began and were done.
+    """
     events: list[dict[str, float]] = []
 
     def throttle(operation: fsio.Operation) -> None:
@@ -56,7 +61,9 @@ def slow_run(world: World, run_dir: Path, source: Any, recipe: Recipe, bytes_per
 
 
 def step_times(rows: list[dict[str, float]], save_freq: int) -> dict[str, list[float]]:
-    """Seconds of each step, by whether a save was in flight; the first steps of the run do not count."""
+    """Seconds of each step, by whether a save was in flight; the first steps of the run do not
+    count.
+    """
     times: dict[str, list[float]] = {"saving": [], "idle": []}
     is_saving = False
     for row in rows:
@@ -78,7 +85,10 @@ def measure(arguments: argparse.Namespace, root: Path, source: Any) -> list[dict
     found = []
     for number in range(arguments.rounds):
         row: dict[str, float] = {}
-        for name, save_freq, is_async in (("async", arguments.save_freq, True), ("sync", arguments.save_freq, False)):
+        for name, save_freq, is_async in (
+            ("async", arguments.save_freq, True),
+            ("sync", arguments.save_freq, False),
+        ):
             recipe = Recipe(
                 total_steps=arguments.steps,
                 save_freq=save_freq,
@@ -88,17 +98,27 @@ def measure(arguments: argparse.Namespace, root: Path, source: Any) -> list[dict
                 save_timeout_s=300,
             )
             run_dir = root / f"{name}{number}"
-            rows = run_ranks(slow_run, 2, run_dir, source, recipe, arguments.mb_per_s * 1e6, timeout_s=3600)[0]
+            rows = run_ranks(
+                slow_run, 2, run_dir, source, recipe, arguments.mb_per_s * 1e6, timeout_s=3600
+            )[0]
             stalls = [r["time/train/checkpoint_s"] for r in rows if "time/train/checkpoint_s" in r]
             row[f"{name}_stall_s"] = statistics.median(stalls)
             if is_async:
                 times = step_times(rows, save_freq)
-                row |= {f"{kind}_{what}_s": f(v) for kind, v in times.items() for what, f in STATISTICS.items()}
+                row |= {
+                    f"{kind}_{what}_s": f(v)
+                    for kind, v in times.items()
+                    for what, f in STATISTICS.items()
+                }
                 row |= {f"{kind}_steps": len(v) for kind, v in times.items()}
                 row["write_s"] = statistics.median(
-                    r["time/train/checkpoint_bg_s"] for r in rows if "time/train/checkpoint_bg_s" in r
+                    r["time/train/checkpoint_bg_s"]
+                    for r in rows
+                    if "time/train/checkpoint_bg_s" in r
                 )
-                size_bytes = sum(f.stat().st_size for f in run_dir.glob("global_step_*/**/*") if f.is_file())
+                size_bytes = sum(
+                    f.stat().st_size for f in run_dir.glob("global_step_*/**/*") if f.is_file()
+                )
                 row["checkpoint_mb"] = size_bytes / 1e6
         row["p95_ratio"] = row["saving_p95_s"] / row["idle_p95_s"]
         row["median_ratio"] = row["saving_median_s"] / row["idle_median_s"]
@@ -116,7 +136,9 @@ def main() -> None:
     parser.add_argument("--save-freq", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mb-per-s", type=float, default=20.0)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "async_save.json")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "async_save.json"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory, "model")
@@ -125,7 +147,9 @@ def main() -> None:
         rounds = measure(arguments, Path(directory), source)
     result = {
         "command": "python " + " ".join(["benchmarks/async_save.py", *sys.argv[1:]]),
-        "median over rounds": {key: round(statistics.median(row[key] for row in rounds), 4) for key in rounds[0]},
+        "median over rounds": {
+            key: round(statistics.median(row[key] for row in rounds), 4) for key in rounds[0]
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     write_result(arguments.output, result)

@@ -1,8 +1,9 @@
 """The work that the CPU comparisons share, as files that any trainer can read.
 
-GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a Qwen2 of 5.4 M parameters with random weights
-(hidden size 256, 6 layers, 4 query and 2 key heads, tied embeddings). The samples lie in `samples.npz` in the order in
-which our trainer takes them, so every trainer sees the same tokens, labels and batches.
+GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a Qwen2 of 5.4 M parameters with
+random weights (hidden size 256, 6 layers, 4 query and 2 key heads, tied embeddings). The samples
+lie in `samples.npz` in the order in which our trainer takes them, so every trainer sees the same
+tokens, labels and batches.
 """
 
 import json
@@ -27,13 +28,20 @@ from trainer.data.token_cache import prepare
 SEED = 1
 BATCH = 32
 LR = 1e-3
-SIZE = {"hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 2, "num_hidden_layers": 6}
+SIZE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+}
 MODEL_CONFIG = {**make_quickstart.MODEL_CONFIG, **SIZE}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`model` holds config.json, the weights in fp32 and the tokenizer; `train_file` the rows as messages."""
+    """`model` holds config.json, the weights in fp32 and the tokenizer; `train_file` the rows
+    as messages.
+    """
 
     directory: Path
 
@@ -84,11 +92,15 @@ def write_model(directory: Path, texts: list[str], **changes: int) -> None:
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
     make_quickstart.write_tokenizer(directory, make_quickstart.train_tokenizer(texts))
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), dtype=torch.float32
+    )
     model.save_pretrained(directory)
 
 
-def prepare_tokens(case: Case, *, max_length: int = 2048, truncation: str = "error") -> TokenDataset:
+def prepare_tokens(
+    case: Case, *, max_length: int = 2048, truncation: str = "error"
+) -> TokenDataset:
     tokens = AutoTokenizer.from_pretrained(case.model)
     return prepare(
         [case.train_file],

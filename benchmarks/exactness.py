@@ -1,10 +1,13 @@
-"""Is a run the same run on any number of ranks and micro-batches, and the same as a plain transformers loop?
+"""Is a run the same run on any number of ranks and micro-batches, and the same as a plain
+transformers loop?
 
-    python benchmarks/exactness.py --train-file train.jsonl --steps 40 --ranks 1 2 4 --micro-batches 1 4 16
+    python benchmarks/exactness.py --train-file train.jsonl --steps 40 --ranks 1 2 4 --micro-batches
+    1 4 16
 
-Every run is `run_sft.sh` on question/answer rows with the quickstart model in fp32. The reference tokenizes, masks,
-orders and trains with transformers and torch alone, one sample per forward pass; of this project it uses only the two
-keyed seeds (initial weights, order of an epoch) and the learning rate of each step.
+Every run is `run_sft.sh` on question/answer rows with the quickstart model in fp32. The reference
+tokenizes, masks, orders and trains with transformers and torch alone, one sample per forward pass;
+of this project it uses only the two keyed seeds (initial weights, order of an epoch) and the
+learning rate of each step.
 """
 
 import argparse
@@ -41,7 +44,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "exactness.json")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "exactness.json"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         cache = Path(directory, "cache")
@@ -85,19 +90,33 @@ def our_run(
     )
     rows = read_metrics(directory / "checkpoints" / "exactness" / name / "metrics.jsonl")
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-    return {**{key: [row[key] for row in rows] for key in KEYS}, "lr": [row["train/lr(1e-3)"] / 1e3 for row in rows]}
+    return {
+        **{key: [row[key] for row in rows] for key in KEYS},
+        "lr": [row["train/lr(1e-3)"] / 1e3 for row in rows],
+    }
 
 
-def plain_loop(model_dir: Path, arguments: argparse.Namespace, lrs: list[float]) -> dict[str, list[float]]:
+def plain_loop(
+    model_dir: Path, arguments: argparse.Namespace, lrs: list[float]
+) -> dict[str, list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     samples = []
     for line in arguments.train_file.read_text().splitlines()[: arguments.rows]:
         row = json.loads(line)
-        chat = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        samples.append((torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()))
+        chat = [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        encoded = tokenizer.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True
+        )
+        samples.append(
+            (torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool())
+        )
     torch.manual_seed(seeding.key("init", SEED))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(model_dir), dtype=torch.float32
+    )
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -117,7 +136,9 @@ def plain_loop(model_dir: Path, arguments: argparse.Namespace, lrs: list[float])
     return curve
 
 
-def plain_step(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+def plain_step(
+    model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[float, float]:
     """Loss and gradient norm of one batch; gradients are left clipped to norm 1."""
     num_labels = sum(int(mask[1:].sum()) for _, mask in batch)
     total = 0.0
@@ -127,7 +148,12 @@ def plain_step(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Ten
         loss = F.cross_entropy(logits, labels, reduction="sum")
         (loss / num_labels).backward()
         total += loss.item()
-    norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt().item()  # type: ignore[union-attr]
+    norm = (
+        torch.stack([p.grad.double().square().sum() for p in model.parameters()])
+        .sum()
+        .sqrt()
+        .item()
+    )  # type: ignore[union-attr]
     for p in model.parameters():
         p.grad *= min(1.0, 1.0 / norm)  # type: ignore[operator]
     return total / num_labels, norm
@@ -138,10 +164,15 @@ def report(
     reference: dict[str, list[float]],
     arguments: argparse.Namespace,
 ) -> None:
-    to_plain_loop = {f"ranks={n} micro_batch={m}": worst(curve, reference) for (n, m), curve in curves.items()}
-    pairs = [worst(a, b) for a, b in itertools.combinations(curves.values(), 2)] or [dict.fromkeys(KEYS, 0.0)]
+    to_plain_loop = {
+        f"ranks={n} micro_batch={m}": worst(curve, reference) for (n, m), curve in curves.items()
+    }
+    pairs = [worst(a, b) for a, b in itertools.combinations(curves.values(), 2)] or [
+        dict.fromkeys(KEYS, 0.0)
+    ]
     result = {
-        "command": f"python benchmarks/exactness.py --steps {arguments.steps} --rows {arguments.rows}",
+        "command": f"python benchmarks/exactness.py --steps {arguments.steps} --rows "
+        f"{arguments.rows}",
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -150,7 +181,9 @@ def report(
         "cpus": os.cpu_count(),
         "reference_first_last_loss": [reference["train/loss"][0], reference["train/loss"][-1]],
         "worst_relative_difference_to_plain_loop": to_plain_loop,
-        "worst_relative_difference_between_runs": {key: max(pair[key] for pair in pairs) for key in KEYS},
+        "worst_relative_difference_between_runs": {
+            key: max(pair[key] for pair in pairs) for key in KEYS
+        },
     }
     print(json.dumps(result, indent=2))
     arguments.output.parent.mkdir(exist_ok=True)
@@ -159,7 +192,10 @@ def report(
 
 def worst(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> dict[str, float]:
     """Largest relative difference of any step, for each key."""
-    return {key: max(abs(a - b) / abs(b) for a, b in zip(ours[key], theirs[key], strict=True)) for key in KEYS}
+    return {
+        key: max(abs(a - b) / abs(b) for a, b in zip(ours[key], theirs[key], strict=True))
+        for key in KEYS
+    }
 
 
 if __name__ == "__main__":

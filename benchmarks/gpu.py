@@ -1,11 +1,13 @@
-"""Tokens per second and share of the GEMM ceiling on one GPU: sizes, levers, and TRL on the same card.
+"""Tokens per second and share of the GEMM ceiling on one GPU: sizes, levers, and TRL on the same
+card.
 
     python benchmarks/gpu.py --sizes 0.6b 1.7b 4b 8b --levers --trl
 
-Models of the Qwen3 family's shapes with random weights train chats of 20 to 4,096 tokens, packed to at most
-`--pack-tokens` tokens per forward pass. Every run is `python -m trainer` (or TRL, `benchmarks/peers`) in a process of
-its own that is ended once `--steps` steps are logged: nothing is saved. The ceiling is one large bf16 matrix product.
-`--device cpu --sizes tiny` runs the same code on a machine without a GPU, to try it.
+Models of the Qwen3 family's shapes with random weights train chats of 20 to 4,096 tokens, packed to
+at most `--pack-tokens` tokens per forward pass. Every run is `python -m trainer` (or TRL,
+`benchmarks/peers`) in a process of its own that is ended once `--steps` steps are logged: nothing
+is saved. The ceiling is one large bf16 matrix product. `--device cpu --sizes tiny` runs the same
+code on a machine without a GPU, to try it.
 """
 
 import argparse
@@ -68,7 +70,9 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def make_case(directory: Path, size: str) -> Case:
-    """Chats of seeded length (20 to 4,096 tokens, half of them below 400), tokenizer and configuration; no weights."""
+    """Chats of seeded length (20 to 4,096 tokens, half of them below 400), tokenizer and
+    configuration; no weights.
+    """
     case = Case(directory)
     case.model.mkdir(parents=True)
     hidden, layers, heads, key_heads, intermediate, vocabulary = SHAPES[size]
@@ -97,7 +101,9 @@ def make_case(directory: Path, size: str) -> Case:
     return case
 
 
-def our_command(case: Case, run_dir: Path, arguments: argparse.Namespace, lever: dict[str, str]) -> list[str]:
+def our_command(
+    case: Case, run_dir: Path, arguments: argparse.Namespace, lever: dict[str, str]
+) -> list[str]:
     overrides: dict[str, Any] = {
         "data.train_files": case.train_file,
         "data.cache_dir": case.cache_dir,
@@ -111,21 +117,37 @@ def our_command(case: Case, run_dir: Path, arguments: argparse.Namespace, lever:
         "model.enable_gradient_checkpointing": arguments.recompute,
         "optim.lr": LR / 10,
         "trainer.device": arguments.device,
-        "trainer.total_training_steps": arguments.steps + 1,  # ended before the save of the last step
+        # ended before the save of the last step
+        "trainer.total_training_steps": arguments.steps + 1,
         "trainer.save_freq": -1,
         "trainer.seed": SEED,
         "trainer.default_local_dir": run_dir,
         **lever,
     }
-    return [sys.executable, "-m", "trainer", *(f"{key}={value}" for key, value in overrides.items())]
+    return [
+        sys.executable,
+        "-m",
+        "trainer",
+        *(f"{key}={value}" for key, value in overrides.items()),
+    ]
 
 
-def run_until(words: list[str], rows_file: Path, num_rows: int, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Rows of training steps written by the time there are `num_rows`; the process group is ended then."""
+def run_until(
+    words: list[str], rows_file: Path, num_rows: int, *, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Rows of training steps written by the time there are `num_rows`; the process group is
+    ended then.
+    """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    log = rows_file.parent.with_suffix(".log") if rows_file.name == "metrics.jsonl" else rows_file.with_suffix(".log")
+    log = (
+        rows_file.parent.with_suffix(".log")
+        if rows_file.name == "metrics.jsonl"
+        else rows_file.with_suffix(".log")
+    )
     with log.open("w") as output:
-        process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            words, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         deadline = time.monotonic() + timeout_s
         rows: list[dict[str, Any]] = []
         while len(rows) < num_rows and process.poll() is None and time.monotonic() < deadline:
@@ -157,7 +179,10 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens per second of the steps after `SKIP`, by step."""
-    seconds = [after["ts"] - before["ts"] for before, after in zip(rows[SKIP - 1 :], rows[SKIP:], strict=False)]
+    seconds = [
+        after["ts"] - before["ts"]
+        for before, after in zip(rows[SKIP - 1 :], rows[SKIP:], strict=False)
+    ]
     return middle(row["num_tokens"] / s for row, s in zip(rows[SKIP:], seconds, strict=True))
 
 
@@ -170,7 +195,9 @@ def flops_per_token(case: Case, steps: int) -> float:
     return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
 
 
-def measure_size(size: str, directory: Path, arguments: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
+def measure_size(
+    size: str, directory: Path, arguments: argparse.Namespace, ceiling: float
+) -> list[dict[str, Any]]:
     case = make_case(directory / "case", size)
     write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
     flops = flops_per_token(case, arguments.steps)
@@ -180,24 +207,50 @@ def measure_size(size: str, directory: Path, arguments: argparse.Namespace, ceil
         run_dir.parent.mkdir(exist_ok=True)
         rows.append(
             attempt(
-                f"{size} {name}", our_command(case, run_dir, arguments, lever), run_dir / "metrics.jsonl", arguments
+                f"{size} {name}",
+                our_command(case, run_dir, arguments, lever),
+                run_dir / "metrics.jsonl",
+                arguments,
             )
         )
     if arguments.trl:
         for micro_batch in (1, 2, 4, 8):
             output = directory / f"trl_{micro_batch}.jsonl"
             words = [sys.executable, str(PEERS / "hf_trainer.py"), "--case", str(case.directory)]
-            words += ["--steps", str(arguments.steps), "--dtype", "bfloat16", "--output", str(output)]
-            words += ["--batch", str(BATCH), "--micro-batch", str(micro_batch), "--device", arguments.device]
-            words += ["--random-weights", *(["--option=recompute"] if arguments.recompute == "true" else [])]
-            rows.append(attempt(f"{size} trl, {micro_batch} samples a forward", words, output, arguments))
+            words += [
+                "--steps",
+                str(arguments.steps),
+                "--dtype",
+                "bfloat16",
+                "--output",
+                str(output),
+            ]
+            words += [
+                "--batch",
+                str(BATCH),
+                "--micro-batch",
+                str(micro_batch),
+                "--device",
+                arguments.device,
+            ]
+            words += [
+                "--random-weights",
+                *(["--option=recompute"] if arguments.recompute == "true" else []),
+            ]
+            rows.append(
+                attempt(f"{size} trl, {micro_batch} samples a forward", words, output, arguments)
+            )
     for row in rows:
         if "tokens_per_s" in row:
-            row["share of the GEMM ceiling"] = row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
+            row["share of the GEMM ceiling"] = (
+                row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
+            )
     return rows
 
 
-def attempt(name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def attempt(
+    name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One run; what fails (out of memory, say) is a result too."""
     try:
         rows = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)
@@ -215,10 +268,16 @@ def attempt(name: str, words: list[str], rows_file: Path, arguments: argparse.Na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
-    parser.add_argument("--levers", action="store_true", help="each lever alone against the run as configured")
-    parser.add_argument("--trl", action="store_true", help="TRL in this environment, several micro-batches")
+    parser.add_argument(
+        "--levers", action="store_true", help="each lever alone against the run as configured"
+    )
+    parser.add_argument(
+        "--trl", action="store_true", help="TRL in this environment, several micro-batches"
+    )
     parser.add_argument("--recompute", choices=("false", "selective", "true"), default="false")
     parser.add_argument("--pack-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=12)

@@ -2,8 +2,9 @@
 
     python benchmarks/guard_calibration.py --runs 200
 
-Each run is a seeded curve of 3000 steps of loss and gradient norm (tests/curves.py). Families "held out" were never
-looked at while the rules were made; their misses are reported, not repaired. Validation curves have 20 validations.
+Each run is a seeded curve of 3000 steps of loss and gradient norm (tests/curves.py). Families "held
+out" were never looked at while the rules were made; their misses are reported, not repaired.
+Validation curves have 20 validations.
 """
 
 import argparse
@@ -39,16 +40,26 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    result = {**header(), "runs_per_family": arguments.runs, "microseconds_per_step": microseconds_per_step()}
+    result = {
+        **header(),
+        "runs_per_family": arguments.runs,
+        "microseconds_per_step": microseconds_per_step(),
+    }
     families = [*TUNED, *HELD_OUT]
     with ProcessPoolExecutor(arguments.workers) as pool:
         outcomes = list(pool.map(trials, families, [arguments.runs] * len(families)))
     rows = [summary(family, found) for family, found in zip(families, outcomes, strict=True)]
-    ordinary = [outcome for row, found in zip(rows, outcomes, strict=True) if row["is_ordinary"] for outcome in found]
+    ordinary = [
+        outcome
+        for row, found in zip(rows, outcomes, strict=True)
+        if row["is_ordinary"]
+        for outcome in found
+    ]
     everything = [outcome for found in outcomes for outcome in found]
     result |= {
         "severe_precision": {
-            fault: {"ordinary": precision(ordinary, fault), "all": precision(everything, fault)} for fault in SPIKES
+            fault: {"ordinary": precision(ordinary, fault), "all": precision(everything, fault)}
+            for fault in SPIKES
         },
         "families": rows,
         "overfit": [overfit_summary(arguments.runs, *case) for case in OVERFIT_CASES],
@@ -83,7 +94,9 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def fault_summary(outcomes: Sequence[Outcome], fault: str) -> dict[str, Any]:
     delays = sorted(
-        outcome.delays[fault][Level.DIVERGING] for outcome in outcomes if Level.DIVERGING in outcome.delays[fault]
+        outcome.delays[fault][Level.DIVERGING]
+        for outcome in outcomes
+        if Level.DIVERGING in outcome.delays[fault]
     )
     found: dict[str, Any] = {
         "warn_or_severe": recall(outcomes, fault, [Level.WARN, Level.SEVERE]),
@@ -100,7 +113,8 @@ def lowest_recall(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]
     """By fault, the smallest share of runs in which it was found, over the families."""
     kinds = ("warn_or_severe", "severe", "diverging", "diverging_within_200")
     return {
-        fault: {kind: min(row["faults"][fault].get(kind, 0.0) for row in rows) for kind in kinds} for fault in FAULTS
+        fault: {kind: min(row["faults"][fault].get(kind, 0.0) for row in rows) for kind in kinds}
+        for fault in FAULTS
     }
 
 
@@ -124,7 +138,10 @@ def overfit_summary(num_runs: int, is_held_out: bool, noise: float) -> dict[str,
 def is_overfit(val_losses: Sequence[float], train_losses: Sequence[float]) -> bool:
     judge = OverfitJudge()
     losses = enumerate(zip(val_losses, train_losses, strict=True))
-    return any(judge.observe(step, val_loss=float(val), train_loss=float(train)) for step, (val, train) in losses)
+    return any(
+        judge.observe(step, val_loss=float(val), train_loss=float(train))
+        for step, (val, train) in losses
+    )
 
 
 def microseconds_per_step() -> float:
@@ -143,14 +160,23 @@ def show(result: dict[str, Any]) -> None:
     columns += ["x3 found", "+0.2% found", "within 200"]
     lines = []
     for row in result["families"]:
-        rates, spike, drift = row["false_per_10k_steps"], row["faults"][SPIKE], row["faults"]["drift +0.2% a step"]
+        rates, spike, drift = (
+            row["false_per_10k_steps"],
+            row["faults"][SPIKE],
+            row["faults"]["drift +0.2% a step"],
+        )
         lines.append(
             [
                 row["loss"],
                 row["gradient"],
                 "yes" if row["is_held_out"] else "",
-                *(f"{rates[str(level)]:.2f}" for level in (Level.WARN, Level.SEVERE, Level.DIVERGING)),
-                ", ".join(f"{count}: {runs}" for count, runs in row["runs_with_advisories"].items()),
+                *(
+                    f"{rates[str(level)]:.2f}"
+                    for level in (Level.WARN, Level.SEVERE, Level.DIVERGING)
+                ),
+                ", ".join(
+                    f"{count}: {runs}" for count, runs in row["runs_with_advisories"].items()
+                ),
                 f"{spike['severe']:.1%}",
                 f"{drift['diverging']:.1%}",
                 f"{drift.get('diverging_within_200', 0.0):.1%}",

@@ -1,9 +1,10 @@
-"""What moments and parameters in bfloat16 do to the loss, and whether they take the memory that is planned.
+"""What moments and parameters in bfloat16 do to the loss, and whether they take the memory that is
+planned.
 
     python benchmarks/low_precision.py
 
-The quickstart's model from random weights, each way with the same data in the same order: the difference
-to float32 of the same seed stands beside the spread between seeds.
+The quickstart's model from random weights, each way with the same data in the same order: the
+difference to float32 of the same seed stands beside the spread between seeds.
 """
 
 import argparse
@@ -18,7 +19,11 @@ from measuring import REPOSITORY, header, run_command, table, write_result
 from memory_plan import GIB, Case, extremes, run_case
 
 STATES, MASTER = "optim.state_dtype=bfloat16", "model.master_dtype=bfloat16"
-KINDS = {"float32": (), "moments in bfloat16": (STATES,), "moments and parameters in bfloat16": (STATES, MASTER)}
+KINDS = {
+    "float32": (),
+    "moments in bfloat16": (STATES,),
+    "moments and parameters in bfloat16": (STATES, MASTER),
+}
 OFFLOAD = "layer inputs in host memory"
 EVERY = 10
 """Steps whose mean loss is one point of the curve."""
@@ -39,7 +44,8 @@ def main() -> None:
     cases = {(kind, ranks): case_of(kind, ranks) for kind in (*KINDS, OFFLOAD) for ranks in (1, 2)}
     memory = [{"kind": kind, **run_case(case)} for (kind, _), case in cases.items()]
     peaks = [
-        {key: row[key] for key in ("kind", "ranks", "planned_peak_bytes", "measured_peak_bytes")} for row in memory
+        {key: row[key] for key in ("kind", "ranks", "planned_peak_bytes", "measured_peak_bytes")}
+        for row in memory
     ]
     result = {**header(), "runs": runs, "memory": peaks, "planned_over_measured": extremes(memory)}
     write_result("low_precision", result, arguments.output)
@@ -59,9 +65,18 @@ def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> d
             "trainer.test_freq": -1,
             "trainer.default_local_dir": directory / "run",
         }
-        command = [sys.executable, "-m", "trainer", *(f"{key}={value}" for key, value in values.items()), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer",
+            *(f"{key}={value}" for key, value in values.items()),
+            *words,
+        ]
         run_command(command, cwd=REPOSITORY, threads=1, log=directory / "log")
-        rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     found = {
         "last_loss": statistics.fmean(losses[-EVERY:]),
@@ -73,7 +88,16 @@ def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> d
 
 def case_of(kind: str, ranks: int) -> Case:
     recompute = "offload" if kind == OFFLOAD else "true"
-    return Case(512, 8, 2048, 512, ranks=ranks, dtype="bfloat16", recompute=recompute, more=KINDS.get(kind, ()))
+    return Case(
+        512,
+        8,
+        2048,
+        512,
+        ranks=ranks,
+        dtype="bfloat16",
+        recompute=recompute,
+        more=KINDS.get(kind, ()),
+    )
 
 
 def readable(result: dict[str, Any]) -> str:
@@ -83,12 +107,16 @@ def readable(result: dict[str, Any]) -> str:
         runs = [run for run in result["runs"] if run["kind"] == kind]
         base = [run for run in result["runs"] if run["kind"] == "float32"]
         values = [run["val_loss"] for run in runs]
-        differences = [run["val_loss"] - other["val_loss"] for run, other in zip(runs, base, strict=True)]
+        differences = [
+            run["val_loss"] - other["val_loss"] for run, other in zip(runs, base, strict=True)
+        ]
         seeds = ", ".join(f"{value:.4f}" for value in values)
         change = ", ".join(f"{value:+.4f}" for value in differences)
         last = ", ".join(f"{run['last_loss']:.3f}" for run in runs)
         rows.append([kind, last, seeds, change])
-    curves = table(["kept", f"mean loss of the last {EVERY} steps, by seed", "val/loss", "difference"], rows)
+    curves = table(
+        ["kept", f"mean loss of the last {EVERY} steps, by seed", "val/loss", "difference"], rows
+    )
     cells = [
         [
             row["kind"],

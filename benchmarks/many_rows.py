@@ -2,9 +2,10 @@
 
     python benchmarks/many_rows.py --rows 1000000 10000000
 
-Files as preparation leaves them (16 tokens a row) are written directly; a fresh process opens them, holds out 2 % of
-the rows, and builds the batches of some steps. Memory is what grows after the imports: its own, and at its highest
-together with the pages of the files that it looked at, which all ranks share and the kernel takes back.
+Files as preparation leaves them (16 tokens a row) are written directly; a fresh process opens them,
+holds out 2 % of the rows, and builds the batches of some steps. Memory is what grows after the
+imports: its own, and at its highest together with the pages of the files that it looked at, which
+all ranks share and the kernel takes back.
 """
 
 import argparse
@@ -32,9 +33,9 @@ LENGTH, BATCH_SIZE, NUM_STEPS = 16, 512, 50
 
 def write_dataset(directory: Path, num_rows: int) -> None:
     """The second half of each row is supervised."""
-    np.tile(np.arange(LENGTH, dtype="<i4") - 2**31 * (np.arange(LENGTH) >= LENGTH // 2), num_rows).astype("<i4").tofile(
-        directory / TOKENS
-    )
+    np.tile(
+        np.arange(LENGTH, dtype="<i4") - 2**31 * (np.arange(LENGTH) >= LENGTH // 2), num_rows
+    ).astype("<i4").tofile(directory / TOKENS)
     rows = np.zeros(num_rows, dtype=ROW)
     rows["line"] = np.arange(num_rows) + 1
     rows["num_tokens"], rows["num_loss_tokens"] = LENGTH, LENGTH // 2
@@ -74,7 +75,9 @@ def start(directory: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--start", type=Path, metavar="DIRECTORY", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -89,7 +92,12 @@ def main() -> None:
             output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
             found.append({"rows": num_rows} | json.loads(output))
             print(found[-1], flush=True)
-    print(table(list(found[0]), ([f"{v:,.4g}" if isinstance(v, float) else v for v in row.values()] for row in found)))
+    print(
+        table(
+            list(found[0]),
+            ([f"{v:,.4g}" if isinstance(v, float) else v for v in row.values()] for row in found),
+        )
+    )
     write_result("many_rows", {**header(), "rows": found})
 
 

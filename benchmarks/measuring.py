@@ -1,4 +1,6 @@
-"""What every benchmark needs: timed commands, the ceiling of the machine, versions, results as JSON and as a table."""
+"""What every benchmark needs: timed commands, the ceiling of the machine, versions, results as
+JSON and as a table.
+"""
 
 import os
 import platform
@@ -23,22 +25,32 @@ REPOSITORY = RESULTS.parent.parent
 PEERS_VENV = REPOSITORY / ".venv-peers"
 
 
-def run_command(words: list[str], *, cwd: Path, threads: int | None, log: Path) -> tuple[float, int]:
-    """(wall seconds, peak resident bytes of its largest process). Raises with the end of its output if it fails."""
+def run_command(
+    words: list[str], *, cwd: Path, threads: int | None, log: Path
+) -> tuple[float, int]:
+    """(wall seconds, peak resident bytes of its largest process). Raises with the end of its
+    output if it fails.
+    """
     environment = {**os.environ} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     started = time.perf_counter()
     with log.open("w") as output:
-        process = subprocess.Popen(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-4000:]}"
+        )
     return wall_s, usage.ru_maxrss * 1024
 
 
 def gemm_gflops(dtype: torch.dtype, size: int = 2048, repeats: int = 10) -> float:
-    """Best rate of one square matrix product on all threads: the ceiling that shares are given of."""
+    """Best rate of one square matrix product on all threads: the ceiling that shares are given
+    of.
+    """
     a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     best_s = float("inf")
     for _ in range(repeats):
@@ -50,7 +62,9 @@ def gemm_gflops(dtype: torch.dtype, size: int = 2048, repeats: int = 10) -> floa
 
 def peer_versions(*packages: str) -> dict[str, str]:
     code = f"from importlib.metadata import version; print(*map(version, {packages!r}))"
-    found = subprocess.run([PEERS_VENV / "bin" / "python", "-c", code], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [PEERS_VENV / "bin" / "python", "-c", code], check=True, capture_output=True, text=True
+    )
     return dict(zip(packages, found.stdout.split(), strict=True))
 
 
@@ -58,13 +72,23 @@ def header() -> dict[str, Any]:
     """Command (files by their name), commit, versions and machine of a result file."""
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, check=True, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     return {
-        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *arguments]),
+        "command": " ".join(
+            ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *arguments]
+        ),
         "commit": commit,
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
-        "machine": {"cpus": os.cpu_count(), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers")},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
     }
 
 
@@ -90,13 +114,17 @@ def own_peak_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """High-water mark of this process's resident memory: unlike `ru_maxrss`, it does not begin with its parent's."""
+    """High-water mark of this process's resident memory: unlike `ru_maxrss`, it does not begin
+    with its parent's.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def write_bytes_per_s(directory: Path, size_bytes: int = 2**28) -> float:
-    """Rate of one plain file, written in blocks of 1 MiB and synced: the ceiling of a checkpoint."""
+    """Rate of one plain file, written in blocks of 1 MiB and synced: the ceiling of a
+    checkpoint.
+    """
     path, block = directory / "rate", os.urandom(2**20)
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:

@@ -2,10 +2,10 @@
 
     python benchmarks/memory_plan.py
 
-Each case is planned on fake tensors and then trained: the whole trainer on gloo ranks, on rows cut to
-`data.max_length` tokens. In the second step of rank 0 every living tensor is followed, as in the plan but on real
-tensors and in the trainer's own loop. Beside it stands what the kernel says: the largest size of the process so far,
-against the planned tensors with what the tool assumes besides.
+Each case is planned on fake tensors and then trained: the whole trainer on gloo ranks, on rows cut
+to `data.max_length` tokens. In the second step of rank 0 every living tensor is followed, as in the
+plan but on real tensors and in the trainer's own loop. Beside it stands what the kernel says: the
+largest size of the process so far, against the planned tensors with what the tool assumes besides.
 """
 
 import argparse
@@ -80,7 +80,12 @@ class Case:
 
 
 WIDE = {"vocab_size": 16384}
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
 CASES = [
     Case(256, 4, 2048, 256),
     Case(256, 4, 8192, 2048),
@@ -93,7 +98,17 @@ CASES = [
     Case(768, 8, 1024, 512, ranks=2, model=WIDE),
     Case(768, 8, 1024, 512, ranks=2, dtype="bfloat16", recompute="true", model=WIDE),
     Case(512, 8, 2048, 512, ranks=2, dtype="bfloat16", more=("model.lora_rank=16",)),
-    Case(768, 8, 1024, 512, ranks=2, dtype="bfloat16", recompute="true", model=WIDE, more=("model.lora_rank=16",)),
+    Case(
+        768,
+        8,
+        1024,
+        512,
+        ranks=2,
+        dtype="bfloat16",
+        recompute="true",
+        model=WIDE,
+        more=("model.lora_rank=16",),
+    ),
     Case(512, 8, 2048, 512, ranks=2, more=(r"model.freeze=['embed_tokens','layers\.[0-3]\.']",)),
     Case(256, 4, 2048, 256, model=EXPERTS),
     Case(256, 8, 2048, 256, ranks=2, dtype="bfloat16", recompute="selective", model=EXPERTS),
@@ -105,7 +120,13 @@ def main() -> None:
         return train(Path(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases to run")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="+",
+        default=range(len(CASES)),
+        help="numbers of the cases to run",
+    )
     arguments = parser.parse_args()
     rows = []
     for number in arguments.cases:
@@ -124,7 +145,13 @@ def run_case(case: Case) -> dict[str, Any]:
         write_inputs(directory, case)
         words = case.words(directory)
         plan = plan_memory(load_config(words), case.ranks)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={case.ranks}",
+        ]
         report = directory / "report.json"
         subprocess.run(
             [*command, __file__, WORKER, str(report), *words],
@@ -154,11 +181,19 @@ def write_inputs(directory: Path, case: Case) -> None:
     """A model directory with random weights, and rows that are all longer than `max_length`."""
     shutil.copytree(MODEL_DIR, directory / "model")
     quickstart = json.loads((MODEL_DIR / "config.json").read_text())
-    size = {"hidden_size": case.hidden, "intermediate_size": case.hidden * 11 // 4, "num_hidden_layers": case.layers}
+    size = {
+        "hidden_size": case.hidden,
+        "intermediate_size": case.hidden * 11 // 4,
+        "num_hidden_layers": case.layers,
+    }
     heads = {"num_attention_heads": case.hidden // 64, "num_key_value_heads": case.hidden // 128}
-    (directory / "model" / "config.json").write_text(json.dumps(quickstart | size | heads | case.model))
+    (directory / "model" / "config.json").write_text(
+        json.dumps(quickstart | size | heads | case.model)
+    )
     config = AutoConfig.from_pretrained(directory / "model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        directory / "model"
+    )
     turns = [
         {"role": "user", "content": "Count."},
         {"role": "assistant", "content": "one two three " * case.max_length},
@@ -208,7 +243,16 @@ def extremes(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def readable(rows: list[dict[str, Any]]) -> str:
-    columns = ["model", "dtype", "ranks", "tokens", "recompute", "planned MiB", "measured MiB", "ratio"]
+    columns = [
+        "model",
+        "dtype",
+        "ranks",
+        "tokens",
+        "recompute",
+        "planned MiB",
+        "measured MiB",
+        "ratio",
+    ]
     columns += ["process assumed MiB", "process MiB"]
     cells = [
         [

@@ -1,10 +1,12 @@
-"""What watching a run costs: step time of the quickstart with and without it, in alternating blocks of one run.
+"""What watching a run costs: step time of the quickstart with and without it, in alternating blocks
+of one run.
 
     python benchmarks/overhead.py --steps 400
 
-In every second block of five steps nothing is measured, judged or logged: no phases, no memory sample, no rows, no
-guard, no files. What stays is the packet between the ranks, which both kinds send. The time of a step is that from
-one step's begin to the next one's, logging included. The first block is not counted.
+In every second block of five steps nothing is measured, judged or logged: no phases, no memory
+sample, no rows, no guard, no files. What stays is the packet between the ranks, which both kinds
+send. The time of a step is that from one step's begin to the next one's, logging included. The
+first block is not counted.
 """
 
 import argparse
@@ -56,7 +58,10 @@ class Switch:
 
 
 def bare_signals(meter: Meter, batch: Any, totals: Any, *, lr: float) -> dict[str, float]:
-    return {"train/loss": totals.sums["loss_sum"] / batch.num_loss_tokens, "train/grad_norm": totals.sums["grad_norm"]}
+    return {
+        "train/loss": totals.sums["loss_sum"] / batch.num_loss_tokens,
+        "train/grad_norm": totals.sums["grad_norm"],
+    }
 
 
 def run(num_steps: int, directory: Path) -> list[tuple[float, bool]]:
@@ -100,8 +105,14 @@ def run(num_steps: int, directory: Path) -> list[tuple[float, bool]]:
 
 def paired(steps: list[tuple[float, bool]]) -> list[float]:
     """Watched over unwatched: median of each block over that of its neighbours."""
-    blocks = [steps[start : start + BLOCK_STEPS] for start in range(BLOCK_STEPS, len(steps), BLOCK_STEPS)]
-    medians = [(statistics.median(seconds for seconds, _ in block), block[0][1]) for block in blocks if len(block) == 5]
+    blocks = [
+        steps[start : start + BLOCK_STEPS] for start in range(BLOCK_STEPS, len(steps), BLOCK_STEPS)
+    ]
+    medians = [
+        (statistics.median(seconds for seconds, _ in block), block[0][1])
+        for block in blocks
+        if len(block) == 5
+    ]
     ratios = []
     for before, here, after in zip(medians, medians[1:], medians[2:], strict=False):
         if here[1]:
@@ -110,7 +121,9 @@ def paired(steps: list[tuple[float, bool]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -118,8 +131,13 @@ def main() -> None:
         steps = run(arguments.steps, Path(directory))
     ratios = sorted(paired(steps))
     quartiles = statistics.quantiles(ratios, n=4)
-    seconds = {is_on: middle(s for s, was_on in steps if was_on == is_on) for is_on in (True, False)}
-    overhead = {"median": statistics.median(ratios) - 1, "quartiles": [quartiles[0] - 1, quartiles[2] - 1]}
+    seconds = {
+        is_on: middle(s for s, was_on in steps if was_on == is_on) for is_on in (True, False)
+    }
+    overhead = {
+        "median": statistics.median(ratios) - 1,
+        "quartiles": [quartiles[0] - 1, quartiles[2] - 1],
+    }
     rows = [
         ["watched", f"{seconds[True]['median'] * 1e3:.1f}"],
         ["not watched", f"{seconds[False]['median'] * 1e3:.1f}"],
@@ -130,7 +148,12 @@ def main() -> None:
         ],
     ]
     print(table(["steps", "ms"], rows))
-    result = {"watched_s": seconds[True], "not_watched_s": seconds[False], "overhead": overhead, "pairs": len(ratios)}
+    result = {
+        "watched_s": seconds[True],
+        "not_watched_s": seconds[False],
+        "overhead": overhead,
+        "pairs": len(ratios),
+    }
     write_result("overhead", {**header(), **result}, arguments.output)
 
 

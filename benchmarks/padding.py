@@ -1,11 +1,13 @@
-"""What do uneven lengths cost? Samples of 20 to 2,000 tokens against their tokens in equal lengths, B against 2B.
+"""What do uneven lengths cost? Samples of 20 to 2,000 tokens against their tokens in equal lengths,
+B against 2B.
 
     python benchmarks/padding.py --ranks 1 2 --rounds 5
 
-The 5.4 M parameter model trains batches of random ids: B uneven samples, 2B (these and as many more), and both again
-with their tokens in equal lengths. The four take turns, step by step, in one process per rank of one thread. A sample
-of n tokens costs n + c n^2 by the model's shapes (`trainer.model.flops`): what time does not follow from it is the
-price of unevenness, in padding or in ranks that wait.
+The 5.4 M parameter model trains batches of random ids: B uneven samples, 2B (these and as many
+more), and both again with their tokens in equal lengths. The four take turns, step by step, in one
+process per rank of one thread. A sample of n tokens costs n + c n^2 by the model's shapes
+(`trainer.model.flops`): what time does not follow from it is the price of unevenness, in padding or
+in ranks that wait.
 """
 
 import argparse
@@ -72,12 +74,18 @@ def evened(lengths: np.ndarray) -> np.ndarray:
 
 
 class Turns:
-    """The batches of all kinds in turn; every second round backwards, so that no kind always follows the same one."""
+    """The batches of all kinds in turn; every second round backwards, so that no kind always
+    follows the same one.
+    """
 
     def __init__(self, world: World, lengths: list[np.ndarray], quadratic_cost: float) -> None:
         self._samples = RandomSamples(np.concatenate(lengths))
-        self._ids = np.split(np.arange(sum(map(len, lengths))), np.cumsum([len(batch) for batch in lengths])[:-1])
-        self._plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(MAX_TOKENS, None), quadratic_cost)
+        self._ids = np.split(
+            np.arange(sum(map(len, lengths))), np.cumsum([len(batch) for batch in lengths])[:-1]
+        )
+        self._plan = RankPlan(
+            world.data_rank, world.num_data_ranks, Limits(MAX_TOKENS, None), quadratic_cost
+        )
         rounds = np.arange(len(lengths)).reshape(-1, len(KINDS))
         rounds[1::2] = rounds[1::2, ::-1]
         self.order = [int(batch) for batch in rounds.ravel()]
@@ -88,13 +96,17 @@ class Turns:
             yield build_step(self._samples, self._ids[batch], self._plan, step=step, epoch=0)
 
 
-def train(world: World, source: ModelSource, lengths: list[np.ndarray], dtype: str) -> list[dict[str, Any]]:
+def train(
+    world: World, source: ModelSource, lengths: list[np.ndarray], dtype: str
+) -> list[dict[str, Any]]:
     """Seconds, tokens and cost of every batch, in the order in which they were drawn."""
     keep_freed_memory()
     model = build_toy_model(world, source, param_dtype=dtype)
     quadratic_cost = flops.length_costs(model)[0]
     batches = Turns(world, lengths, quadratic_cost)
-    parts: Any = toy_run(world, model, RandomSamples(lengths[0]), total_steps=len(batches.order), batches=batches)
+    parts: Any = toy_run(
+        world, model, RandomSamples(lengths[0]), total_steps=len(batches.order), batches=batches
+    )
     fit(parts)
     rows = dict(zip(batches.order, parts.tracking.rows, strict=True))
     return [
@@ -107,9 +119,14 @@ def shape(lengths: np.ndarray, num_ranks: int, quadratic_cost: float) -> dict[st
     """What a batch costs by the model's shapes, and how it is dealt to ranks."""
     costs = lengths + quadratic_cost * lengths.astype(np.float64) ** 2
     dealt = split_batch(
-        lengths, num_data_ranks=num_ranks, limits=Limits(MAX_TOKENS, None), quadratic_cost=quadratic_cost
+        lengths,
+        num_data_ranks=num_ranks,
+        limits=Limits(MAX_TOKENS, None),
+        quadratic_cost=quadratic_cost,
     )
-    loads = [costs[[index for micro_batch in rank for index in micro_batch]].sum() for rank in dealt]
+    loads = [
+        costs[[index for micro_batch in rank for index in micro_batch]].sum() for rank in dealt
+    ]
     return {
         "tokens": int(lengths.sum()),
         "cost": float(costs.sum()),
@@ -123,7 +140,9 @@ def compared(batches: list[dict[str, Any]]) -> dict[str, Any]:
     rounds = [batches[first : first + len(KINDS)] for first in range(0, len(batches), len(KINDS))]
     kinds = {
         kind: {
-            "tokens_per_s": middle(found[index]["tokens"] / found[index]["seconds"] for found in rounds),
+            "tokens_per_s": middle(
+                found[index]["tokens"] / found[index]["seconds"] for found in rounds
+            ),
             **{
                 key: statistics.median(found[index][key] for found in rounds)
                 for key in ("seconds", "tokens", "micro_batches", "largest_share")
@@ -152,36 +171,77 @@ def compared(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, default=16, help="B")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where the CPU multiplies it")
+    parser.add_argument(
+        "--dtype", default="auto", help="auto: bfloat16 where the CPU multiplies it"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     lengths = draw(arguments.batch, WARM_UP + arguments.rounds)
     found = {}
     with tempfile.TemporaryDirectory() as directory:
-        settings = {key: value for key, value in MODEL_CONFIG.items() if key not in ("model_type", "architectures")}
+        settings = {
+            key: value
+            for key, value in MODEL_CONFIG.items()
+            if key not in ("model_type", "architectures")
+        }
         source = write_model_config(Path(directory), **settings | {"head_dim": 64})
         for num_ranks in arguments.ranks:
-            batches = run_ranks(train, num_ranks, source, lengths, arguments.dtype, timeout_s=400.0)[0]
+            batches = run_ranks(
+                train, num_ranks, source, lengths, arguments.dtype, timeout_s=400.0
+            )[0]
             found[str(num_ranks)] = compared(batches[WARM_UP * len(KINDS) :])
             print(json.dumps({num_ranks: found[str(num_ranks)]}), flush=True)
     dtype = compute_dtype(arguments.dtype, torch.device("cpu"))
     print_tables(found)
-    write_result("padding", {**header(), "dtype": str(dtype).removeprefix("torch."), "ranks": found}, arguments.output)
+    write_result(
+        "padding",
+        {**header(), "dtype": str(dtype).removeprefix("torch."), "ranks": found},
+        arguments.output,
+    )
 
 
 def print_tables(found: dict[str, dict[str, Any]]) -> None:
     def cells(row: dict[str, Any]) -> list[str]:
-        values = (row["seconds"], row["tokens_per_s"]["median"], row["tokens"], row["micro_batches"])
+        values = (
+            row["seconds"],
+            row["tokens_per_s"]["median"],
+            row["tokens"],
+            row["micro_batches"],
+        )
         return [*(f"{value:.4g}" for value in values), f"{row['largest_share']:.3f}"]
 
-    rows = [[ranks, kind, *cells(row)] for ranks, result in found.items() for kind, row in result["kinds"].items()]
-    print(table(["ranks", "batch", "s per step", "tokens/s", "tokens", "micro-batches", "largest share"], rows))
+    rows = [
+        [ranks, kind, *cells(row)]
+        for ranks, result in found.items()
+        for kind, row in result["kinds"].items()
+    ]
+    print(
+        table(
+            [
+                "ranks",
+                "batch",
+                "s per step",
+                "tokens/s",
+                "tokens",
+                "micro-batches",
+                "largest share",
+            ],
+            rows,
+        )
+    )
     names = [name for name in next(iter(found.values())) if name != "kinds"]
-    print(table(["ranks", *names], ([n, *(f"{r[name]['median']:.3f}" for name in names)] for n, r in found.items())))
+    print(
+        table(
+            ["ranks", *names],
+            ([n, *(f"{r[name]['median']:.3f}" for name in names)] for n, r in found.items()),
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Chats prepared per second: this trainer against TRL's SFTTrainer, in alternation, a fresh process each time.
+"""Chats prepared per second: this trainer against TRL's SFTTrainer, in alternation, a fresh process
+each time.
 
     python benchmarks/prepare.py --train-file train.jsonl --rounds 5
 
-Both take GSM8K as chats to token ids and labels: chat template with generation tags, loss on what the assistant says,
-no more than 2,048 tokens. Ours is timed from the file on disk to the mapped, synced cache, with a cache that is empty;
-TRL from a `Dataset` in memory to what its trainer holds, with its disk cache switched off. Imports and loading the
-tokenizer are left out on both sides; the wall time of the process counts them. The peak is that of the resident memory.
+Both take GSM8K as chats to token ids and labels: chat template with generation tags, loss on what
+the assistant says, no more than 2,048 tokens. Ours is timed from the file on disk to the mapped,
+synced cache, with a cache that is empty; TRL from a `Dataset` in memory to what its trainer holds,
+with its disk cache switched off. Imports and loading the tokenizer are left out on both sides; the
+wall time of the process counts them. The peak is that of the resident memory.
 `benchmarks/peers/install.sh` makes the environment of the peer.
 """
 
@@ -50,7 +52,9 @@ PEER = Path(__file__).resolve().parent / "peers" / "prepare.py"
 
 @dataclass(frozen=True)
 class Contender:
-    """Our trainer, or (with options) the peer's script; `repeats`: how often the file repeats its rows."""
+    """Our trainer, or (with options) the peer's script; `repeats`: how often the file repeats
+    its rows.
+    """
 
     name: str
     options: tuple[str, ...] | None = None
@@ -173,7 +177,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     if sys.argv[1:2] == [WORKER]:
         return work(*map(Path, sys.argv[2:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train-file", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
@@ -181,10 +187,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         case = make_case(Path(directory, "case"), arguments.train_file)
         rows = list(summarize(measure(case, arguments.rounds)))
-    columns = ["contender", "rows", "rows/s", "ours is faster by", "s", "process s", "peak MiB", "different rows"]
+    columns = [
+        "contender",
+        "rows",
+        "rows/s",
+        "ours is faster by",
+        "s",
+        "process s",
+        "peak MiB",
+        "different rows",
+    ]
     print(table(columns, map(cells, rows)))
     peers = peer_versions("trl", "transformers", "datasets", "tokenizers")
-    write_result("prepare", {**header(), "peers": peers, "rounds": arguments.rounds, "rows": rows}, arguments.output)
+    write_result(
+        "prepare",
+        {**header(), "peers": peers, "rounds": arguments.rounds, "rows": rows},
+        arguments.output,
+    )
     return None
 
 

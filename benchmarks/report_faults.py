@@ -1,9 +1,11 @@
-"""How often the report is wrong: faults put into logs and found, from which step; healthy logs that it complains about.
+"""How often the report is wrong: faults put into logs and found, from which step; healthy logs that
+it complains about.
 
     python benchmarks/report_faults.py --runs 40
 
-Each run is a log drawn by a seed, written in its trainer's format, read and judged (tests/report_families.py,
-tests/report_trials.py). Families "held out" were not looked at while the rules were made.
+Each run is a log drawn by a seed, written in its trainer's format, read and judged
+(tests/report_families.py, tests/report_trials.py). Families "held out" were not looked at while the
+rules were made.
 """
 
 import argparse
@@ -34,9 +36,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    cases = [(place, number) for place, family in enumerate(FAMILIES) for number in range(-1, len(faults_of(family)))]
+    cases = [
+        (place, number)
+        for place, family in enumerate(FAMILIES)
+        for number in range(-1, len(faults_of(family)))
+    ]
     with ProcessPoolExecutor(arguments.workers) as pool:
-        outcomes = [one for many in pool.map(trials, cases, [arguments.runs] * len(cases)) for one in many]
+        outcomes = [
+            one for many in pool.map(trials, cases, [arguments.runs] * len(cases)) for one in many
+        ]
     held_out = {family.name for family in HELD_OUT}
     result = {**header(), "runs_of_each": arguments.runs}
     for name, is_held_out in (("tuned", False), ("held_out", True)):
@@ -60,7 +68,8 @@ def rates(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     faulty = [outcome for outcome in outcomes if outcome.fault != HEALTHY]
     placed = [outcome for outcome in faulty if outcome.has_onset]
     verdicts = {
-        verdict.lower(): sum(outcome.verdict == verdict for outcome in healthy) for verdict in ("FAIL", "ATTENTION")
+        verdict.lower(): sum(outcome.verdict == verdict for outcome in healthy)
+        for verdict in ("FAIL", "ATTENTION")
     }
     return {
         "healthy": len(healthy),
@@ -75,7 +84,10 @@ def rates(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     groups = groupby(outcomes, key=lambda outcome: (outcome.family, outcome.fault))
-    return [{"family": family, "fault": fault, **rates(list(found))} for (family, fault), found in groups]
+    return [
+        {"family": family, "fault": fault, **rates(list(found))}
+        for (family, fault), found in groups
+    ]
 
 
 def is_missed(row: dict[str, Any]) -> bool:
@@ -88,7 +100,12 @@ def show(result: dict[str, Any]) -> None:
         found = result[name]["all"]
         print(f"{name}: {found}\n")
         columns = ("family", "fault", "faulty", "found", "with_onset", "onset_right")
-        print(table(list(columns), ([row[column] for column in columns] for row in result[name]["missed"])))
+        print(
+            table(
+                list(columns),
+                ([row[column] for column in columns] for row in result[name]["missed"]),
+            )
+        )
 
 
 if __name__ == "__main__":

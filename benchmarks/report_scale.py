@@ -2,8 +2,8 @@
 
     python benchmarks/report_scale.py
 
-Writes a log of 25 metrics a row in our format and in ms-swift's, and reads, analyses and draws each in a process of its
-own. The measure of the reader is `json.loads` over the same lines.
+Writes a log of 25 metrics a row in our format and in ms-swift's, and reads, analyses and draws each
+in a process of its own. The measure of the reader is `json.loads` over the same lines.
 """
 
 import argparse
@@ -24,7 +24,15 @@ NUM_KEYS = 25
 LIMIT_S, LIMIT_BYTES = 30.0, 2**30
 """What the acceptance list allows for reading and analysis together."""
 OWN_KEYS = ("train/loss", "train/lr", "train/lr(1e-3)", "train/grad_norm", "train/time(s)")
-SWIFT_KEYS = ("loss", "learning_rate", "grad_norm", "kl", "reward", "reward_std", "completions/mean_length")
+SWIFT_KEYS = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "kl",
+    "reward",
+    "reward_std",
+    "completions/mean_length",
+)
 READ = """
 import json, sys, time
 from pathlib import Path
@@ -47,7 +55,10 @@ print(json.dumps({"wall_s": seconds, "cpu_s": cpu_s, "peak_bytes": peak, "num_un
 
 def own_rows(num_rows: int) -> Iterator[dict[str, Any]]:
     generator = random.Random(SEED)
-    keys = [*OWN_KEYS, *(f"throughput/train/metric_{n}_per_s" for n in range(NUM_KEYS - len(OWN_KEYS)))]
+    keys = [
+        *OWN_KEYS,
+        *(f"throughput/train/metric_{n}_per_s" for n in range(NUM_KEYS - len(OWN_KEYS))),
+    ]
     for step in range(1, num_rows + 1):
         place = {"step": step, "attempt": 1, "kind": "train", "ts": 1.7e9 + step}
         yield place | {key: generator.random() for key in keys}
@@ -56,7 +67,10 @@ def own_rows(num_rows: int) -> Iterator[dict[str, Any]]:
 def swift_rows(num_rows: int) -> Iterator[dict[str, Any]]:
     """Four of the 25 are strings."""
     generator = random.Random(SEED)
-    keys = [*SWIFT_KEYS, *(f"rewards/Reward{n}/mean" for n in range(NUM_KEYS - 4 - len(SWIFT_KEYS)))]
+    keys = [
+        *SWIFT_KEYS,
+        *(f"rewards/Reward{n}/mean" for n in range(NUM_KEYS - 4 - len(SWIFT_KEYS))),
+    ]
     for step in range(1, num_rows + 1):
         minutes, seconds = divmod(step, 60)
         place = {
@@ -89,19 +103,40 @@ def parse_s(path: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--output", type=Path, help="result file (default: benchmarks/results/report_scale.json)")
+    parser.add_argument(
+        "--output", type=Path, help="result file (default: benchmarks/results/report_scale.json)"
+    )
     options = parser.parse_args()
-    result: dict[str, Any] = {**header(), "limits": {"wall_s": LIMIT_S, "peak_bytes": LIMIT_BYTES}, "logs": {}}
+    result: dict[str, Any] = {
+        **header(),
+        "limits": {"wall_s": LIMIT_S, "peak_bytes": LIMIT_BYTES},
+        "logs": {},
+    }
     with tempfile.TemporaryDirectory() as directory:
         for name, rows in (("metrics.jsonl", own_rows), ("logging.jsonl", swift_rows)):
             path = Path(directory) / name
             write_rows(path, rows(options.rows))
             size_bytes = path.stat().st_size
-            result["logs"][name] = {"size_bytes": size_bytes, "json_loads_cpu_s": parse_s(path), **read(path)}
+            result["logs"][name] = {
+                "size_bytes": size_bytes,
+                "json_loads_cpu_s": parse_s(path),
+                **read(path),
+            }
             path.unlink()
-    columns = ["log", "MB", "json.loads CPU s", "read s", "in all CPU s", "in all s", "peak MiB", "page kB"]
+    columns = [
+        "log",
+        "MB",
+        "json.loads CPU s",
+        "read s",
+        "in all CPU s",
+        "in all s",
+        "peak MiB",
+        "page kB",
+    ]
     lines = [
         [
             name,

@@ -3,12 +3,14 @@
     python benchmarks/scale.py --only rows many length ranks checkpoint
 
 many: the shortest chats, one million and ten of them: what grows with rows alone.
-rows: chats of about 45 tokens are prepared in a fresh process, then three steps of a tiny model start from the cache.
-length: one document per step; memory is the process's high-water mark above that before its first step.
-ranks: bytes of parameters, gradients and optimizer state that a rank of the real FSDP2 model holds, counted over the
-memory of its local tensors, and bytes it receives in collectives during one step.
-checkpoint: a save in the way of training, an export, and the proof and load of a resume, in one process each.
-A sub-measure that is not asked for keeps what the result file holds of it.
+rows: chats of about 45 tokens are prepared in a fresh process, then three steps of a tiny model
+start from the cache.
+length: one document per step; memory is the process's high-water mark above that before its first
+step.
+ranks: bytes of parameters, gradients and optimizer state that a rank of the real FSDP2 model holds,
+counted over the memory of its local tensors, and bytes it receives in collectives during one step.
+checkpoint: a save in the way of training, an export, and the proof and load of a resume, in one
+process each. A sub-measure that is not asked for keeps what the result file holds of it.
 """
 
 import argparse
@@ -92,18 +94,27 @@ SIZES = {"1 M": (128, 4), "5 M": (256, 6), "20 M": (512, 6), "50 M": (768, 6), "
 TIMEOUT_S = 400.0
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
+# --------------------
 
 
 def write_rows(path: Path, num_rows: int, *, num_words: tuple[int, int] = (8, 22)) -> None:
     """Chats of two turns of so many random words, about one token each, written one by one."""
     generator = random.Random(SEED)
-    words = sorted({word for word in ENGLISH.read_text().split() if word.isalpha() and word.islower()})
+    words = sorted(
+        {word for word in ENGLISH.read_text().split() if word.isalpha() and word.islower()}
+    )
     with path.open("w") as file:
         for _ in range(num_rows):
-            texts = [" ".join(generator.choices(words, k=generator.randint(*num_words))) for _ in range(2)]
+            texts = [
+                " ".join(generator.choices(words, k=generator.randint(*num_words)))
+                for _ in range(2)
+            ]
             roles = zip(("user", "assistant"), texts, strict=True)
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n")
+            file.write(
+                json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]})
+                + "\n"
+            )
 
 
 def write_tiny_model(root: Path) -> Path:
@@ -117,8 +128,8 @@ def write_tiny_model(root: Path) -> Path:
 
 
 def prepare_rows(case: Case) -> dict[str, float]:
-    """In a fresh process: rows and tokens per second of filling the cache, and what memory it and the largest of those
-    that it starts took.
+    """In a fresh process: rows and tokens per second of filling the cache, and what memory it and
+    the largest of those that it starts took.
     """
     before, started = peak_bytes(), time.perf_counter()
     dataset = prepare_tokens(case)
@@ -145,7 +156,10 @@ def start_from_cache(case: Case, number: int) -> dict[str, float]:
         "trainer.save_freq": -1,
         "trainer.default_local_dir": case.directory / f"run{number}",
     }
-    found = run_probe([f"{key}={value}" for key, value in overrides.items()], case.directory / f"start{number}.json")
+    found = run_probe(
+        [f"{key}={value}" for key, value in overrides.items()],
+        case.directory / f"start{number}.json",
+    )
     start = found["start"]
     return {
         "to_first_step_s": start["total_s"],
@@ -169,7 +183,8 @@ def measure_rows(
         case.model.symlink_to(model)
         write_rows(case.train_file, num_rows, num_words=num_words)
         row: dict[str, Any] = {"rows": num_rows, "file_mb": case.train_file.stat().st_size / 1e6}
-        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # as a rank it may start processes
+        # as a rank it may start processes
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
             row |= fresh.submit(prepare_rows, case).result()
         starts = [start_from_cache(case, number) for number in range(arguments.rounds)]
         row |= {key: middle(start[key] for start in starts) for key in starts[0]}
@@ -179,7 +194,8 @@ def measure_rows(
     return found
 
 
-# --- length -----------------------------------------------------------------------------------------------------------
+# --- length ---------------------------------------------------------------------------------------
+# --------------------
 
 
 class Documents:
@@ -196,15 +212,23 @@ class Documents:
         return ids.astype(np.int32), np.arange(self._length) >= self._length // 2
 
 
-def train_on_documents(world: World, source: ModelSource, length: int, steps: int) -> dict[str, float]:
-    """In a fresh process: seconds per step after the first, and memory above that before the first step."""
+def train_on_documents(
+    world: World, source: ModelSource, length: int, steps: int
+) -> dict[str, float]:
+    """In a fresh process: seconds per step after the first, and memory above that before the
+    first step.
+    """
     keep_freed_memory()
     model = build_toy_model(world, source, param_dtype="auto")
     parts = toy_run(world, model, Documents(length, steps), total_steps=steps, batch_size=1)
     before = peak_bytes()
     fit(parts)
     times: Any = parts.tracking
-    return {"step_s": min(times.column("train/time(s)")[1:]), "peak_bytes": peak_bytes() - before, "before": before}
+    return {
+        "step_s": min(times.column("train/time(s)")[1:]),
+        "peak_bytes": peak_bytes() - before,
+        "before": before,
+    }
 
 
 def measure_length(root: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -214,7 +238,14 @@ def measure_length(root: Path, arguments: argparse.Namespace) -> list[dict[str, 
     for length in arguments.lengths:
         runs = []
         for _ in range(arguments.rounds if length <= 4096 else 1):
-            runs += run_ranks(train_on_documents, 1, source, length, 4 if length <= 8192 else 2, timeout_s=TIMEOUT_S)
+            runs += run_ranks(
+                train_on_documents,
+                1,
+                source,
+                length,
+                4 if length <= 8192 else 2,
+                timeout_s=TIMEOUT_S,
+            )
         peak = statistics.median(run["peak_bytes"] for run in runs)
         row = {
             "tokens": length,
@@ -231,11 +262,14 @@ def measure_length(root: Path, arguments: argparse.Namespace) -> list[dict[str, 
     return found
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
+# --------------------
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that this rank receives in collectives, by kind, if these move no more than they must."""
+    """Bytes that this rank receives in collectives, by kind, if these move no more than they
+    must.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +311,9 @@ def count_step(world: World, source: ModelSource) -> dict[str, Any]:
     with Traffic() as traffic, patch.object(step, "local_square_sum", watched):
         fit(parts)
     held["parameters"] = held_bytes(model.parameters())
-    held["optimizer"] = held_bytes(value for state in parts.optimizer.state.values() for value in state.values())
+    held["optimizer"] = held_bytes(
+        value for state in parts.optimizer.state.values() for value in state.values()
+    )
     layers = [p for name, p in model.named_parameters() if ".layers." in name]
     return {
         "num_parameters": sum(p.numel() for p in model.parameters()),
@@ -288,7 +324,9 @@ def count_step(world: World, source: ModelSource) -> dict[str, Any]:
 
 
 def measure_ranks(root: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Gathers are of bfloat16, the reduction is of float32; the last rank of each size is shown: it holds the most."""
+    """Gathers are of bfloat16, the reduction is of float32; the last rank of each size is
+    shown: it holds the most.
+    """
     (root / "ranks").mkdir()
     source = write_model_config(root / "ranks", **RANKS_MODEL)
     found: list[dict[str, Any]] = []
@@ -297,13 +335,18 @@ def measure_ranks(root: Path, arguments: argparse.Namespace) -> list[dict[str, A
         most = max(ranks, key=lambda rank: sum(rank["held_bytes"].values()))
         held = sum(most["held_bytes"].values())
         share = (num_ranks - 1) / num_ranks
-        gathered, reduced = (most["received_bytes"].get(kind, 0) for kind in ("allgather_base", "reduce_scatter_base"))
+        gathered, reduced = (
+            most["received_bytes"].get(kind, 0)
+            for kind in ("allgather_base", "reduce_scatter_base")
+        )
         row = {
             "ranks": num_ranks,
             "num_parameters": most["num_parameters"],
             **{f"{kind}_mib": size / 2**20 for kind, size in most["held_bytes"].items()},
             "held_mib": held / 2**20,
-            "held_times_ranks": held * num_ranks / (found[0]["held_mib"] * 2**20 if found else held),
+            "held_times_ranks": held
+            * num_ranks
+            / (found[0]["held_mib"] * 2**20 if found else held),
             "gathered_mib": gathered / 2**20,
             "gathered_formula_mib": 2 * most["num_parameters"] * 2 * share / 2**20,
             "reduced_mib": reduced / 2**20,
@@ -315,7 +358,8 @@ def measure_ranks(root: Path, arguments: argparse.Namespace) -> list[dict[str, A
     return found
 
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
+# --- checkpoint -----------------------------------------------------------------------------------
+# --------------------
 
 
 def manager_of(world: World, run_dir: Path, source: ModelSource, parts: Any) -> CheckpointManager:
@@ -323,7 +367,9 @@ def manager_of(world: World, run_dir: Path, source: ModelSource, parts: Any) -> 
         run_dir,
         parts.model,
         world=world,
-        config=CheckpointConfig(CONTENTS, CONTENTS[:3], "bfloat16", async_save=False, save_timeout_s=300),
+        config=CheckpointConfig(
+            CONTENTS, CONTENTS[:3], "bfloat16", async_save=False, save_timeout_s=300
+        ),
         source=ExportSource(ModelFiles.read(Path(source.path)), None, (3,)),
         keep=1,
         lock=None,
@@ -343,19 +389,25 @@ def make_parts(world: World, source: ModelSource, steps: int, start: Position = 
     return toy_run(world, model, ToySamples(), total_steps=steps, cadence=cadence, start=start)
 
 
-def train_and_save(world: World, run_dir: Path, source: ModelSource, steps: int) -> tuple[int, list[float]]:
+def train_and_save(
+    world: World, run_dir: Path, source: ModelSource, steps: int
+) -> tuple[int, list[float]]:
     """(parameters, seconds of each save) of a run that saves every step."""
     parts, seconds = make_parts(world, source, steps), []
     manager: Any = manager_of(world, run_dir, source, parts)
     save = manager.save
-    manager.save = lambda *where, **arguments: seconds.append(seconds_of(lambda: save(*where, **arguments)))
+    manager.save = lambda *where, **arguments: seconds.append(
+        seconds_of(lambda: save(*where, **arguments))
+    )
     parts.checkpoints = manager
     fit(parts)
     return sum(p.numel() for p in parts.model.parameters()), seconds
 
 
 def save_and_resume(world: World, root: Path, source: ModelSource, rounds: int) -> dict[str, Any]:
-    """Seconds of every save but the first, of exports and of resumes; the files are in the page cache when read."""
+    """Seconds of every save but the first, of exports and of resumes; the files are in the page
+    cache when read.
+    """
     run_dir = root / "run"
     run_dir.mkdir()
     num_parameters, saves = train_and_save(world, run_dir, source, rounds + 1)
@@ -368,7 +420,9 @@ def save_and_resume(world: World, root: Path, source: ModelSource, rounds: int) 
         target = root / f"export{number}"
         proofs.append(seconds_of(lambda: verify_files(checkpoint.path, manifest)))
         loads.append(seconds_of(lambda: manager.load(checkpoint, contents=CONTENTS[:3])))
-        exports.append(seconds_of(lambda to=target: export_from_shards(checkpoint.path, to, dtype="bfloat16")))
+        exports.append(
+            seconds_of(lambda to=target: export_from_shards(checkpoint.path, to, dtype="bfloat16"))
+        )
         shutil.rmtree(target)
     return {
         "num_parameters": num_parameters,
@@ -386,10 +440,22 @@ def measure_checkpoint(root: Path, arguments: argparse.Namespace) -> list[dict[s
         directory = root / name
         (directory / "model").mkdir(parents=True)
         hidden, layers = SIZES[name]
-        shape = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_hidden_layers": layers}
-        heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
-        source = write_model_config(directory / "model", vocab_size=4096, initializer_range=0.02, **shape, **heads)
-        row = run_ranks(save_and_resume, 1, directory, source, arguments.rounds, timeout_s=TIMEOUT_S)[0]
+        shape = {
+            "hidden_size": hidden,
+            "intermediate_size": 11 * hidden // 4,
+            "num_hidden_layers": layers,
+        }
+        heads = {
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 128,
+            "head_dim": 64,
+        }
+        source = write_model_config(
+            directory / "model", vocab_size=4096, initializer_range=0.02, **shape, **heads
+        )
+        row = run_ranks(
+            save_and_resume, 1, directory, source, arguments.rounds, timeout_s=TIMEOUT_S
+        )[0]
         row["write_mb_per_s"] = row["checkpoint_mb"] / row["save_s"]["median"]
         row["disk_mb_per_s"] = write_bytes_per_s(directory) / 1e6
         shutil.rmtree(directory)
@@ -398,7 +464,8 @@ def measure_checkpoint(root: Path, arguments: argparse.Namespace) -> list[dict[s
     return found
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------
+# --------------------
 
 MEASURES = {
     "rows": measure_rows,
@@ -457,11 +524,19 @@ def cell(value: Any) -> str:
         value = value["median"]
     if value is None:
         return ""
-    return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return (
+        str(value)
+        if isinstance(value, int)
+        else f"{value:.4g}"
+        if abs(value) < 1000
+        else f"{value:.0f}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--many", type=int, nargs="+", default=list(MANY))
@@ -475,7 +550,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             rows = MEASURES[name](Path(directory), arguments)
         columns = COLUMNS["rows" if name == "many" else name]
-        print(table(list(columns.values()), ([cell(row.get(key)) for key in columns] for row in rows)))
+        print(
+            table(list(columns.values()), ([cell(row.get(key)) for key in columns] for row in rows))
+        )
         result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         write_result("scale", result | {name: {**header(), "rows": rows}}, arguments.output)
 

@@ -1,11 +1,13 @@
-"""Tokens per second on a CPU: this trainer against TRL, transformers' Trainer and a bare loop, in alternation.
+"""Tokens per second on a CPU: this trainer against TRL, transformers' Trainer and a bare loop, in
+alternation.
 
-    python benchmarks/speed_cpu.py --train-file train.jsonl --ranks 1 2 --dtypes bfloat16 float32 --rounds 3
+    python benchmarks/speed_cpu.py --train-file train.jsonl --ranks 1 2 --dtypes bfloat16 float32
+    --rounds 3
 
-Every contender trains the same 5.4 M parameter Qwen2 from the same weights on the same batches of 32 GSM8K chats, with
-AdamW, fp32 parameters (the bare loop: parameters of the compute dtype) and clipping. Rates are tokens between the end
-of step `SKIP` and of the last one, over the wall time between; padding is not counted. `benchmarks/peers/install.sh`
-makes the environment of the peers.
+Every contender trains the same 5.4 M parameter Qwen2 from the same weights on the same batches of
+32 GSM8K chats, with AdamW, fp32 parameters (the bare loop: parameters of the compute dtype) and
+clipping. Rates are tokens between the end of step `SKIP` and of the last one, over the wall time
+between; padding is not counted. `benchmarks/peers/install.sh` makes the environment of the peers.
 """
 
 import argparse
@@ -64,16 +66,26 @@ BARE = Contender("bare loop", "bare_loop.py", micro_batch=32)
 CONTENDERS = {contender.name: contender for contender in (OURS, *TRL, PLAIN, BARE)}
 
 
-def run_one(contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, name: str) -> dict[str, Any]:
+def run_one(
+    contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, name: str
+) -> dict[str, Any]:
     """Rates, losses and peak memory of one run of `steps` steps."""
     log = case.directory / f"{name}.log"
     if contender.script is None:
-        words = [sys.executable, "-m", "trainer.launch", str(ranks), *our_overrides(case, dtype, steps, name)]
+        words = [
+            sys.executable,
+            "-m",
+            "trainer.launch",
+            str(ranks),
+            *our_overrides(case, dtype, steps, name),
+        ]
         rows_file = case.directory / "runs" / name / "metrics.jsonl"
         threads = None
     else:
         rows_file = case.directory / f"{name}.jsonl"
-        words = peer_command(contender, case, ranks=ranks, dtype=dtype, steps=steps, output=rows_file)
+        words = peer_command(
+            contender, case, ranks=ranks, dtype=dtype, steps=steps, output=rows_file
+        )
         threads = NUM_CPUS // ranks
     wall_s, peak_bytes = run_command(words, cwd=REPOSITORY, threads=threads, log=log)
     if contender.script is None:
@@ -118,7 +130,9 @@ def our_overrides(case: Case, dtype: str, steps: int, name: str) -> list[str]:
     return [f"{key}={value}" for key, value in overrides.items()]
 
 
-def peer_command(contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, output: Path) -> list[str]:
+def peer_command(
+    contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, output: Path
+) -> list[str]:
     assert contender.script is not None
     python = PEERS_VENV / "bin" / "python"
     launcher = [str(python)]
@@ -127,7 +141,12 @@ def peer_command(contender: Contender, case: Case, *, ranks: int, dtype: str, st
     options = {"--case": case.directory, "--steps": steps, "--dtype": dtype, "--output": output}
     options["--micro-batch"] = contender.micro_batch
     words = [str(word) for pair in options.items() for word in pair]
-    return [*launcher, str(PEERS / contender.script), *words, *(f"--option={name}" for name in contender.options)]
+    return [
+        *launcher,
+        str(PEERS / contender.script),
+        *words,
+        *(f"--option={name}" for name in contender.options),
+    ]
 
 
 def flops_per_token(case: Case, steps: int) -> float:
@@ -155,9 +174,14 @@ def measure(arguments: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
             if contender is BARE and ranks > 1:
                 continue
             label = f"{name.replace(' ', '_')}-{dtype}-{ranks}-{number}"
-            run = run_one(contender, case, ranks=ranks, dtype=dtype, steps=arguments.steps, name=label)
+            run = run_one(
+                contender, case, ranks=ranks, dtype=dtype, steps=arguments.steps, name=label
+            )
             runs[dtype, ranks, name].append(run)
-            print(f"{label}: {run['tokens_per_s']:.0f} tokens/s, {run['peak_gib']:.2f} GiB", flush=True)
+            print(
+                f"{label}: {run['tokens_per_s']:.0f} tokens/s, {run['peak_gib']:.2f} GiB",
+                flush=True,
+            )
     rows = []
     for (dtype, ranks, name), found in runs.items():
         if not found:
@@ -179,11 +203,15 @@ def measure(arguments: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train-file", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl", BARE.name])
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl", BARE.name]
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
@@ -194,7 +222,9 @@ def main() -> None:
         flops = flops_per_token(case, arguments.steps)
         rows = measure(arguments, case)
     for row in rows:
-        row["share of the GEMM ceiling"] = row["tokens_per_s"]["median"] * flops / 1e9 / ceilings[row["dtype"]]
+        row["share of the GEMM ceiling"] = (
+            row["tokens_per_s"]["median"] * flops / 1e9 / ceilings[row["dtype"]]
+        )
     result = {
         **header(),
         "peers": peer_versions("trl", "transformers", "torch", "accelerate"),

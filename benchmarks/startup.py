@@ -1,6 +1,8 @@
-"""How long commands take to answer, and the CPU seconds of all their processes, beside those of another commit.
+"""How long commands take to answer, and the CPU seconds of all their processes, beside those of
+another commit.
 
-python benchmarks/startup.py --before COMMIT [--rounds 3]: both run each case in alternation, from prepared data.
+python benchmarks/startup.py --before COMMIT [--rounds 3]: both run each case in alternation, from
+prepared data.
 """
 
 import argparse
@@ -29,31 +31,55 @@ QWEN_7B = {
 }
 
 TRAIN = ["trainer.device=cpu", "trainer.total_training_steps=1", "data.cache_dir=cache"]
-RECIPE = ["experiment=phase1_sft_qwen7b_coder", "model.partial_pretrain=qwen7b", "data.train_files=rows.jsonl"]
+RECIPE = [
+    "experiment=phase1_sft_qwen7b_coder",
+    "model.partial_pretrain=qwen7b",
+    "data.train_files=rows.jsonl",
+]
 CASES = {
     "a wrong key": (["trainer.launch", "2", "trainer.epochs=1"], 2),
     "a wrong path": (["trainer.launch", "2", "data.train_files=nope.jsonl"], 65),
     "a finished run": (["trainer.launch", "2", *TRAIN, "trainer.default_local_dir=finished"], 0),
     "plan of the 7B recipe": (["trainer.cli.plan", "8", *RECIPE, "--memory-gib", "80"], 0),
-    "a run of one step, 1 rank": (["trainer.launch", "1", *TRAIN, "trainer.default_local_dir=new"], 0),
-    "a run of one step, 2 ranks": (["trainer.launch", "2", *TRAIN, "trainer.default_local_dir=new"], 0),
+    "a run of one step, 1 rank": (
+        ["trainer.launch", "1", *TRAIN, "trainer.default_local_dir=new"],
+        0,
+    ),
+    "a run of one step, 2 ranks": (
+        ["trainer.launch", "2", *TRAIN, "trainer.default_local_dir=new"],
+        0,
+    ),
 }
 
 
 def measure(checkout: Path, work: Path, case: str) -> dict[str, float]:
-    """Seconds and CPU seconds until the command is over. Raises when it ends otherwise than it should."""
+    """Seconds and CPU seconds until the command is over. Raises when it ends otherwise than it
+    should.
+    """
     words, expected = CASES[case]
     shutil.rmtree(work / "new", ignore_errors=True)
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     started = time.perf_counter()
     with (work / "log").open("w") as log:
         command = [sys.executable, "-m", *words]
-        process = subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != expected:
-        raise RuntimeError(f"{case} ended with {process.returncode}:\n{(work / 'log').read_text()[-4000:]}")
-    return {"seconds": time.perf_counter() - started, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+        raise RuntimeError(
+            f"{case} ended with {process.returncode}:\n{(work / 'log').read_text()[-4000:]}"
+        )
+    return {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+    }
 
 
 def prepare(checkout: Path, work: Path) -> None:
@@ -70,26 +96,40 @@ def main() -> None:
     parser.add_argument("--before", required=True, metavar="COMMIT")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    found: dict[str, dict[str, list[dict[str, float]]]] = {case: {"before": [], "after": []} for case in CASES}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        case: {"before": [], "after": []} for case in CASES
+    }
     with tempfile.TemporaryDirectory() as directory:
         checkouts = {"before": Path(directory, "checkout"), "after": REPOSITORY}
         checkouts["before"].mkdir()
-        archive = subprocess.run(["git", "archive", options.before], cwd=REPOSITORY, check=True, capture_output=True)
+        archive = subprocess.run(
+            ["git", "archive", options.before], cwd=REPOSITORY, check=True, capture_output=True
+        )
         subprocess.run(["tar", "x"], cwd=checkouts["before"], input=archive.stdout, check=True)
         for side, checkout in checkouts.items():
             prepare(checkout, Path(directory, f"{side} work"))
         for _ in range(options.rounds):
             for case in CASES:
                 for side, checkout in checkouts.items():
-                    found[case][side].append(measure(checkout, Path(directory, f"{side} work"), case))
+                    found[case][side].append(
+                        measure(checkout, Path(directory, f"{side} work"), case)
+                    )
     names = ("seconds", "cpu_seconds")
     rows = {
-        case: {side: {name: middle(run[name] for run in runs) for name in names} for side, runs in sides.items()}
+        case: {
+            side: {name: middle(run[name] for run in runs) for name in names}
+            for side, runs in sides.items()
+        }
         for case, sides in found.items()
     }
-    write_result("startup", {**header(), "before": options.before, "rounds": options.rounds, "rows": rows})
+    write_result(
+        "startup", {**header(), "before": options.before, "rounds": options.rounds, "rows": rows}
+    )
     columns = ["case", *(f"{name}, {side}" for name in names for side in checkouts)]
-    lines = ([case, *(f"{rows[case][s][n]['median']:.2f}" for n in names for s in checkouts)] for case in rows)
+    lines = (
+        [case, *(f"{rows[case][s][n]['median']:.2f}" for n in names for s in checkouts)]
+        for case in rows
+    )
     print(table(columns, lines))
 
 

@@ -1,7 +1,9 @@
-"""Train a LoRA adapter on one card; needs the extra `lora` (peft) and a model that was trained before.
+"""Train a LoRA adapter on one card; needs the extra `lora` (peft) and a model that was trained
+before.
 
-python examples/lora_one_card.py [key=value ...], such as model.partial_pretrain=Qwen/Qwen2.5-7B-Instruct
-Without a model of yours it takes what own_data.py left, and its rows.
+python examples/lora_one_card.py [key=value ...], such as
+model.partial_pretrain=Qwen/Qwen2.5-7B-Instruct Without a model of yours it takes what own_data.py
+left, and its rows.
 """
 
 import sys
@@ -28,7 +30,9 @@ def main() -> None:
     words = sys.argv[1:]
     if not any(word.startswith("model.partial_pretrain=") for word in words):
         if BASE.export is None:
-            sys.exit("there is no model yet: python examples/own_data.py, or model.partial_pretrain=…")
+            sys.exit(
+                "there is no model yet: python examples/own_data.py, or model.partial_pretrain=…"
+            )
         words = [f"model.partial_pretrain={BASE.export}", *words]
     run = train(*WORDS, *words, num_ranks=1)
     print(f"the adapter, for vLLM's --lora-modules and peft: {run.export}")

@@ -1,7 +1,9 @@
-"""Train a model on rows of your own: write them, look at what is supervised, train, say where the model lies.
+"""Train a model on rows of your own: write them, look at what is supervised, train, say where the
+model lies.
 
-python examples/own_data.py [key=value ...], such as model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
-Without a model of yours it takes the quickstart's tiny one, from random weights, on a CPU too.
+python examples/own_data.py [key=value ...], such as
+model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct Without a model of yours it takes the quickstart's
+tiny one, from random weights, on a CPU too.
 """
 
 import json
@@ -26,7 +28,10 @@ def main() -> None:
     chats = [(f"What is {n} plus {n}?", f"{n} plus {n} is {n + n}.") for n in range(40)]
     with FILE.open("w", encoding="utf-8") as file:
         for question, answer in chats:
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
             file.write(json.dumps({"messages": messages}) + "\n")
     run = train(*WORDS, *sys.argv[1:])
     last = [row["val/loss"] for row in run.metrics() if "val/loss" in row][-1]

@@ -21,7 +21,10 @@ WORDS = (
 
 
 def main() -> int:
-    runs = [train(*WORDS, f"optim.lr={rate}", f"trainer.experiment_name=rate_{rate}", *sys.argv[1:]) for rate in RATES]
+    runs = [
+        train(*WORDS, f"optim.lr={rate}", f"trainer.experiment_name=rate_{rate}", *sys.argv[1:])
+        for rate in RATES
+    ]
     return report([str(run.directory) for run in runs])
 
 

@@ -1,7 +1,8 @@
-"""Ranks that stay: each runs the real command again and again, without the time to start a process and import torch.
+"""Ranks that stay: each runs the real command again and again, without the time to start a process
+and import torch.
 
-What a rank leaves behind in its process the next run would meet; so after a run that ended otherwise than with success
-or a refusal all ranks are made anew.
+What a rank leaves behind in its process the next run would meet; so after a run that ended
+otherwise than with success or a refusal all ranks are made anew.
 """
 
 import os
@@ -22,8 +23,8 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class CommandStart:
-    """One start of the command; `image` is where rank 0 copies the run directory to as a kill in step `killed_in` would
-    leave it.
+    """One start of the command; `image` is where rank 0 copies the run directory to as a kill in
+    step `killed_in` would leave it.
     """
 
     words: tuple[str, ...]
@@ -60,7 +61,12 @@ class CommandRanks:
         self._ranks = []
 
     def run(
-        self, num_ranks: int, *words: str, run_dir: Path, killed_in: int = 0, image: Path | None = None
+        self,
+        num_ranks: int,
+        *words: str,
+        run_dir: Path,
+        killed_in: int = 0,
+        image: Path | None = None,
     ) -> CommandEnd:
         while len(self._ranks) < num_ranks:
             ours, theirs = CONTEXT.Pipe()
@@ -89,7 +95,9 @@ class CommandRanks:
         if not is_sound:
             self.__exit__()
         worst = next((code for code in codes if code != EXIT_DONE), EXIT_DONE if is_sound else None)
-        return CommandEnd(worst, any(has_prepared for _, has_prepared in ends), log.read_text(errors="replace"))
+        return CommandEnd(
+            worst, any(has_prepared for _, has_prepared in ends), log.read_text(errors="replace")
+        )
 
 
 def _serve(rank: int, connection: Connection) -> None:
@@ -135,7 +143,12 @@ def _run(rank: int, num_ranks: int, start: CommandStart) -> int:
         if batch.step == start.killed_in:
             run.checkpoints.finish()
             if rank == 0 and start.image is not None:
-                shutil.copytree(start.run_dir, start.image, symlinks=True, ignore=shutil.ignore_patterns("*.tmp"))
+                shutil.copytree(
+                    start.run_dir,
+                    start.image,
+                    symlinks=True,
+                    ignore=shutil.ignore_patterns("*.tmp"),
+                )
         return training_step(run, batch)
 
     fit.training_step = stepped

@@ -11,13 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="true")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    WANDB_MODE="offline",
+    TOKENIZERS_PARALLELISM="true",
+)
 sys.path.insert(0, str(Path(__file__).parent))
 import sweeps
 from left_running import MARK, describe, left_running
 
 os.environ[MARK] = str(os.getpid())
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what tests start would inherit that nohup has it ignored
+# what tests start would inherit that nohup has it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ENDED_WITHIN_S = 10.0
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -64,7 +70,9 @@ FAST = frozenset(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run every point of the long sweeps, not a fixed sample")
+    parser.addoption(
+        "--full", action="store_true", help="run every point of the long sweeps, not a fixed sample"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,7 +124,9 @@ def nothing_is_left_running() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def wandb_is_left_to_nobody() -> Iterator[None]:
-    """Its service, and what it read of the environment, would go on into the next file of the process."""
+    """Its service, and what it read of the environment, would go on into the next file of the
+    process.
+    """
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()

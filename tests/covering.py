@@ -1,4 +1,6 @@
-"""Rows of values in which every pair of values of two features meets: a greedy covering array, drawn by a seed."""
+"""Rows of values in which every pair of values of two features meets: a greedy covering array,
+drawn by a seed.
+"""
 
 import itertools
 import random
@@ -23,8 +25,12 @@ def all_pairs(features: Mapping[str, Sequence[str]]) -> set[Pair]:
     }
 
 
-def covering_rows(features: Mapping[str, Sequence[str]], *, excluded: set[Pair], seed: int) -> list[Row]:
-    """Every pair that is not `excluded`; where nothing new can meet, a feature has its first value."""
+def covering_rows(
+    features: Mapping[str, Sequence[str]], *, excluded: set[Pair], seed: int
+) -> list[Row]:
+    """Every pair that is not `excluded`; where nothing new can meet, a feature has its first
+    value.
+    """
     generator, missing, rows = random.Random(seed), all_pairs(features) - excluded, list[Row]()
     while missing:
         candidates = [_row(features, missing, excluded, generator) for _ in range(NUM_CANDIDATES)]
@@ -35,9 +41,14 @@ def covering_rows(features: Mapping[str, Sequence[str]], *, excluded: set[Pair],
 
 
 def _row(
-    features: Mapping[str, Sequence[str]], missing: set[Pair], excluded: set[Pair], generator: random.Random
+    features: Mapping[str, Sequence[str]],
+    missing: set[Pair],
+    excluded: set[Pair],
+    generator: random.Random,
 ) -> Row:
-    """One that begins with a missing pair; each further feature takes what brings most of the others."""
+    """One that begins with a missing pair; each further feature takes what brings most of the
+    others.
+    """
     row = dict(generator.choice(sorted(missing, key=sorted)))
     for name in generator.sample(sorted(features.keys() - row), len(features) - len(row)):
         gains = dict[str, int]()

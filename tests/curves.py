@@ -1,6 +1,7 @@
 """Seeded loss and gradient curves, healthy and faulty, whose truth is known. numpy only.
 
-`TUNED` families were looked at while the rules were made; `HELD_OUT` ones must only ever be measured.
+`TUNED` families were looked at while the rules were made; `HELD_OUT` ones must only ever be
+measured.
 """
 
 from collections.abc import Callable
@@ -97,7 +98,9 @@ LOSSES: dict[str, Callable[[Generator, int], Values]] = {
     "bimodal10": lambda rng, n: _bimodal(rng, n, 0.10),
     "bimodal2": lambda rng, n: _bimodal(rng, n, 0.02),
     "memorised": _memorised,
-    "autoregressive": lambda rng, n: _level(n) * np.exp(_autoregressive(rng, n, memory=0.9, sigma=0.03)),
+    "autoregressive": lambda rng, n: (
+        _level(n) * np.exp(_autoregressive(rng, n, memory=0.9, sigma=0.03))
+    ),
     "power_law": _power_law,
     "garch": _garch,
     "restarts": _restarts,
@@ -112,7 +115,16 @@ GRADS: dict[str, Callable[[Generator, int], Values]] = {
 }
 TUNED = tuple(
     (loss, grad)
-    for loss in ("gauss", "student", "lognormal", "stairs", "bimodal10", "bimodal2", "memorised", "autoregressive")
+    for loss in (
+        "gauss",
+        "student",
+        "lognormal",
+        "stairs",
+        "bimodal10",
+        "bimodal2",
+        "memorised",
+        "autoregressive",
+    )
     for grad in ("normal", "heavy")
 )
 HELD_OUT = tuple(
@@ -163,15 +175,23 @@ def level(curve: Curve, *, at: int, factor: float = 1.3) -> Curve:
 def val_curve(
     rng: Generator, *, noise: float, turn: float, rise: float = 2.0, num_evals: int = 20
 ) -> tuple[Values, Values]:
-    """(validation, training loss) at evenly spaced validations: validation falls until the share `turn` of the run."""
+    """(validation, training loss) at evenly spaced validations: validation falls until the
+    share `turn` of the run.
+    """
     place = np.linspace(0, 1, num_evals)
     val = 1.2 + 0.8 * np.exp(-place / 0.2) + rise * np.maximum(place - turn, 0) ** 1.5
     return val * (1 + rng.normal(0, noise, num_evals)), 1.1 + np.exp(-place / 0.3) - 0.4 * place
 
 
-def held_out_val_curve(rng: Generator, *, noise: float, turn: float, num_evals: int = 20) -> tuple[Values, Values]:
-    """Only ever measured: a power law, a straight rise, noise with heavy tails and a noisy training loss."""
+def held_out_val_curve(
+    rng: Generator, *, noise: float, turn: float, num_evals: int = 20
+) -> tuple[Values, Values]:
+    """Only ever measured: a power law, a straight rise, noise with heavy tails and a noisy
+    training loss.
+    """
     place = np.linspace(0, 1, num_evals)
     val = 1.0 + 0.5 * (1 + 20 * place) ** -0.7 + 0.6 * np.maximum(place - turn, 0)
-    train = (0.9 + 0.6 * (1 + 20 * place) ** -0.7 - 0.5 * place) * (1 + rng.normal(0, 0.005, num_evals))
+    train = (0.9 + 0.6 * (1 + 20 * place) ** -0.7 - 0.5 * place) * (
+        1 + rng.normal(0, 0.005, num_evals)
+    )
     return val * (1 + noise * rng.standard_t(4, num_evals) / 2**0.5), train

@@ -1,4 +1,6 @@
-"""The export of a sharded model as a save makes it: every rank's shards, then the files made from them."""
+"""The export of a sharded model as a save makes it: every rank's shards, then the files made
+from them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,18 @@ from trainer.checkpoint.fsio import FileRecord
 from trainer.runtime.distributed import World
 
 
-def export_model(world: World, model: Any, target: Path, source: ExportSource, *, dtype: str) -> list[FileRecord]:
-    """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the export."""
+def export_model(
+    world: World, model: Any, target: Path, source: ExportSource, *, dtype: str
+) -> list[FileRecord]:
+    """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the
+    export.
+    """
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
     parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
-    shards.write_torch(root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root)
+    shards.write_torch(
+        root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root
+    )
     if world.is_main:
         fsio.make_dir(target)
     dist.barrier()

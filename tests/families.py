@@ -1,8 +1,10 @@
-"""A tiny model of every family of text-only causal language models that transformers has, and what is not one.
+"""A tiny model of every family of text-only causal language models that transformers has, and what
+is not one.
 
-`FAMILIES` has, by model type, what its configuration needs beyond `COMMON` to be tiny and to hold every kind of layer
-of the family, with windows and chunks shorter than the documents; None leaves a common setting out. `VARIANTS` are
-further forms of some, named family first. `LEFT_OUT` has the other names of transformers' mapping, with the reason.
+`FAMILIES` has, by model type, what its configuration needs beyond `COMMON` to be tiny and to hold
+every kind of layer of the family, with windows and chunks shorter than the documents; None leaves a
+common setting out. `VARIANTS` are further forms of some, named family first. `LEFT_OUT` has the
+other names of transformers' mapping, with the reason.
 """
 
 from typing import Any
@@ -33,7 +35,13 @@ def _of(value: Any, *names: str) -> dict[str, Any]:
 _WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _TIED = {"tie_word_embeddings": True}
 _NO_HEAD_DIM = {"head_dim": None}
 _GEMMA = {**_TIED, "query_pre_attn_scalar": 8}
@@ -43,7 +51,12 @@ _MLA = {**_RANKS, "qk_rope_head_dim": 4, "head_dim": None, "num_key_value_heads"
 _INDEX = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
 _DSA = {**_MLA, **_INDEX, "head_dim": 4, "mlp_layer_types": ["dense", "sparse"]}
 _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
-_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _LINEAR = {**_DELTA, **_LINEAR_FIRST}
 _CONVOLUTION = {"mamba_d_state": 8, "mamba_d_conv": 3}
 _MAMBA = {"chunk_size": 8, "conv_kernel": 3, "expand": 2}
@@ -59,28 +72,63 @@ _COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2,
 _COMPRESSED = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 _SHARED = {"shared_expert_intermediate_size": 16}
 _GEMMA_WIDTHS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
-_FOUR_LAYERS = {"num_hidden_layers": 4, "sliding_window": 4, "layer_types": _WINDOWS["layer_types"] * 2}
+_FOUR_LAYERS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 4,
+    "layer_types": _WINDOWS["layer_types"] * 2,
+}
 _SPARSE_FIRST = {
     "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     "num_kv_shared_layers": 2,
     "altup_num_inputs": 2,
     "laurel_rank": 4,
 }
-_HYBRIDS = ["mamba", "hybrid", "mamba", "hybrid"]  # as released: several, which share their attention and MLP
-_HYBRID = {**_TIED, **_CONVOLUTION, "num_hidden_layers": 4, "layers_block_type": _HYBRIDS, "head_dim": None}
-_NGRAMS = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 2}
-_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_compress_ratio": 4}
+# as released: several, which share their attention and MLP
+_HYBRIDS = ["mamba", "hybrid", "mamba", "hybrid"]
+_HYBRID = {
+    **_TIED,
+    **_CONVOLUTION,
+    "num_hidden_layers": 4,
+    "layers_block_type": _HYBRIDS,
+    "head_dim": None,
+}
+_NGRAMS = {
+    "ple_layer_ids": [1],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 2,
+}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_compress_ratio": 4,
+}
 _DBRX_EXPERTS = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-_SINK = {**_of(4, "swa_num_attention_heads", "sliding_window_size", "d_rel"), "swa_head_dim": 8, "rel_extent": 16}
+_SINK = {
+    **_of(4, "swa_num_attention_heads", "sliding_window_size", "d_rel"),
+    "swa_head_dim": 8,
+    "rel_extent": 16,
+}
 _MODERN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}
-_ZERO_EXPERTS = {"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 16}
+_ZERO_EXPERTS = {
+    "n_routed_experts": 4,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 16,
+}
 _BLOCKS = {
     **_of(2, "index_n_heads", "index_topk_blocks"),
     **_of(4, "rotary_dim", "index_block_size"),
     "index_head_dim": 8,
 }
-_NEMOTRON_STATES = {"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "chunk_size": 8}
+_NEMOTRON_STATES = {
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "chunk_size": 8,
+}
 _HYBRID_WINDOWS = {"sliding_window": 4, "layer_types": ["hybrid_sliding", "hybrid"]}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -101,7 +149,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "bamba": {**_STATES, **_NO_HEAD_DIM, "attn_layer_indices": [1]},
-    "beam": {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "n_group": 2, "topk_group": 1, "final_logit_softcapping": 3.0},
+    "beam": {
+        **_EXPERTS,
+        **_WINDOWS,
+        **_DENSE_FIRST,
+        "n_group": 2,
+        "topk_group": 1,
+        "final_logit_softcapping": 3.0,
+    },
     "biogpt": {**_TIED},
     "bitnet": {},
     "bloom": {**_TIED},
@@ -114,7 +169,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_WINDOWS,
         "rope_parameters": {"sliding_attention": _COMPASS_ROPE, "full_attention": None},
     },
-    "cpmant": {**_TIED, **_of(4, "prompt_types", "prompt_length", "segment_types"), "dim_head": 8, "dim_ff": 48},
+    "cpmant": {
+        **_TIED,
+        **_of(4, "prompt_types", "prompt_length", "segment_types"),
+        "dim_head": 8,
+        "dim_ff": 48,
+    },
     "ctrl": {**_TIED, "dff": 48},
     "cwm": {**_WINDOWS, "bos_token_id": 1, "eos_token_id": 2},
     "dbrx": {
@@ -229,7 +289,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "internlm3": {},
     "iquestcoder": {},
     "jais2": {},
-    "jamba": {**_CONVOLUTION, "num_experts": 4, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "jamba": {
+        **_CONVOLUTION,
+        "num_experts": 4,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
     "jetmoe": {**_TIED, **_LOCAL, "kv_channels": 8, "head_dim": None},
     "kimi_linear": {
         **_MLA,
@@ -243,7 +309,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kolibri1": {**_EXPERTS, **_WINDOWS, **_SHARED},
     "laguna": {**_EXPERTS, **_WINDOWS, **_SHARED},
     "lfm2": {**_TIED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-    "lfm2_moe": {**_TIED, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2_moe": {
+        **_TIED,
+        **_EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
     "lfm3": {
         **_TIED,
         "num_hidden_layers": 3,
@@ -268,7 +339,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "mamba": {**_TIED, "head_dim": None, "num_attention_heads": None},
-    "mamba2": {**_MAMBA, "head_dim": 16, "num_heads": 4, "state_size": 8, "n_groups": 2, "num_attention_heads": None},
+    "mamba2": {
+        **_MAMBA,
+        "head_dim": 16,
+        "num_heads": 4,
+        "state_size": 8,
+        "n_groups": 2,
+        "num_attention_heads": None,
+    },
     "mellum": {**_EXPERTS, **_WINDOWS},
     "mimo_v2_flash": {**_ROUTED, **_WINDOWS, "v_head_dim": 6},
     "minicpm3": {**_TIED, **_MLA, "v_head_dim": 6},
@@ -286,11 +364,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {**_LOCAL, "sliding_window": 4},
-    "modernbert-decoder": {**_TIED, **_MODERN_IDS, "local_attention": 8, "layer_types": _WINDOWS["layer_types"]},
+    "modernbert-decoder": {
+        **_TIED,
+        **_MODERN_IDS,
+        "local_attention": 8,
+        "layer_types": _WINDOWS["layer_types"],
+    },
     "mpt": {**_TIED},
     "nanochat": {},
     "nemotron": {},
-    "nemotron_h": {**_ROUTED, **_NEMOTRON_STATES, "moe_shared_expert_intermediate_size": 16, "n_groups": 2},
+    "nemotron_h": {
+        **_ROUTED,
+        **_NEMOTRON_STATES,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_groups": 2,
+    },
     "olmo": {},
     "olmo2": {**_NO_HEAD_DIM},
     "olmo3": {**_NO_HEAD_DIM, **_WINDOWS},
@@ -334,7 +422,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {**_TIED, **_MLA},
     "zamba": {**_HYBRID, "n_mamba_heads": 2},
     "zamba2": {**_HYBRID, "n_mamba_heads": 4, "chunk_size": 8, "adapter_rank": 4},
-    "zaya": {**_TIED, **_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16, **_HYBRID_WINDOWS},
+    "zaya": {
+        **_TIED,
+        **_EXPERTS,
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
+        **_HYBRID_WINDOWS,
+    },
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -344,14 +438,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 16,
         "layer_types": ["attention"] * 2,
     },
-    "phi3 longrope unreached": {**_NO_HEAD_DIM, "rope_parameters": {**_LONGROPE, _ORIGINAL: 64}, _ORIGINAL: 64},
+    "phi3 longrope unreached": {
+        **_NO_HEAD_DIM,
+        "rope_parameters": {**_LONGROPE, _ORIGINAL: 64},
+        _ORIGINAL: 64,
+    },
     "phi3 longrope": {**_NO_HEAD_DIM, "rope_parameters": _LONGROPE, _ORIGINAL: 8},
     "llama dynamic unreached": {"rope_parameters": _DYNAMIC},
     "llama dynamic": {"max_position_embeddings": 8, "rope_parameters": _DYNAMIC},
 }
 LEFT_OUT = {
     "of several parts, whose text part is tried under a name of its own": (
-        *("dots3_note", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "fuyu"),
+        *(
+            "dots3_note",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+            "got_ocr2",
+            "llama4",
+            "fuyu",
+        ),
         *("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     ),
     "of several parts, whose text part has no name of its own in that list": (
@@ -361,12 +468,40 @@ LEFT_OUT = {
     "drafts tokens for another model": ("gemma4_assistant", "gemma4_unified_assistant"),
     "audio": ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
     "the decoder of an encoder-decoder": (
-        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+        *(
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "mvp",
+            "pegasus",
+            "plbart",
+        ),
         *("prophetnet", "trocr", "whisper"),
     ),
     "an encoder, which sees later tokens": (
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-        *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta"),
+        *(
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+        ),
+        *(
+            "reformer",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm",
+            "xlm-roberta",
+        ),
         *("xlm-roberta-xl", "xlnet", "xmod"),
     ),
 }

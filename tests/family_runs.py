@@ -1,4 +1,6 @@
-"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed, exported."""
+"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed,
+exported.
+"""
 
 import json
 import os
@@ -23,8 +25,8 @@ TOTAL_STEPS = 6
 KILLED_IN_STEP = 5
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' "
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
 
 
@@ -38,10 +40,14 @@ def prepare(root: Path, name: str) -> None:
 def save_tokenizer(path: Path) -> None:
     """Of as many words as the tiny models know."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
 
@@ -51,7 +57,9 @@ def write_samples(path: Path) -> None:
     drawn = random.Random(0)
 
     def words() -> str:
-        return " ".join(f"w{drawn.randrange(VOCAB - len(SPECIAL))}" for _ in range(drawn.randrange(1, 18)))
+        return " ".join(
+            f"w{drawn.randrange(VOCAB - len(SPECIAL))}" for _ in range(drawn.randrange(1, 18))
+        )
 
     rows = ({"instruction": words(), "output": words()} for _ in range(24))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,9 +103,13 @@ def kill_in_step(number: int) -> None:
 
 
 def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
-    """What differs between a run in one go and one that was killed and started again; `root` is the model's own."""
+    """What differs between a run in one go and one that was killed and started again; `root` is
+    the model's own.
+    """
     straight, killed = root / "straight", root / "killed"
-    code, output = whole_runs.run(NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log")
+    code, output = whole_runs.run(
+        NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log"
+    )
     if code != EXIT_DONE:
         return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
     kill, words = partial(kill_in_step, KILLED_IN_STEP), words_of_run(root, model, killed)
@@ -119,20 +131,28 @@ def error_in(output: str) -> str:
 
 
 def export_faults(checkpoint: Path) -> list[str]:
-    """What is wrong with the export of a checkpoint, for transformers alone: keys, or logits that are not those of the
-    parameters in the shards.
+    """What is wrong with the export of a checkpoint, for transformers alone: keys, or logits that
+    are not those of the parameters in the shards.
     """
     export = checkpoint / "huggingface"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        export, dtype=torch.float32, output_loading_info=True
+    )
     served, report = loaded
     faults = [f"{kind}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]
     served_state, trained = served.state_dict(), whole_state(checkpoint)
-    faults += [f"not in the shards: {name}" for name, _ in served.named_parameters() if name not in trained]
+    faults += [
+        f"not in the shards: {name}" for name, _ in served.named_parameters() if name not in trained
+    ]
     states = served_state, served_state | trained  # buffers are not trained
     ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(export), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(export), dtype=torch.float32
+    ).eval()
     ours, theirs = (_logits(model, state, ids) for state in states)
-    return faults + ([] if torch.equal(ours, theirs) else ["logits differ from those of the trained parameters"])
+    return faults + (
+        [] if torch.equal(ours, theirs) else ["logits differ from those of the trained parameters"]
+    )
 
 
 @torch.no_grad()
@@ -147,9 +167,13 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The parameters of all ranks' shards, put together by nothing of ours."""
     from torch.distributed.tensor import DTensor
 
-    paths = [checkpoint / f"model_world_size_{NUM_RANKS}_rank_{rank}.pt" for rank in range(NUM_RANKS)]
+    paths = [
+        checkpoint / f"model_world_size_{NUM_RANKS}_rank_{rank}.pt" for rank in range(NUM_RANKS)
+    ]
     shards = [torch.load(path, weights_only=True) for path in paths]
     return {
-        name: torch.cat([shard[name]._local_tensor for shard in shards]) if isinstance(tensor, DTensor) else tensor
+        name: torch.cat([shard[name]._local_tensor for shard in shards])
+        if isinstance(tensor, DTensor)
+        else tensor
         for name, tensor in shards[0].items()
     }

@@ -1,4 +1,6 @@
-"""What is tried with a tiny model of a family: its first step beside plain transformers', its export, a killed run."""
+"""What is tried with a tiny model of a family: its first step beside plain transformers', its
+export, a killed run.
+"""
 
 import copy
 import logging
@@ -36,29 +38,42 @@ def family_config(name: str, **changes: Any) -> Any:
     """The configuration of the tiny model of a family or variant."""
     settings = {**COMMON, **(FAMILIES | VARIANTS)[name], **changes}
     removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
-    config = AutoConfig.for_model(name.split()[0], **{k: v for k, v in settings.items() if k not in removed})
+    config = AutoConfig.for_model(
+        name.split()[0], **{k: v for k, v in settings.items() if k not in removed}
+    )
     for key in vars(config):
-        if key.endswith(("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")):
+        if key.endswith(
+            ("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")
+        ):
             setattr(config, key, 0.0)
     return config
 
 
 def save_model(path: Path, name: str, **changes: Any) -> None:
-    """A random model of the family or variant in which no parameter has the value that a missing one would get."""
+    """A random model of the family or variant in which no parameter has the value that a
+    missing one would get.
+    """
     config = family_config(name, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = {id(parameter) for parameter in model.parameters()}
     with torch.no_grad():
-        for key, tensor in {id(t): (k, t) for k, t in model.state_dict(keep_vars=True).items()}.values():
-            if id(tensor) in parameters or "bias" in key:  # other buffers are tables that follow from the configuration
+        for key, tensor in {
+            id(t): (k, t) for k, t in model.state_dict(keep_vars=True).items()
+        }.values():
+            # other buffers are tables that follow from the configuration
+            if id(tensor) in parameters or "bias" in key:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
 
 
 def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """(mean loss, gradients) of transformers' own model, eager, as new for each document: dynamic RoPE remembers."""
-    new = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    """(mean loss, gradients) of transformers' own model, eager, as new for each document:
+    dynamic RoPE remembers.
+    """
+    new = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     loss = torch.zeros((), dtype=torch.float64)
     grads: dict[str, torch.Tensor] = {}
     for index in DOCUMENTS:
@@ -66,7 +81,10 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
         ids, mask = (torch.from_numpy(x) for x in SAMPLES.sample(index))
         logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
         labels = torch.where(mask[1:], ids[1:].long(), -100)
-        part = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double() / NUM_TOKENS
+        part = (
+            F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
+            / NUM_TOKENS
+        )
         part.backward()
         loss += part.detach()
         for name, parameter in model.named_parameters():
@@ -76,11 +94,21 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def dealt(world: Any, *, together: bool) -> list[list[int]]:
-    """The documents of this rank's micro-batches: as many on every rank, none in those of a rank that has none left."""
+    """The documents of this rank's micro-batches: as many on every rank, none in those of a
+    rank that has none left.
+    """
     first, second, third = DOCUMENTS
     if together:
-        return [[first, second, third]] if world.size == 1 else [[[first, second], []], [[], [third]]][world.rank]
-    return [[first], [second], [third]] if world.size == 1 else [[[first], [second]], [[third], []]][world.rank]
+        return (
+            [[first, second, third]]
+            if world.size == 1
+            else [[[first, second], []], [[], [third]]][world.rank]
+        )
+    return (
+        [[first], [second], [third]]
+        if world.size == 1
+        else [[[first], [second]], [[third], []]][world.rank]
+    )
 
 
 def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
@@ -93,7 +121,9 @@ def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str
         part.backward()
         loss += part.detach()
     torch.distributed.all_reduce(loss)
-    return loss.item(), {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @contextmanager
@@ -114,11 +144,15 @@ def heard() -> Iterator[list[str]]:
 
 
 def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
-    """How the family is trained, and how far the first step of any dealing is from plain transformers'. Collective."""
+    """How the family is trained, and how far the first step of any dealing is from plain
+    transformers'. Collective.
+    """
     source = ModelSource(str(path), random_weights=False, trust_remote_code=False)
     with heard() as lines:
         try:
-            model: Any = build_model(model_config(), source, world=world, seed=1, max_length=MAX_LENGTH)
+            model: Any = build_model(
+                model_config(), source, world=world, seed=1, max_length=MAX_LENGTH
+            )
         except ConfigError as error:
             return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
     said = next(line for line in lines if line.startswith("documents run "))
@@ -128,11 +162,17 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     for together in (True, False) if model.is_packed else (False,):
         loss, grads = our_step(world, model, together=together)
         errors["loss error"].append(abs(loss - plain_loss) / plain_loss)
-        errors["norm error"].append(abs(float(torch.stack([g.norm() for g in grads.values()]).norm() / norm) - 1))
+        errors["norm error"].append(
+            abs(float(torch.stack([g.norm() for g in grads.values()]).norm() / norm) - 1)
+        )
         nothing = torch.zeros(())
-        differences = [(grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()]
+        differences = [
+            (grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()
+        ]
         errors["gradient error"].append(float(max(differences)))
-    export_model(world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32")
+    export_model(
+        world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32"
+    )
     whole, windowed = flops.length_costs(model)
     return {
         "how": PACKED if model.is_packed else PER_DOCUMENT,
@@ -145,10 +185,13 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
 
 
 def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]:
-    """What differs after six steps between a run in one go, `root`/straight, and one that stopped after the fourth and
-    was built anew from its checkpoint. Collective.
+    """What differs after six steps between a run in one go, `root`/straight, and one that stopped
+    after the fourth and was built anew from its checkpoint. Collective.
     """
-    source, form = ModelSource(str(path), random_weights=False, trust_remote_code=False), {"is_packed": is_packed}
+    source, form = (
+        ModelSource(str(path), random_weights=False, trust_remote_code=False),
+        {"is_packed": is_packed},
+    )
     straight = run(world, root / "straight", source, Recipe(), model=form)
     stop, steps = StopRequest(), iter(range(1, 7))
 
@@ -157,12 +200,24 @@ def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]
             stop.signal_name = "SIGTERM"
         return local_square_sum(*args, **kwargs)
 
-    run(world, root / "stopped", source, Recipe(), model=form, stop=stop, local_square_sum=stopping_sum)
+    run(
+        world,
+        root / "stopped",
+        source,
+        Recipe(),
+        model=form,
+        stop=stop,
+        local_square_sum=stopping_sum,
+    )
     again = run(world, root / "stopped", source, Recipe(), model=form)
-    assert straight.exit_code == again.exit_code == 0 and 0 < again.start_step < Recipe().total_steps
+    assert (
+        straight.exit_code == again.exit_code == 0 and 0 < again.start_step < Recipe().total_steps
+    )
     assert len(straight.losses) == Recipe().total_steps
     late = {step: values for step, values in straight.losses.items() if step > again.start_step}
     pairs = {"losses": (late, again.losses), "lengths": (len(straight.moments), len(again.moments))}
     faults = [name for name, (left, right) in pairs.items() if left != right]
     states = (straight.parameters, again.parameters), (straight.moments, again.moments)
-    return faults + [name for left, right in states for name in left if not torch.equal(left[name], right[name])]
+    return faults + [
+        name for left, right in states for name in left if not torch.equal(left[name], right[name])
+    ]

@@ -1,19 +1,45 @@
-"""The log of the analysed GRPO run (requirement text S2), rebuilt: 6000 steps, logged every 5, seven bursts."""
+"""The log of the analysed GRPO run (requirement text S2), rebuilt: 6000 steps, logged every 5,
+seven bursts.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 LOG_EVERY = 5
 NUM_POINTS = 1200
-INTERVALS = ((2800, 2800), (2855, 2870), (3140, 3145), (3695, 3695), (4155, 4155), (4655, 4655), (5145, 5145))
+INTERVALS = (
+    (2800, 2800),
+    (2855, 2870),
+    (3140, 3145),
+    (3695, 3695),
+    (4155, 4155),
+    (4655, 4655),
+    (5145, 5145),
+)
 """First and last logged step of each burst (S2.21)."""
 BURSTS: dict[str, dict[int, float]] = {
     "loss": {2800: 0.78, 3145: 0.45, 3695: 0.54, 4155: 0.31, 4655: 0.26, 5145: 0.20},
     "kl": {2800: 19.6, 3140: 16.2, 3145: 18.7, 3695: 13.6, 4155: 11.8, 4655: 8.9, 5145: 6.3},
-    "grad_norm": {2800: 4.7e6, 3140: 7.6e6, 3145: 1.0e7, 3695: 6.1e6, 4155: 9.5e6, 4655: 2.7e7, 5145: 5.5e7},
+    "grad_norm": {
+        2800: 4.7e6,
+        3140: 7.6e6,
+        3145: 1.0e7,
+        3695: 6.1e6,
+        4155: 9.5e6,
+        4655: 2.7e7,
+        5145: 5.5e7,
+    },
     "completions/mean_length": {2800: 331.0, 2855: 305.0, 2860: 392.0, 2865: 440.0, 2870: 481.0},
     "completions/clipped_ratio": {2800: 0.875, 2855: 0.9, 2860: 0.9, 2865: 0.9, 2870: 0.9},
-    "rewards/Format/mean": {2855: 0.3, 2860: 0.025, 2865: 0.1, 2870: 0.2, 3140: 0.25, 3145: 0.03, 3695: 0.2},
+    "rewards/Format/mean": {
+        2855: 0.3,
+        2860: 0.025,
+        2865: 0.1,
+        2870: 0.2,
+        3140: 0.25,
+        3145: 0.03,
+        3695: 0.2,
+    },
 }
 
 
@@ -44,8 +70,9 @@ HISTORY_COLUMNS = (
 def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(training, validation) of a run within S1's good bands: [epochs, columns], 30 to 60 epochs.
 
-    The loss of GRPO changes its sign and swings less and less; rewards and accuracies rise with noise, violations fall
-    below 5 %, the latency settles just below its budget of 250 ms. Runs differ in length, level, noise and speed.
+    The loss of GRPO changes its sign and swings less and less; rewards and accuracies rise with
+    noise, violations fall below 5 %, the latency settles just below its budget of 250 ms. Runs
+    differ in length, level, noise and speed.
     """
     rng = np.random.default_rng(seed)
     num_epochs = int(rng.integers(30, 61))

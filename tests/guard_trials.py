@@ -1,4 +1,6 @@
-"""Runs a detector over curves whose truth is known and counts what it says: for tests and the calibration."""
+"""Runs a detector over curves whose truth is known and counts what it says: for tests and the
+calibration.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +43,9 @@ def watch(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one curve: events while it is healthy, and for each fault the delay of each level it raised."""
+    """Of one curve: events while it is healthy, and for each fault the delay of each level it
+    raised.
+    """
 
     healthy: Mapping[Level, int]
     num_steps: int
@@ -49,7 +53,9 @@ class Outcome:
 
 
 def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Outcome:
-    """The steps before the fault are watched once; every fault goes on from the detector's saved state."""
+    """The steps before the fault are watched once; every fault goes on from the detector's
+    saved state.
+    """
     curve, detector = healthy(family, seed=seed), Detector()
     events = watch(curve, end=FAULT_STEP, detector=detector)
     state = detector.state_dict()

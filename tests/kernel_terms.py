@@ -1,4 +1,5 @@
-"""What FlashAttention 2, the kernel behind torch's `varlen_attn`, takes; its fake form checks nothing.
+"""What FlashAttention 2, the kernel behind torch's `varlen_attn`, takes; its fake form checks
+nothing.
 
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size, D documents.
 """
@@ -18,7 +19,9 @@ def insist(
     enable_gqa: bool,
 ) -> None:
     query, key, value, bounds = query_TNK, key_TMK, value_TMK, (cu_seq_q_D1, cu_seq_k_D1)
-    assert query.dtype in (torch.bfloat16, torch.float16) and {key.dtype, value.dtype} == {query.dtype}
+    assert query.dtype in (torch.bfloat16, torch.float16) and {key.dtype, value.dtype} == {
+        query.dtype
+    }
     assert {tensor.device for tensor in (key, value, *bounds)} == {query.device}
     assert query.ndim == 3 and query.shape[2] <= 256 and query.shape[2] % 8 == 0
     assert key.shape == value.shape == (len(query), key.shape[1], query.shape[2])

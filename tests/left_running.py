@@ -12,13 +12,19 @@ MARK = "STARTED_BY_TESTS_OF"
 
 def left_running() -> list[psutil.Process]:
     """All but the two that multiprocessing keeps until the interpreter ends."""
-    kept = {os.getpid(), forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    kept = {
+        os.getpid(),
+        forkserver._forkserver._forkserver_pid,
+        resource_tracker._resource_tracker._pid,
+    }  # type: ignore[attr-defined]
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == str(os.getpid()):
                 found.add(process)
-    return sorted((p for p in found if p.pid not in kept and _is_alive(p)), key=lambda process: process.pid)
+    return sorted(
+        (p for p in found if p.pid not in kept and _is_alive(p)), key=lambda process: process.pid
+    )
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,7 +1,7 @@
 """Writers of the same curves in the formats of different trainers, to compare what is read of them.
 
-Curves have our keys; each writer uses the names, the layout and the extra rows of its trainer. A value that is NaN
-stays NaN. Keys that a trainer never logs are written under our name.
+Curves have our keys; each writer uses the names, the layout and the extra rows of its trainer. A
+value that is NaN stays NaN. Keys that a trainer never logs are written under our name.
 """
 
 import csv
@@ -24,13 +24,18 @@ HF_NAMES = {
     "progress/epoch": "epoch",
     "train/token_accuracy": "mean_token_accuracy",
 }
-SWIFT_NAMES = HF_NAMES | {"train/token_accuracy": "token_acc", "memory/max_reserved_gib": "memory(GiB)"}
+SWIFT_NAMES = HF_NAMES | {
+    "train/token_accuracy": "token_acc",
+    "memory/max_reserved_gib": "memory(GiB)",
+}
 STEP_S = 3
 """Seconds a step in formats that log the time since the start."""
 
 
 def make_curves(*, num_steps: int = 200, seed: int = 0) -> dict[str, Series]:
-    """A usual run: the loss falls with noise, a warm-up, validation every 50 steps; values exact in 32 bits."""
+    """A usual run: the loss falls with noise, a warm-up, validation every 50 steps; values
+    exact in 32 bits.
+    """
     generator = np.random.default_rng(seed)
     steps = np.arange(1, num_steps + 1, dtype=np.int64)
     evals = np.arange(50, num_steps + 1, 50, dtype=np.int64)
@@ -41,15 +46,22 @@ def make_curves(*, num_steps: int = 200, seed: int = 0) -> dict[str, Series]:
         "val/loss": 0.9 + np.exp(-evals / 60),
     }
     x_axes = {key: evals if key == "val/loss" else steps for key in curves}
-    return {key: Series(x_axes[key], values.astype(np.float32).astype(np.float64)) for key, values in curves.items()}
+    return {
+        key: Series(x_axes[key], values.astype(np.float32).astype(np.float64))
+        for key, values in curves.items()
+    }
 
 
-def rows_of(curves: Curves, names: Mapping[str, str] | None = None) -> Iterator[tuple[int, dict[str, float]]]:
+def rows_of(
+    curves: Curves, names: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) by rising step, training before validation of the same step, as two rows."""
     table: dict[tuple[int, bool], dict[str, float]] = {}
     for key, series in curves.items():
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
-            table.setdefault((step, key.startswith("val/")), {})[(names or {}).get(key, key)] = value
+            table.setdefault((step, key.startswith("val/")), {})[(names or {}).get(key, key)] = (
+                value
+            )
     for step, is_val in sorted(table):
         yield step, table[step, is_val]
 
@@ -57,7 +69,11 @@ def rows_of(curves: Curves, names: Mapping[str, str] | None = None) -> Iterator[
 def write_own(directory: Path, curves: Curves) -> Path:
     lines = []
     for step, metrics in rows_of(curves):
-        row: dict[str, Any] = {"step": step, "attempt": 1, "kind": "val" if "val/loss" in metrics else "train"}
+        row: dict[str, Any] = {
+            "step": step,
+            "attempt": 1,
+            "kind": "val" if "val/loss" in metrics else "train",
+        }
         row["ts"] = 1.7e9 + step
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in metrics.items() if not math.isfinite(value)}
@@ -76,13 +92,23 @@ def write_swift(directory: Path, curves: Curves) -> Path:
             | {
                 "global_step/max_steps": f"{step}/{total}",
                 "percentage": f"{100 * step / total:.2f}%",
-                "elapsed_time": f"{hours}h {minutes}m {seconds}s" if hours else f"{minutes}m {seconds}s",
+                "elapsed_time": f"{hours}h {minutes}m {seconds}s"
+                if hours
+                else f"{minutes}m {seconds}s",
                 "remaining_time": "1d 2h 3m 4s",
                 "train_speed(s/it)": float(STEP_S),
             }
         )
-    lines.append({"train_runtime": 1.5, "train_loss": 1.0, "global_step/max_steps": f"{total}/{total}"})
-    lines.append({"last_model_checkpoint": "/out/checkpoint-200", "best_metric": 0.5, "log_history": [{"loss": 1}]})
+    lines.append(
+        {"train_runtime": 1.5, "train_loss": 1.0, "global_step/max_steps": f"{total}/{total}"}
+    )
+    lines.append(
+        {
+            "last_model_checkpoint": "/out/checkpoint-200",
+            "best_metric": 0.5,
+            "log_history": [{"loss": 1}],
+        }
+    )
     (directory / "args.json").write_text(json.dumps({"learning_rate": 1e-4, "train_type": "lora"}))
     return write_lines(directory / "logging.jsonl", lines)
 
@@ -91,14 +117,22 @@ def write_transformers(directory: Path, curves: Curves) -> Path:
     history = [metrics | {"step": step} for step, metrics in rows_of(curves, HF_NAMES)]
     last = history[-1]["step"]
     history.append({"step": last, "train_runtime": 9.0, "train_loss": 1.0, "total_flos": 1e15})
-    state = {"global_step": last, "max_steps": last, "logging_steps": 1, "log_history": history, "stateful": {"a": 1}}
+    state = {
+        "global_step": last,
+        "max_steps": last,
+        "logging_steps": 1,
+        "log_history": history,
+        "stateful": {"a": 1},
+    }
     path = directory / "trainer_state.json"
     path.write_text(json.dumps(state, indent=2))
     return path
 
 
 def write_verl(directory: Path, curves: Curves) -> Path:
-    return write_lines(directory / "run.jsonl", [{"step": s, "data": m} for s, m in rows_of(scaled_lr(curves))])
+    return write_lines(
+        directory / "run.jsonl", [{"step": s, "data": m} for s, m in rows_of(scaled_lr(curves))]
+    )
 
 
 def write_verl_console(directory: Path, curves: Curves) -> Path:
@@ -112,10 +146,16 @@ def write_verl_console(directory: Path, curves: Curves) -> Path:
 
 
 def write_roll(directory: Path, curves: Curves) -> Path:
-    names = {"train/loss": "actor/total_loss@sum", "train/lr": "actor/lr", "train/grad_norm": "actor/grad_norm"}
+    names = {
+        "train/loss": "actor/total_loss@sum",
+        "train/lr": "actor/lr",
+        "train/grad_norm": "actor/grad_norm",
+    }
     lines = ["[INFO] start"]
     for step, metrics in rows_of(curves, names):
-        lines.append(f"[2026-01-01 00:00:00] metrics_tag: {json.dumps({'step': step, 'metrics': metrics})}")
+        lines.append(
+            f"[2026-01-01 00:00:00] metrics_tag: {json.dumps({'step': step, 'metrics': metrics})}"
+        )
     path = directory / "worker.log"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -124,7 +164,11 @@ def write_roll(directory: Path, curves: Curves) -> Path:
 def write_csv(directory: Path, curves: Curves) -> Path:
     """The pair; columns of a history lack its prefix."""
     for name, prefix in (("training_history.csv", "train/"), ("validation_history.csv", "val/")):
-        own = {key: series for key, series in curves.items() if key.startswith("val/") == (prefix == "val/")}
+        own = {
+            key: series
+            for key, series in curves.items()
+            if key.startswith("val/") == (prefix == "val/")
+        }
         columns = [key.removeprefix(prefix) for key in own]
         with (directory / name).open("w", newline="") as file:
             writer = csv.DictWriter(file, ["step", *columns])
@@ -147,13 +191,18 @@ def write_tensorboard(directory: Path, curves: Curves) -> Path:
 def write_jsonl(directory: Path, curves: Curves) -> Path:
     """Some trainer of one's own."""
     names = {"train/loss": "loss", "train/lr": "lr", "val/loss": "val_loss"}
-    return write_lines(directory / "log.jsonl", [{"iter": s, "time": "now", **m} for s, m in rows_of(curves, names)])
+    return write_lines(
+        directory / "log.jsonl",
+        [{"iter": s, "time": "now", **m} for s, m in rows_of(curves, names)],
+    )
 
 
 def scaled_lr(curves: Curves) -> Curves:
     """As verl and we log it: `train/lr(1e-3)`."""
     return {
-        "train/lr(1e-3)" if key == "train/lr" else key: Series(s.steps, s.values * 1e3) if key == "train/lr" else s
+        "train/lr(1e-3)" if key == "train/lr" else key: Series(s.steps, s.values * 1e3)
+        if key == "train/lr"
+        else s
         for key, s in curves.items()
     }
 

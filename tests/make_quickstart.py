@@ -1,4 +1,5 @@
-"""Makes the quickstart's files: `python tests/make_quickstart.py` writes them into trainer/quickstart/.
+"""Makes the quickstart's files: `python tests/make_quickstart.py` writes them into
+trainer/quickstart/.
 
 Without random numbers: the choice of tasks and their order follow from digests of the text.
 """
@@ -28,12 +29,16 @@ OPENERS = (
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096
 PAD_TOKEN, START_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen2's own pattern: transformers 5 sets it for every model of this type, whatever tokenizer.json says.
+# Qwen2's own pattern: transformers 5 sets it for every model of this type, whatever tokenizer.json
+# says.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TOKEN_IDS = {"eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN)}
+TOKEN_IDS = {
+    "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN),
+    "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN),
+}
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -59,7 +64,8 @@ GENERATION_CONFIG: dict[str, Any] = {**TOKEN_IDS, "do_sample": False}
 
 
 def generate_samples() -> list[dict[str, Any]]:
-    """Rows of `messages` (user, assistant) and `check`, an expression that is true after executing the answer.
+    """Rows of `messages` (user, assistant) and `check`, an expression that is true after executing
+    the answer.
 
     Choice and order follow from digests of the text, not from a random generator.
     """
@@ -70,7 +76,9 @@ def generate_samples() -> list[dict[str, Any]]:
 
 def _chosen(family: Family) -> Iterable[tuple[Parameter, ...]]:
     key = family.name + family.args
-    return sorted(family.parameters, key=lambda parameters: _digest(f"{key}{parameters}"))[:SAMPLES_PER_FAMILY]
+    return sorted(family.parameters, key=lambda parameters: _digest(f"{key}{parameters}"))[
+        :SAMPLES_PER_FAMILY
+    ]
 
 
 def _row(family: Family, a: Parameter, b: Parameter = "") -> dict[str, Any]:
@@ -99,7 +107,9 @@ def _digest(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of at most `VOCAB_SIZE` entries; the same texts give the same ids, 0 to 2 are the special tokens."""
+    """A tokenizer of at most `VOCAB_SIZE` entries; the same texts give the same ids, 0 to 2 are
+    the special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,7 +132,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Write the files of a Hugging Face tokenizer with the quickstart's chat template.
 
-    They are written here and not by transformers, whose version 5 names a class that older readers do not know.
+    They are written here and not by transformers, whose version 5 names a class that older readers
+    do not know.
     """
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer.model.save(str(directory))  # vocab.json and merges.txt
@@ -153,8 +164,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def make(model_dir: Path, train_file: Path) -> None:
     """Write all files but the chat template, which is written by hand."""
     rows = generate_samples()
-    train_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    for name, content in (("config.json", MODEL_CONFIG), ("generation_config.json", GENERATION_CONFIG)):
+    train_file.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    for name, content in (
+        ("config.json", MODEL_CONFIG),
+        ("generation_config.json", GENERATION_CONFIG),
+    ):
         _write_json(model_dir / name, content)
     texts = [message["content"] for row in rows for message in row["messages"]]
     english = ENGLISH.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,15 +1,26 @@
-"""What a page says, and what is wrong with JSON by a schema: a few lines each, enough for the reports."""
+"""What a page says, and what is wrong with JSON by a schema: a few lines each, enough for the
+reports.
+"""
 
 import re
 from html.parser import HTMLParser
 from typing import Any
 
-TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
 VOID = {"meta", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """`words`: the text outside of style sheets; `tags` with their attributes; every element is closed in order."""
+    """`words`: the text outside of style sheets; `tags` with their attributes; every element is
+    closed in order.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -40,7 +51,9 @@ def numbers_in(text: str) -> set[str]:
 
 
 def schema_faults(value: Any, schema: dict[str, Any], place: str = "$") -> list[str]:
-    """Where a value differs from a JSON schema of `type`, `const`, `enum`, `required`, `properties` and `items`."""
+    """Where a value differs from a JSON schema of `type`, `const`, `enum`, `required`,
+    `properties` and `items`.
+    """
     if "const" in schema and value != schema["const"]:
         return [f"{place} is {value!r}, not {schema['const']!r}"]
     if "enum" in schema and value not in schema["enum"]:
@@ -49,7 +62,9 @@ def schema_faults(value: Any, schema: dict[str, Any], place: str = "$") -> list[
         return [f"{place} is a {type(value).__name__}, not {schema['type']}"]
     faults = []
     if isinstance(value, dict):
-        faults += [f"{place} lacks '{name}'" for name in schema.get("required", ()) if name not in value]
+        faults += [
+            f"{place} lacks '{name}'" for name in schema.get("required", ()) if name not in value
+        ]
         others = schema.get("additionalProperties", True)
         for name, inner in value.items():
             known = schema.get("properties", {}).get(name, others)

@@ -1,7 +1,8 @@
-"""The task families of the generated instruction set: each is one small Python function, written for many parameters.
+"""The task families of the generated instruction set: each is one small Python function, written
+for many parameters.
 
-`{a}` and `{b}` in the texts are the parameters. `case` gives arguments and the expected value without using the body,
-so that executing an answer against it is a real check.
+`{a}` and `{b}` in the texts are the parameters. `case` gives arguments and the expected value
+without using the body, so that executing an answer against it is a real check.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ PAIRS: list[tuple[Parameter, ...]] = [(a, b) for a in NUMBERS for b in NUMBERS i
 
 @dataclass(frozen=True)
 class Family:
-    """`name(args)` is the function, `what` completes "a function that ...", `body` is its code without indentation."""
+    """`name(args)` is the function, `what` completes "a function that ...", `body` is its code
+    without indentation.
+    """
 
     name: str
     args: str
@@ -37,9 +40,23 @@ def _pair(name: str, args: str, what: str, body: str, case: Case) -> Family:
 
 ARITHMETIC = (
     _number("add_{a}", "x", "returns x plus {a}", "return x + {a}", lambda a: ((5,), 5 + a)),
-    _number("subtract_{a}", "x", "returns x minus {a}", "return x - {a}", lambda a: ((30,), 30 - a)),
-    _number("multiply_by_{a}", "x", "returns x times {a}", "return x * {a}", lambda a: ((4,), a + a + a + a)),
-    _number("divide_by_{a}", "x", "divides x by {a} and rounds down", "return x // {a}", lambda a: ((7 * a + 1,), 7)),
+    _number(
+        "subtract_{a}", "x", "returns x minus {a}", "return x - {a}", lambda a: ((30,), 30 - a)
+    ),
+    _number(
+        "multiply_by_{a}",
+        "x",
+        "returns x times {a}",
+        "return x * {a}",
+        lambda a: ((4,), a + a + a + a),
+    ),
+    _number(
+        "divide_by_{a}",
+        "x",
+        "divides x by {a} and rounds down",
+        "return x // {a}",
+        lambda a: ((7 * a + 1,), 7),
+    ),
     _number(
         "remainder_by_{a}",
         "x",
@@ -47,10 +64,26 @@ ARITHMETIC = (
         "return x % {a}",
         lambda a: ((3 * a + 1,), 1),
     ),
-    _number("power_of_{a}", "x", "raises {a} to the power of x", "return {a} ** x", lambda a: ((3,), a * a * a)),
-    _number("square_plus_{a}", "x", "adds {a} to the square of x", "return x * x + {a}", lambda a: ((6,), 36 + a)),
     _number(
-        "percent_{a}", "x", "returns {a} percent of x, rounded down", "return x * {a} // 100", lambda a: ((200,), 2 * a)
+        "power_of_{a}",
+        "x",
+        "raises {a} to the power of x",
+        "return {a} ** x",
+        lambda a: ((3,), a * a * a),
+    ),
+    _number(
+        "square_plus_{a}",
+        "x",
+        "adds {a} to the square of x",
+        "return x * x + {a}",
+        lambda a: ((6,), 36 + a),
+    ),
+    _number(
+        "percent_{a}",
+        "x",
+        "returns {a} percent of x, rounded down",
+        "return x * {a} // 100",
+        lambda a: ((200,), 2 * a),
     ),
     _number(
         "round_down_to_{a}",
@@ -59,11 +92,33 @@ ARITHMETIC = (
         "return x // {a} * {a}",
         lambda a: ((4 * a + 1,), 4 * a),
     ),
-    _number("distance_to_{a}", "x", "returns how far x is from {a}", "return abs(x - {a})", lambda a: ((a - 9,), 9)),
-    _number("at_least_{a}", "x", "returns the larger of x and {a}", "return max(x, {a})", lambda a: ((1,), a)),
-    _number("at_most_{a}", "x", "returns the smaller of x and {a}", "return min(x, {a})", lambda a: ((500,), a)),
+    _number(
+        "distance_to_{a}",
+        "x",
+        "returns how far x is from {a}",
+        "return abs(x - {a})",
+        lambda a: ((a - 9,), 9),
+    ),
+    _number(
+        "at_least_{a}",
+        "x",
+        "returns the larger of x and {a}",
+        "return max(x, {a})",
+        lambda a: ((1,), a),
+    ),
+    _number(
+        "at_most_{a}",
+        "x",
+        "returns the smaller of x and {a}",
+        "return min(x, {a})",
+        lambda a: ((500,), a),
+    ),
     _pair(
-        "line_{a}_{b}", "x", "multiplies x by {a} and adds {b}", "return {a} * x + {b}", lambda a, b: ((2,), a + a + b)
+        "line_{a}_{b}",
+        "x",
+        "multiplies x by {a} and adds {b}",
+        "return {a} * x + {b}",
+        lambda a, b: ((2,), a + a + b),
     ),
     _pair(
         "price_{a}_{b}",
@@ -75,10 +130,26 @@ ARITHMETIC = (
 )
 CONDITIONS = (
     _number(
-        "is_multiple_of_{a}", "x", "checks if x is a multiple of {a}", "return x % {a} == 0", lambda a: ((5 * a,), True)
+        "is_multiple_of_{a}",
+        "x",
+        "checks if x is a multiple of {a}",
+        "return x % {a} == 0",
+        lambda a: ((5 * a,), True),
     ),
-    _number("is_above_{a}", "x", "checks if x is greater than {a}", "return x > {a}", lambda a: ((a,), False)),
-    _number("is_below_{a}", "x", "checks if x is less than {a}", "return x < {a}", lambda a: ((a - 1,), True)),
+    _number(
+        "is_above_{a}",
+        "x",
+        "checks if x is greater than {a}",
+        "return x > {a}",
+        lambda a: ((a,), False),
+    ),
+    _number(
+        "is_below_{a}",
+        "x",
+        "checks if x is less than {a}",
+        "return x < {a}",
+        lambda a: ((a - 1,), True),
+    ),
     _number(
         "passes_at_{a}",
         "score",
@@ -94,7 +165,11 @@ CONDITIONS = (
         lambda a: ((a - 1,), -1),
     ),
     _pair(
-        "is_between_{a}_{b}", "x", "checks if x is from {a} to {b}", "return {a} <= x <= {b}", lambda a, b: ((b,), True)
+        "is_between_{a}_{b}",
+        "x",
+        "checks if x is from {a} to {b}",
+        "return {a} <= x <= {b}",
+        lambda a, b: ((b,), True),
     ),
     _pair(
         "clamp_{a}_{b}",
@@ -113,10 +188,18 @@ CONDITIONS = (
 )
 LISTS = (
     _number(
-        "first_{a}", "items", "returns the first {a} items", "return items[:{a}]", lambda a: (("x" * 200,), "x" * a)
+        "first_{a}",
+        "items",
+        "returns the first {a} items",
+        "return items[:{a}]",
+        lambda a: (("x" * 200,), "x" * a),
     ),
     _number(
-        "last_{a}", "items", "returns the last {a} items", "return items[-{a}:]", lambda a: (("y" * 200,), "y" * a)
+        "last_{a}",
+        "items",
+        "returns the last {a} items",
+        "return items[-{a}:]",
+        lambda a: (("y" * 200,), "y" * a),
     ),
     _number(
         "skip_{a}",
@@ -168,7 +251,11 @@ LISTS = (
         lambda a: (([a, 1, a],), [1]),
     ),
     _number(
-        "count_{a}", "numbers", "counts how often {a} occurs", "return numbers.count({a})", lambda a: (([a, 1, a],), 2)
+        "count_{a}",
+        "numbers",
+        "counts how often {a} occurs",
+        "return numbers.count({a})",
+        lambda a: (([a, 1, a],), 2),
     ),
     _number(
         "count_above_{a}",
@@ -185,7 +272,11 @@ LISTS = (
         lambda a: (([1, a, -3, 150],), -2),
     ),
     _number(
-        "append_{a}", "numbers", "adds {a} to the end of the list", "return numbers + [{a}]", lambda a: (([1],), [1, a])
+        "append_{a}",
+        "numbers",
+        "adds {a} to the end of the list",
+        "return numbers + [{a}]",
+        lambda a: (([1],), [1, a]),
     ),
     _number(
         "multiples_of_{a}",
@@ -203,7 +294,13 @@ LISTS = (
     ),
 )
 STRINGS = (
-    _number("repeat_{a}", "text", "repeats text {a} times", "return text * {a}", lambda a: (("o",), "o".ljust(a, "o"))),
+    _number(
+        "repeat_{a}",
+        "text",
+        "repeats text {a} times",
+        "return text * {a}",
+        lambda a: (("o",), "o".ljust(a, "o")),
+    ),
     _number(
         "is_longer_than_{a}",
         "text",
@@ -225,7 +322,13 @@ STRINGS = (
         'return text.endswith("{a}")',
         lambda a: ((f"my {a}",), True),
     ),
-    _number("has_{a}", "text", 'checks if text contains "{a}"', 'return "{a}" in text', lambda a: (("any",), False)),
+    _number(
+        "has_{a}",
+        "text",
+        'checks if text contains "{a}"',
+        'return "{a}" in text',
+        lambda a: (("any",), False),
+    ),
     _number(
         "count_{a}",
         "text",

@@ -1,4 +1,6 @@
-"""What the server of `rank_server.py` imports, so that no rank does: that took it more than half a second."""
+"""What the server of `rank_server.py` imports, so that no rank does: that took it more than
+half a second.
+"""
 
 import gc
 import importlib

@@ -1,4 +1,6 @@
-"""Run a function on several gloo ranks, each a process forked from a server that has imported torch once."""
+"""Run a function on several gloo ranks, each a process forked from a server that has imported
+torch once.
+"""
 
 import os
 import pickle
@@ -22,7 +24,8 @@ def started_ranks(
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
 
-    `kwargs` may hold `fsdp_size`, `sequence_size` and `on_device`. Processes are gone at the end of the block.
+    `kwargs` may hold `fsdp_size`, `sequence_size` and `on_device`. Processes are gone at the end of
+    the block.
     """
     port = free_port()
     ranks = []
@@ -44,7 +47,11 @@ def started_ranks(
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    **kwargs: Any,
 ) -> list[Any]:
     """The results of `started_ranks` in rank order. Fails with the first traceback."""
     with started_ranks(function, world_size, *args, **kwargs) as ranks:
@@ -54,8 +61,12 @@ def run_ranks(
     return results
 
 
-def each(world: Any, function: Callable[..., Any], source: Any, variants: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
-    """{variant: what `function(world, source, **variant)` gives}: for `run_ranks`, where ranks need not start anew."""
+def each(
+    world: Any, function: Callable[..., Any], source: Any, variants: dict[Any, dict[str, Any]]
+) -> dict[Any, Any]:
+    """{variant: what `function(world, source, **variant)` gives}: for `run_ranks`, where ranks
+    need not start anew.
+    """
     return {name: function(world, source, **changes) for name, changes in variants.items()}
 
 
@@ -82,7 +93,10 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     warnings.simplefilter("error", UnknownMetricWarning)
     try:
         device = torch.device(kwargs.pop("on_device", "cpu"))
-        sizes = {"fsdp_size": kwargs.pop("fsdp_size", -1), "sequence_size": kwargs.pop("sequence_size", 1)}
+        sizes = {
+            "fsdp_size": kwargs.pop("fsdp_size", -1),
+            "sequence_size": kwargs.pop("sequence_size", 1),
+        }
         world = distributed.start(device, timeout_s=60, heartbeat=Heartbeat(), **sizes)
         sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))
         distributed.stop()

@@ -1,4 +1,6 @@
-"""Logs with a known truth: healthy runs of each kind, and the run that analysis 002 describes, burst by burst."""
+"""Logs with a known truth: healthy runs of each kind, and the run that analysis 002 describes,
+burst by burst.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +13,23 @@ from numpy.typing import NDArray
 from trainer.report.run_log import CheckpointState, RunLog, Series
 
 Values = NDArray[np.float64]
-BURSTS = ((2800, 2800), (2855, 2870), (3140, 3145), (3695, 3695), (4155, 4155), (4655, 4655), (5145, 5145))
+BURSTS = (
+    (2800, 2800),
+    (2855, 2870),
+    (3140, 3145),
+    (3695, 3695),
+    (4155, 4155),
+    (4655, 4655),
+    (5145, 5145),
+)
 PERCENTS = (46, 48, 52, 61, 69, 77, 86)
 REWARDS = ("AnswerMatchCosine", "CaptionMatchCosine", "TitleMatchCosine")
 MATCHES = ("PlaneMatchString", "ModalityMatchString")
 
 _CHAIN: dict[int, dict[str, float]] = {}
-"""Step -> key -> value of the seven bursts. KL sets in first, then length, then format and reward."""
+"""Step -> key -> value of the seven bursts. KL sets in first, then length, then format and
+reward.
+"""
 for _peak, _kl, _loss, _grad in (
     (2800, 19.6, 0.78, 4.7e6),
     (3140, 18.7, 0.22, 7.6e6),
@@ -27,7 +39,11 @@ for _peak, _kl, _loss, _grad in (
     (5145, 6.3, 0.33, 5.5e7),
 ):
     _CHAIN[_peak - 10] = {"kl": 0.35 * _kl}
-    _CHAIN[_peak - 5] = {"kl": 0.6 * _kl, "completions/mean_length": 370, "completions/clipped_ratio": 0.55}
+    _CHAIN[_peak - 5] = {
+        "kl": 0.6 * _kl,
+        "completions/mean_length": 370,
+        "completions/clipped_ratio": 0.55,
+    }
     _CHAIN[_peak] = {
         "kl": _kl,
         "train/loss": _loss,
@@ -75,20 +91,37 @@ def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
     rng = np.random.default_rng(seed)
     steps = np.arange(5, 6001, 5)
     n = len(steps)
-    columns = {**_optimisation(rng, steps), **_rewards(rng, steps), **_lengths(rng, n), **_state(steps)}
+    columns = {
+        **_optimisation(rng, steps),
+        **_rewards(rng, steps),
+        **_lengths(rng, n),
+        **_state(steps),
+    }
     for events in (_CHAIN, _ALONE) if has_bursts else ():
         for step, values in events.items():
             for key, value in values.items():
                 columns[key][step // 5 - 1] = value
     series = {key: Series(steps, values) for key, values in columns.items()}
-    return RunLog(Path("output/v107-20251126-022444"), "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000)
+    return RunLog(
+        Path("output/v107-20251126-022444"),
+        "ms-swift",
+        series,
+        n,
+        config=SWIFT_CONFIG,
+        total_steps=6000,
+    )
 
 
 def _optimisation(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
     n = len(steps)
     level = np.where(steps < 2500, 0.03, 0.15)
-    rate = 5e-5 * np.minimum(steps / 300, 0.5 * (1 + np.cos(np.pi * (steps - 300).clip(min=0) / 23_400)))
-    ratios = {f"clip_ratio/{name}_mean": rng.normal(0.18, 0.02, n).clip(0) for name in ("low", "high", "region")}
+    rate = 5e-5 * np.minimum(
+        steps / 300, 0.5 * (1 + np.cos(np.pi * (steps - 300).clip(min=0) / 23_400))
+    )
+    ratios = {
+        f"clip_ratio/{name}_mean": rng.normal(0.18, 0.02, n).clip(0)
+        for name in ("low", "high", "region")
+    }
     return {
         "train/loss": rng.normal(1e-3, 1e-3, n),
         "train/grad_norm": 3e4 * np.exp(rng.normal(0, 0.25, n)),
@@ -102,7 +135,10 @@ def _optimisation(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[st
 def _rewards(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
     n = len(steps)
     course = 1.5 + 0.65 * np.minimum(steps / 2500, 1)
-    columns = {"reward": course + rng.normal(0, 0.18, n), "reward_std": rng.normal(0.5, 0.08, n).clip(0)}
+    columns = {
+        "reward": course + rng.normal(0, 0.18, n),
+        "reward_std": rng.normal(0.5, 0.08, n).clip(0),
+    }
     columns["rewards/Format/mean"] = (0.97 - np.abs(rng.normal(0, 0.02, n))).clip(0, 1)
     for name in REWARDS:
         columns[f"rewards/{name}/mean"] = rng.normal(0.6, 0.06, n).clip(0, 1)
@@ -156,7 +192,8 @@ def sft_run(seed: int) -> RunLog:
     columns = {
         "train/loss": course * np.exp(rng.normal(0, 0.05, n)),
         "train/grad_norm": 0.5 * np.exp(rng.normal(0, 0.25, n)),
-        "train/lr": 1e-5 * np.minimum(steps / 200, 0.5 * (1 + np.cos(np.pi * (steps - 200).clip(min=0) / 1800))),
+        "train/lr": 1e-5
+        * np.minimum(steps / 200, 0.5 * (1 + np.cos(np.pi * (steps - 200).clip(min=0) / 1800))),
         "train/time(s)": rng.normal(2.5, 0.05, n),
         "time/train/data_s": np.abs(rng.normal(0.05, 0.01, n)),
         "time/train/forward_s": rng.normal(0.8, 0.01, n),
@@ -174,7 +211,9 @@ def sft_run(seed: int) -> RunLog:
     }
     series = {key: Series(steps, values) for key, values in columns.items()}
     evals = np.arange(100, 2001, 100)
-    series["val/loss"] = Series(evals, (1.0 + np.exp(-evals / 300)) * (1 + rng.normal(0, 0.003, len(evals))))
+    series["val/loss"] = Series(
+        evals, (1.0 + np.exp(-evals / 300)) * (1 + rng.normal(0, 0.003, len(evals)))
+    )
     return RunLog(
         path=Path("checkpoints/sft/healthy"),
         source="fsdp-sft",
@@ -193,7 +232,9 @@ def checkpoints(steps: Any) -> tuple[CheckpointState, ...]:
 
 
 def grpo_run(seed: int) -> RunLog:
-    """A healthy GRPO run: the one of 002 without its bursts, clipped, with advantages and entropy."""
+    """A healthy GRPO run: the one of 002 without its bursts, clipped, with advantages and
+    entropy.
+    """
     rng = np.random.default_rng(seed)
     log = swift_run(seed, has_bursts=False)
     steps, n = log.series["kl"].steps, log.num_rows
@@ -212,14 +253,22 @@ def grpo_run(seed: int) -> RunLog:
 
 
 def controller_run(seed: int, *, is_good: bool = True, num_epochs: int = 30) -> RunLog:
-    """The CSV of guide 001: a run as its bands describe it (S1.28), or one that learns nothing (S1.29)."""
+    """The CSV of guide 001: a run as its bands describe it (S1.28), or one that learns nothing
+    (S1.29).
+    """
     rng = np.random.default_rng(seed)
     epochs = np.arange(1, num_epochs + 1)
     progress = (epochs - 1) / 29
     jitter = rng.normal(0, 1, (5, num_epochs))
     if is_good:
-        reward, accuracy = -0.6 + 1.0 * progress + 0.05 * jitter[0], 0.03 + 0.27 * progress + 0.01 * jitter[1]
-        violation, latency = 0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2], 260 - 60 * progress + 4 * jitter[3]
+        reward, accuracy = (
+            -0.6 + 1.0 * progress + 0.05 * jitter[0],
+            0.03 + 0.27 * progress + 0.01 * jitter[1],
+        )
+        violation, latency = (
+            0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2],
+            260 - 60 * progress + 4 * jitter[3],
+        )
         loss = 0.1 + 0.5 * (1 - progress) * jitter[4]
     else:
         reward, accuracy = -0.8 + 0.05 * jitter[0], np.zeros(num_epochs)
@@ -249,10 +298,14 @@ def overfitting_example(*, kept: tuple[int, ...] = (500, 1000, 1500, 2000)) -> R
 
 
 def changed(log: RunLog, **columns: Any) -> RunLog:
-    """The log with a metric replaced or added: values on the steps of its loss; `__` in a name stands for `/`."""
+    """The log with a metric replaced or added: values on the steps of its loss; `__` in a name
+    stands for `/`.
+    """
     steps = log.series["train/loss"].steps
     new = {
-        key.replace("__", "/"): Series(steps, np.broadcast_to(np.asarray(values, dtype=np.float64), steps.shape).copy())
+        key.replace("__", "/"): Series(
+            steps, np.broadcast_to(np.asarray(values, dtype=np.float64), steps.shape).copy()
+        )
         for key, values in columns.items()
     }
     return replace(log, series={**log.series, **new})

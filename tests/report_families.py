@@ -1,7 +1,9 @@
-"""Twelve families of training logs: healthy curves with noise and length drawn by a seed, in the format of a trainer.
+"""Twelve families of training logs: healthy curves with noise and length drawn by a seed, in the
+format of a trainer.
 
-Curves have roles (`loss`, `kl`, `reward`, ...); a family says under which keys, in which file and how often its trainer
-logs them. Families `HELD_OUT` were never looked at while the rules were made: other shapes, other formats.
+Curves have roles (`loss`, `kl`, `reward`, ...); a family says under which keys, in which file and
+how often its trainer logs them. Families `HELD_OUT` were never looked at while the rules were made:
+other shapes, other formats.
 """
 
 import json
@@ -64,7 +66,10 @@ class Family:
     def save(self, directory: Path, curves: Curves) -> Path:
         """The log to read."""
         directory.mkdir(parents=True)
-        series = {self.keys[role]: Series(curves.at(role), values) for role, values in curves.columns.items()}
+        series = {
+            self.keys[role]: Series(curves.at(role), values)
+            for role, values in curves.columns.items()
+        }
         path = self.write(directory, series)
         if self.config is not None:
             (path.parent / "args.json").write_text(json.dumps(self.config))
@@ -77,7 +82,8 @@ def _course(rng: Generator, x: Floats, shape: str) -> Floats:
         "exponential": lambda: np.exp(-x / rng.uniform(0.05, 0.25)),
         "power": lambda: (1 + 40 * x) ** -rng.uniform(0.5, 0.9),
         "stairs": lambda: (
-            (0.6 * np.exp(-x / 0.06) + 0.4) * np.array([1.0, 0.8, 0.68])[np.minimum(3 * x, 2).astype(int)]
+            (0.6 * np.exp(-x / 0.06) + 0.4)
+            * np.array([1.0, 0.8, 0.68])[np.minimum(3 * x, 2).astype(int)]
         ),
         "sigmoid": lambda: 1 / (1 + np.exp((x - rng.uniform(0.1, 0.25)) / 0.05)),
     }
@@ -91,14 +97,18 @@ def _rate(rng: Generator, x: Floats) -> Floats:
     return np.asarray(10 ** rng.uniform(-5.3, -4) * np.minimum(x / warmup, decay))
 
 
-def _sft(rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family) -> Columns:
+def _sft(
+    rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
+) -> Columns:
     n, x = len(steps), steps / steps[-1]
     course, sigma = _course(rng, x, family.shape), rng.uniform(*family.noise)
     time = rng.uniform(0.5, 6) * (1 + rng.normal(0, rng.uniform(0.01, 0.06), n))
     held_out = course[np.searchsorted(steps, evals)] + rng.uniform(0.02, 0.15)
     return {
         "loss": course * np.exp(rng.normal(0, sigma, n)),
-        "grad": rng.uniform(0.3, 3) * np.exp(rng.normal(0, rng.uniform(0.1, 0.35), n)) * (1 + np.exp(-x / 0.02)),
+        "grad": rng.uniform(0.3, 3)
+        * np.exp(rng.normal(0, rng.uniform(0.1, 0.35), n))
+        * (1 + np.exp(-x / 0.02)),
         "lr": _rate(rng, x),
         "time": time,
         "tokens_per_s": rng.uniform(2e3, 5e4) * float(np.median(time)) / time,
@@ -109,7 +119,9 @@ def _sft(rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], fam
     }
 
 
-def _grpo(rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family) -> Columns:
+def _grpo(
+    rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
+) -> Columns:
     n, x = len(steps), steps / steps[-1]
     rise = 1 - np.exp(-x / rng.uniform(0.15, 0.5)) if family.shape == "exponential" else x**0.7
     lengths = rng.uniform(150, 300) * (1 + rng.uniform(-0.15, 0.2) * x)
@@ -126,7 +138,9 @@ def _grpo(rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], fa
         "correct": accuracy + rng.normal(0, spread, n),
         "reward_std": rng.uniform(0.3, 0.5) * (1 - 0.3 * rise) * np.exp(rng.normal(0, 0.1, n)),
         "adv_std": rng.normal(1, 0.04, n),
-        "entropy": (0.4 + 0.6 * np.exp(-x / 0.6)) * rng.uniform(0.8, 1.4) * np.exp(rng.normal(0, 0.05, n)),
+        "entropy": (0.4 + 0.6 * np.exp(-x / 0.6))
+        * rng.uniform(0.8, 1.4)
+        * np.exp(rng.normal(0, 0.05, n)),
         "mean_length": lengths * (1 + rng.normal(0, 0.05, n)),
         "max_length": (1.6 * lengths * (1 + rng.normal(0, 0.06, n))).clip(max=1024),
         "min_length": 0.55 * lengths * (1 + rng.normal(0, 0.08, n)),
@@ -134,13 +148,24 @@ def _grpo(rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], fa
         "time": times,
         "tokens_per_s": 64 * lengths / times,
         "rss": rng.uniform(20, 90) + rng.normal(0, 0.2, n),
-        "val_reward": (0.5 + 0.5 * rise)[np.searchsorted(steps, evals)] + rng.normal(0, 0.02, len(evals)),
+        "val_reward": (0.5 + 0.5 * rise)[np.searchsorted(steps, evals)]
+        + rng.normal(0, 0.02, len(evals)),
     }
 
 
 def _controller(rng: Generator) -> Curves:
     train, val = controller_histories(int(rng.integers(2**31)))
-    roles = ("epoch", "loss", "reward", "reward_std", "accuracy", "accuracy_std", "latency", "latency_std", "violation")
+    roles = (
+        "epoch",
+        "loss",
+        "reward",
+        "reward_std",
+        "accuracy",
+        "accuracy_std",
+        "latency",
+        "latency_std",
+        "violation",
+    )
     held_out = {f"val_{role}": values for role, values in zip(roles[1:], val.T[1:], strict=True)}
     columns = dict(zip(roles[1:], train.T[1:].copy(), strict=True)) | held_out
     return Curves(train[:, 0].astype(np.int64), columns, val[:, 0].astype(np.int64))
@@ -150,7 +175,10 @@ def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
     """The pair of S1: `training_history.csv` and `validation_history.csv`."""
     for name, prefix in (("training_history.csv", ""), ("validation_history.csv", "val_")):
         rows = zip(*(curves[prefix + column].values for column in HISTORY_COLUMNS[1:]), strict=True)
-        lines = [f"{epoch}," + ",".join(f"{value:.4f}" for value in row) for epoch, row in enumerate(rows, 1)]
+        lines = [
+            f"{epoch}," + ",".join(f"{value:.4f}" for value in row)
+            for epoch, row in enumerate(rows, 1)
+        ]
         (directory / name).write_text("\n".join([",".join(HISTORY_COLUMNS), *lines]) + "\n")
     return directory
 
@@ -227,9 +255,18 @@ PPO = {
     "entropy": "policy/entropy_avg",
     "epoch": "epoch",
 }
-HISTORY = ("loss", "reward_mean", "reward_std", "accuracy_mean", "accuracy_std", "latency_mean", "latency_std")
+HISTORY = (
+    "loss",
+    "reward_mean",
+    "reward_std",
+    "accuracy_mean",
+    "accuracy_std",
+    "latency_mean",
+    "latency_std",
+)
 CONTROLLER = {
-    prefix + column.removesuffix("_mean").replace("budget_violation_rate", "violation"): prefix + column
+    prefix + column.removesuffix("_mean").replace("budget_violation_rate", "violation"): prefix
+    + column
     for prefix in ("", "val_")
     for column in (*HISTORY, "budget_violation_rate")
 }
@@ -237,14 +274,31 @@ TUNED = (
     Family("fsdp-sft small", "sft", OWN, formats.write_own, noise=(0.04, 0.12)),
     Family("verl sft large", "sft", OURS, formats.write_verl, noise=(0.01, 0.04)),
     Family("transformers", "sft", TRAINERS, formats.write_transformers, log_every=10),
-    Family("ms-swift grpo", "grpo", SWIFT, formats.write_swift, log_every=5, config={"max_completion_length": 1024}),
+    Family(
+        "ms-swift grpo",
+        "grpo",
+        SWIFT,
+        formats.write_swift,
+        log_every=5,
+        config={"max_completion_length": 1024},
+    ),
     Family("roll ppo", "grpo", ROLL, formats.write_roll),
     Family("verl grpo console", "grpo", VERL_RL, formats.write_verl_console),
     Family("controller csv", "controller", CONTROLLER, write_histories),
 )
 HELD_OUT = (
-    Family("trl sft", "sft", {**TRAINERS, "entropy": "entropy"}, formats.write_transformers, "power", 10, (0.03, 0.1)),
-    Family("axolotl tensorboard", "sft", TRAINERS, formats.write_tensorboard, "stairs", 1, (0.03, 0.1)),
+    Family(
+        "trl sft",
+        "sft",
+        {**TRAINERS, "entropy": "entropy"},
+        formats.write_transformers,
+        "power",
+        10,
+        (0.03, 0.1),
+    ),
+    Family(
+        "axolotl tensorboard", "sft", TRAINERS, formats.write_tensorboard, "stairs", 1, (0.03, 0.1)
+    ),
     Family("torchtune jsonl", "sft", OWN, formats.write_jsonl, "sigmoid", 1, (0.02, 0.08)),
     Family("mllm-jax", "grpo", JAX, formats.write_jsonl, "straight"),
     Family("trl ppo", "grpo", PPO, formats.write_transformers, "straight", 5),

@@ -60,7 +60,9 @@ def _val(losses: NDArray[np.float64]) -> Callable[[], RunLog]:
 
 def _unclipped() -> RunLog:
     log = put("train/grad_norm", slice(1000, 1002), 40.0)()
-    return replace(log, config={key: value for key, value in log.config.items() if key != "optim.clip_grad"})
+    return replace(
+        log, config={key: value for key, value in log.config.items() if key != "optim.clip_grad"}
+    )
 
 
 def _unstable_at_high_rate() -> RunLog:
@@ -92,14 +94,22 @@ def _constant() -> RunLog:
 
 def _too_short() -> RunLog:
     log = healthy("sft")
-    series = {key: Series(s.steps[:40], s.values[:40]) for key, s in log.series.items() if len(s) > 40}
-    return replace(log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None)
+    series = {
+        key: Series(s.steps[:40], s.values[:40]) for key, s in log.series.items() if len(s) > 40
+    }
+    return replace(
+        log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None
+    )
 
 
 def _held_out_collapse() -> RunLog:
-    """The training reward goes on rising while that of the held-out samples is lost from epoch 21 on."""
+    """The training reward goes on rising while that of the held-out samples is lost from epoch
+    21 on.
+    """
     rewards = np.concatenate([np.linspace(-0.6, 0.2, 20), np.linspace(0.1, -0.5, 10)])
-    return changed(healthy("controller"), **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})
+    return changed(
+        healthy("controller"), **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))}
+    )
 
 
 def _value_network() -> RunLog:
@@ -160,6 +170,14 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("V43", "sft", but(num_lost_steps=300, num_attempts=4)),
     ("V44", "sft", _constant),
     ("V45", "controller", _held_out_collapse),
-    ("V46", "sft", but(proofs=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),))),
+    (
+        "V46",
+        "sft",
+        but(
+            proofs=(
+                ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),
+            )
+        ),
+    ),
     ("V47", "grpo", _value_network),
 )

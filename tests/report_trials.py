@@ -1,4 +1,5 @@
-"""Faults put into healthy logs by a seed, and whether the report finds them: which finding, and from which step.
+"""Faults put into healthy logs by a seed, and whether the report finds them: which finding, and
+from which step.
 
 python benchmarks/report_faults.py     # all families, faults and seeds, with the rates
 """
@@ -16,12 +17,16 @@ from trainer.report.readers import read_run
 
 Generator = np.random.Generator
 LEAST_ONSET, ONSET_SHARE = 10, 0.02
-"""An onset is right within so many steps, this share of the run, or one logged point of its metric."""
+"""An onset is right within so many steps, this share of the run, or one logged point of its
+metric.
+"""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`put` changes curves from the point `at` on; `expected` are what the ids of findings that name it begin with."""
+    """`put` changes curves from the point `at` on; `expected` are what the ids of findings that
+    name it begin with.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -64,7 +69,11 @@ def _since(curves: Curves, at: int) -> np.ndarray:
 
 def _diverge(curves: Curves, at: int, rng: Generator) -> None:
     since, height = _since(curves, at), rng.uniform(0.8, 2.5)
-    forms = (height * since, np.expm1(np.log1p(height) * np.minimum(2 * since, 1)), height * (since > 0))
+    forms = (
+        height * since,
+        np.expm1(np.log1p(height) * np.minimum(2 * since, 1)),
+        height * (since > 0),
+    )
     curves.columns["loss"] *= 1 + forms[rng.integers(3)]
 
 
@@ -79,11 +88,15 @@ def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["lr"] *= 2e-3 / curves.columns["lr"].max()
 
 
-def _during(role: str, low: float, high: float, points: tuple[int, int]) -> Callable[[Curves, int, Generator], None]:
+def _during(
+    role: str, low: float, high: float, points: tuple[int, int]
+) -> Callable[[Curves, int, Generator], None]:
     """The metric is so many times as high for some points."""
 
     def put(curves: Curves, at: int, rng: Generator) -> None:
-        curves.columns[role][at : at + rng.integers(*points)] *= np.exp(rng.uniform(np.log(low), np.log(high)))
+        curves.columns[role][at : at + rng.integers(*points)] *= np.exp(
+            rng.uniform(np.log(low), np.log(high))
+        )
 
     return put
 
@@ -163,11 +176,15 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
     def put(curves: Curves, at: int, rng: Generator) -> None:
         values, places = curves.columns[role], curves.at(role)
         start = int(np.searchsorted(places, curves.steps[at]))
-        since = (np.arange(len(values)) - start).clip(0) / max(1.0, rng.uniform(0.01, 0.1) * len(values))
+        since = (np.arange(len(values)) - start).clip(0) / max(
+            1.0, rng.uniform(0.01, 0.1) * len(values)
+        )
         reached = np.median(values[max(start - max(3, len(values) // 40), 0) : start + 1])
         start_level = float(np.median(values[: max(3, len(values) // 20)]))
         fall = rng.uniform(0.9, 1.2) * max(reached - start_level, 0.25)
-        curves.columns[role] = np.where(np.arange(len(values)) < start, values, reached + values - _smooth(values))
+        curves.columns[role] = np.where(
+            np.arange(len(values)) < start, values, reached + values - _smooth(values)
+        )
         curves.columns[role] -= fall * np.minimum(since, 1)
 
     return put
@@ -180,7 +197,9 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _decay_entropy(curves: Curves, at: int, rng: Generator) -> None:
-    curves.columns["entropy"] *= np.exp(-np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1))
+    curves.columns["entropy"] *= np.exp(
+        -np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1)
+    )
 
 
 def _run_away(curves: Curves, at: int, rng: Generator) -> None:
@@ -191,7 +210,10 @@ def _run_away(curves: Curves, at: int, rng: Generator) -> None:
 
 def _hit_cap(curves: Curves, at: int, rng: Generator) -> None:
     n = len(curves.steps) - at
-    for role, values in (("clipped_ratio", rng.uniform(0.35, 0.9, n)), ("max_length", np.full(n, 1024.0))):
+    for role, values in (
+        ("clipped_ratio", rng.uniform(0.35, 0.9, n)),
+        ("max_length", np.full(n, 1024.0)),
+    ):
         if role in curves.columns:
             curves.columns[role][at:] = values
     curves.columns["mean_length"][at:] *= rng.uniform(1.5, 2.2)
@@ -216,10 +238,18 @@ def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
 RL, CONTROLLED = ("grpo",), ("controller",)
 FAULTS = (
     Fault("divergence", ("loss",), ("loss_diverging",), _diverge),
-    Fault("rate too high from the start", ("loss", "lr"), ("loss_diverging",), _blow_up, places=(0.01, 0.04)),
+    Fault(
+        "rate too high from the start",
+        ("loss", "lr"),
+        ("loss_diverging",),
+        _blow_up,
+        places=(0.01, 0.04),
+    ),
     Fault("loss not a number", ("loss",), ("loss_nonfinite",), _nan, kinds=("sft", "grpo")),
     Fault("spike", ("loss",), ("loss_spike", "grad_high:explosion"), _spike),
-    Fault("throughput halves", ("time",), ("time_growth:slowdown",), _slow_down, kinds=("sft", "grpo")),
+    Fault(
+        "throughput halves", ("time",), ("time_growth:slowdown",), _slow_down, kinds=("sft", "grpo")
+    ),
     Fault("stalls", ("time",), ("time_high:stalls",), _stall, kinds=("sft", "grpo")),
     Fault(
         "leak",
@@ -232,23 +262,66 @@ FAULTS = (
         least_points=600,
     ),
     Fault("overfitting", ("val_loss",), ("overfit", "val_rising"), _overfit),
-    Fault("known by heart", ("loss",), ("loss_final", "overfit"), _memorise, places=(0.2, 0.3), has_onset=False),
+    Fault(
+        "known by heart",
+        ("loss",),
+        ("loss_final", "overfit"),
+        _memorise,
+        places=(0.2, 0.3),
+        has_onset=False,
+    ),
     Fault("stuck loss", ("loss",), ("loss_not_falling", "not_learning"), _stick, places=(0.0, 0.0)),
     Fault("zero loss", ("loss",), ("loss_zero",), _zero_losses, kinds=("sft", "controller")),
-    Fault("gradient explosion", ("grad",), ("grad_high",), _during("grad", 40, 500, (1, 12)), kinds=("sft", "grpo")),
-    Fault("gradient vanishes", ("grad",), ("grad_vanish",), _vanish),
-    Fault("rate raised", ("lr",), ("lr_schedule:raised", "lr_schedule:jumps"), _raise_rate, kinds=("sft", "grpo")),
-    Fault("reward collapse", ("reward",), ("reward_trend",), _collapse("reward"), kinds=("grpo", "controller")),
-    Fault("accuracy collapse", ("accuracy",), ("accuracy:collapse",), _collapse("accuracy"), kinds=CONTROLLED),
     Fault(
-        "held-out collapse", ("val_reward",), ("val_results",), _collapse("val_reward"), kinds=("grpo", "controller")
+        "gradient explosion",
+        ("grad",),
+        ("grad_high",),
+        _during("grad", 40, 500, (1, 12)),
+        kinds=("sft", "grpo"),
+    ),
+    Fault("gradient vanishes", ("grad",), ("grad_vanish",), _vanish),
+    Fault(
+        "rate raised",
+        ("lr",),
+        ("lr_schedule:raised", "lr_schedule:jumps"),
+        _raise_rate,
+        kinds=("sft", "grpo"),
+    ),
+    Fault(
+        "reward collapse",
+        ("reward",),
+        ("reward_trend",),
+        _collapse("reward"),
+        kinds=("grpo", "controller"),
+    ),
+    Fault(
+        "accuracy collapse",
+        ("accuracy",),
+        ("accuracy:collapse",),
+        _collapse("accuracy"),
+        kinds=CONTROLLED,
+    ),
+    Fault(
+        "held-out collapse",
+        ("val_reward",),
+        ("val_results",),
+        _collapse("val_reward"),
+        kinds=("grpo", "controller"),
     ),
     Fault("entropy collapse", ("entropy",), ("entropy_collapse",), _decay_entropy, kinds=RL),
     Fault("KL runs away", ("kl",), ("kl",), _run_away, kinds=RL, places=(0.3, 0.6)),
-    Fault("length cap", ("mean_length", "max_length"), ("clipped_ratio", "length_shift"), _hit_cap, kinds=RL),
+    Fault(
+        "length cap",
+        ("mean_length", "max_length"),
+        ("clipped_ratio", "length_shift"),
+        _hit_cap,
+        kinds=RL,
+    ),
     Fault("lengths shift", ("mean_length",), ("length_shift",), _shift_length, kinds=RL),
     Fault("rewards scatter", ("reward_std",), ("reward_trend:scatter",), _scatter, kinds=RL),
-    Fault("equal rewards", ("adv_std",), ("adv_shape:std",), _equal_rewards, kinds=RL, has_onset=False),
+    Fault(
+        "equal rewards", ("adv_std",), ("adv_shape:std",), _equal_rewards, kinds=RL, has_onset=False
+    ),
 )
 HEALTHY = "none"
 
@@ -258,11 +331,17 @@ UNUSED_NUMBER = 3
 
 
 def faults_of(family: Family) -> tuple[Fault, ...]:
-    return tuple(fault for fault in FAULTS if family.kind in fault.kinds and family.keys.keys() >= set(fault.needs))
+    return tuple(
+        fault
+        for fault in FAULTS
+        if family.kind in fault.kinds and family.keys.keys() >= set(fault.needs)
+    )
 
 
 def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
-    """A healthy log, with the fault put in, written, read and judged; equal seeds give equal logs."""
+    """A healthy log, with the fault put in, written, read and judged; equal seeds give equal
+    logs.
+    """
     place = FAMILIES.index(family)
     number = place + (place >= UNUSED_NUMBER)
     rng = np.random.default_rng([seed, number, FAULTS.index(fault) if fault else len(FAULTS)])
@@ -276,7 +355,9 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
     serious = [finding for finding in report.findings if finding.level in ("warn", "fail")]
     named = [finding for finding in serious if fault and finding.id.startswith(fault.expected)]
     points = curves.at(fault.needs[0]) if fault else curves.steps
-    tolerance = max(LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), int(np.median(np.diff(points))))
+    tolerance = max(
+        LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), int(np.median(np.diff(points)))
+    )
     steps = named[0].steps if named else None
     return Outcome(
         family=family.name,

@@ -1,4 +1,6 @@
-"""Results of long commands as JSON files for the repository: a record to a line, floats with four digits."""
+"""Results of long commands as JSON files for the repository: a record to a line, floats with
+four digits.
+"""
 
 import json
 from pathlib import Path

@@ -1,11 +1,13 @@
-"""Two small sources for tests: chats, and questions with answers that have a chat template of their own."""
+"""Two small sources for tests: chats, and questions with answers that have a chat template of
+their own.
+"""
 
 import json
 from pathlib import Path
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant says {% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% "
+    "endfor %}{% if add_generation_prompt %}<|im_start|>assistant says {% endif %}"
 )
 NUM_CHATS, NUM_ANSWERS = 12, 8
 
@@ -14,8 +16,12 @@ def write_sources(directory: Path) -> None:
     chats = [[("user", f"Add {n} to x."), ("assistant", f"x + {n}")] for n in range(NUM_CHATS)]
     for n, chat in enumerate(chats):
         chat += [("user", "And y?"), ("assistant", f"x + {n} + y")] if n % 3 != 2 else []
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    answers = [{"q": f"What is {n}?", "a": f"{n} it is, and no other number"} for n in range(NUM_ANSWERS)]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats
+    ]
+    answers = [
+        {"q": f"What is {n}?", "a": f"{n} it is, and no other number"} for n in range(NUM_ANSWERS)
+    ]
     for name, found in (("chats", rows), ("answers", answers)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     (directory / "says.jinja").write_text(TEMPLATE)
@@ -31,4 +37,8 @@ def answers(directory: Path, more: str = "") -> str:
 
 
 def words(directory: Path, *entries: str, key: str = "train_files") -> list[str]:
-    return [f"data.{key}=[{','.join(entries)}]", f"data.cache_dir={directory}/cache", "data.max_length=64"]
+    return [
+        f"data.{key}=[{','.join(entries)}]",
+        f"data.cache_dir={directory}/cache",
+        "data.max_length=64",
+    ]

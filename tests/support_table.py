@@ -1,12 +1,14 @@
-"""What trains, and how far that is exact: tries a tiny model of every family and writes down what came of it.
+"""What trains, and how far that is exact: tries a tiny model of every family and writes down what
+came of it.
 
-`python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python tests/support_table.py lfm2
-zamba` tries these anew, `--write` only renders the table of docs/models.md again. The families run in processes of
-their own with a time limit; what fails is recorded with its reason. The product's own parts train each on one and two
-ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass, document by
-document; then six steps on two ranks, in one go, and stopped and built anew from a checkpoint; then transformers loads
-the export. (A whole run of the command, killed and started again, takes above 10 s a family:
-tests/distributed/test_families.py.)
+`python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python
+tests/support_table.py lfm2 zamba` tries these anew, `--write` only renders the table of
+docs/models.md again. The families run in processes of their own with a time limit; what fails is
+recorded with its reason. The product's own parts train each on one and two
+ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass,
+document by document; then six steps on two ranks, in one go, and stopped and built anew from a
+checkpoint; then transformers loads the export. (A whole run of the command, killed and started
+again, takes above 10 s a family: tests/distributed/test_families.py.)
 """
 
 import argparse
@@ -52,7 +54,9 @@ def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
             save_model(root / "model", name)
         found = first_step(world, root / "model", root / f"export-{world.size}")
         if world.size > 1 and found["how"] != REFUSED:
-            found["resume faults"] = resumed(world, root / "model", root, is_packed=found["how"] == PACKED)
+            found["resume faults"] = resumed(
+                world, root / "model", root, is_packed=found["how"] == PACKED
+            )
             checkpoint = root / "straight" / f"global_step_{TOTAL_STEPS}"
             found["export faults"] = export_faults(checkpoint) if world.is_main else []
     except Exception as error:
@@ -61,10 +65,14 @@ def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
 
 
 def attempt(root: Path, names: list[str]) -> list[dict[str, Any]]:
-    """The entries of families tried in the same processes; each in its own if one brings these down."""
+    """The entries of families tried in the same processes; each in its own if one brings these
+    down.
+    """
     limit_s = STARTED_WITHIN_S + TRIED_WITHIN_S * len(names)
     try:
-        alone, together = (run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS))
+        alone, together = (
+            run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS)
+        )
     except AssertionError as error:
         if len(names) == 1:
             return [{"failed": str(error)[-600:]}]
@@ -77,7 +85,9 @@ def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
         if "failed" in found or found["how"] == REFUSED:
             return {key: found[key] for key in ("how", "reason", "failed") if key in found}
     measured = {"1 rank": errors(alone), f"{NUM_RANKS} ranks": errors(together)}
-    return {key: together[key] for key in ("how", "reason", "resume faults", "export faults")} | measured
+    return {
+        key: together[key] for key in ("how", "reason", "resume faults", "export faults")
+    } | measured
 
 
 def errors(found: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +95,14 @@ def errors(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
-    """Whether what was measured there is within the limits, and no parameter was without its gradient."""
+    """Whether what was measured there is within the limits, and no parameter was without its
+    gradient.
+    """
     measured = [entry.get(place, {}) for place in places]
     return all(
-        of_one.get("gradients missing") == [] and of_one[key] < LIMITS[key] for of_one in measured for key in keys
+        of_one.get("gradients missing") == [] and of_one[key] < LIMITS[key]
+        for of_one in measured
+        for key in keys
     )
 
 
@@ -106,7 +120,11 @@ def faults(entry: dict[str, Any]) -> list[str]:
     """Why a family is not all that the table promises. A refusal is as promised."""
     if "failed" in entry:
         return [f"failed: {entry['failed']}"]
-    return [] if entry["how"] == REFUSED else [mark for mark, shown in marks(entry).items() if not shown]
+    return (
+        []
+        if entry["how"] == REFUSED
+        else [mark for mark, shown in marks(entry).items() if not shown]
+    )
 
 
 def table(results: dict[str, Any]) -> str:
@@ -118,13 +136,18 @@ def table(results: dict[str, Any]) -> str:
         f"{len(entries)} configurations of {len({name.split()[0] for name in entries})} families: "
         + ", ".join(f"{hows.count(how)} {how}" for how in (PACKED, PER_DOCUMENT, REFUSED))
         + f" ({sum(entry.get('how') == PACKED and bool(entry['reason']) for entry in entries.values())} with loops)"
-        + f". transformers {results['versions']['transformers']}, torch {results['versions']['torch']}.",
+        + f". transformers {results['versions']['transformers']}, torch "
+        f"{results['versions']['torch']}.",
         "",
         f"| family | documents | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",
     ]
     for name, entry in entries.items():
-        reason = f"{LOOPED if entry['how'] == PACKED else ':'} {entry['reason']}" if entry.get("reason") else ""
+        reason = (
+            f"{LOOPED if entry['how'] == PACKED else ':'} {entry['reason']}"
+            if entry.get("reason")
+            else ""
+        )
         cells = ["yes" if shown else "no" for shown in marks(entry).values()]
         if entry.get("how") == REFUSED:
             cells = ["" for _ in cells]
@@ -145,7 +168,9 @@ def read_results() -> dict[str, Any]:
 
 
 def write_results(results: dict[str, Any]) -> None:
-    results["families"] = {name: results["families"][name] for name in NAMES if name in results["families"]}
+    results["families"] = {
+        name: results["families"][name] for name in NAMES if name in results["families"]
+    }
     write_result(RESULTS, results)
 
 
@@ -153,7 +178,9 @@ def main(argv: list[str]) -> int:
     """1 if a family shows less than the table promises."""
     parser = argparse.ArgumentParser(prog="python tests/support_table.py", allow_abbrev=False)
     parser.add_argument("names", nargs="*", choices=[[], *NAMES], metavar="FAMILY")
-    parser.add_argument("--write", action="store_true", help="render the page from the results that are there")
+    parser.add_argument(
+        "--write", action="store_true", help="render the page from the results that are there"
+    )
     arguments = parser.parse_args(argv)
     results = read_results()
     names = arguments.names or [name for name in NAMES if name not in results["families"]]
@@ -163,12 +190,16 @@ def main(argv: list[str]) -> int:
             entries = attempt(Path(root), group)
         results |= {
             "command": "python tests/support_table.py",
-            "versions": {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers")},
+            "versions": {"python": platform.python_version()}
+            | {p: version(p) for p in ("torch", "transformers")},
         }
         results["families"] |= dict(zip(group, entries, strict=True))
         write_results(results)
         for name, entry in zip(group, entries, strict=True):
-            print(f"{name}: {entry.get('how')}: {', '.join(faults(entry)) or 'as promised'}", flush=True)
+            print(
+                f"{name}: {entry.get('how')}: {', '.join(faults(entry)) or 'as promised'}",
+                flush=True,
+            )
     PAGE.write_text(page(results, PAGE.read_text()))
     return int(any(faults(entry) for entry in results["families"].values()))
 

@@ -1,4 +1,6 @@
-"""How much of a long sweep runs: a sample that is always the same, or all of it with `pytest --full`."""
+"""How much of a long sweep runs: a sample that is always the same, or all of it with `pytest
+--full`.
+"""
 
 import os
 import random
@@ -7,7 +9,9 @@ from typing import TypeVar
 
 SEED = 1
 FULL = "SFT_FULL_SWEEPS"
-"""Set by conftest.py where the command line says `--full`: in the environment, so that ranks know it too."""
+"""Set by conftest.py where the command line says `--full`: in the environment, so that ranks
+know it too.
+"""
 Value = TypeVar("Value")
 
 
@@ -20,7 +24,9 @@ def some(points: Iterable[Value], number: int) -> list[Value]:
     points = list(points)
     if is_full() or number >= len(points):
         return points
-    return [points[index] for index in sorted(random.Random(SEED).sample(range(len(points)), number))]
+    return [
+        points[index] for index in sorted(random.Random(SEED).sample(range(len(points)), number))
+    ]
 
 
 def short_or_full(short: Value, full: Value) -> Value:

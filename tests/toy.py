@@ -61,7 +61,9 @@ class OneSource:
 class ToySamples(OneSource):
     """Random conversations of 2 to 40 tokens; about half the tokens supervised, at least one."""
 
-    def __init__(self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()) -> None:
+    def __init__(
+        self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()
+    ) -> None:
         """Of one source, or of those that have these `shares`."""
         generator = np.random.default_rng(seed)
         self._samples = []
@@ -87,7 +89,9 @@ class ToySamples(OneSource):
         return self._samples[index]
 
 
-def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) -> packed_lm.ModelSource:
+def write_model_config(
+    path: Path, model_type: str = "qwen2", **changes: Any
+) -> packed_lm.ModelSource:
     """A directory with only a config.json: 2 layers, hidden 64."""
     settings = {
         "hidden_size": 64,
@@ -112,14 +116,18 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
 def model_config(**changes: Any) -> ModelConfig:
     own = {name: changes.pop(name) for name in FsdpConfig.__dataclass_fields__ if name in changes}
     fsdp = FsdpConfig(**({"param_dtype": "float32"} | own))
-    return ModelConfig(**({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes))
+    return ModelConfig(
+        **({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes)
+    )
 
 
 def optim_config(**changes: Any) -> OptimConfig:
     return OptimConfig(**({"lr": 3e-3, "lr_warmup_steps_ratio": 0.2} | changes))
 
 
-def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any) -> Any:
+def build_toy_model(
+    world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any
+) -> Any:
     config = model_config(**changes)
     model = packed_lm.build_on_meta(
         source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
@@ -206,7 +214,9 @@ def toy_run(
     if not model.is_packed:
         max_samples = 1
     limits, share = Limits(max_tokens, max_samples), (world.sequence_rank, world.sequence_size)
-    plan = RankPlan(world.data_rank, world.num_data_ranks, limits, *flops.length_costs(model), share=share)
+    plan = RankPlan(
+        world.data_rank, world.num_data_ranks, limits, *flops.length_costs(model), share=share
+    )
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,
@@ -242,5 +252,8 @@ def toy_run(
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """{name: whole tensor}, collective."""
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    whole = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     return {name: tensor.detach().clone() for name, tensor in whole.items()}

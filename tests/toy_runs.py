@@ -1,4 +1,6 @@
-"""Whole runs of the toy model on ranks: start, resume, train, save, with the project's own parts and a trace."""
+"""Whole runs of the toy model on ranks: start, resume, train, save, with the project's own
+parts and a trace.
+"""
 
 import hashlib
 import json
@@ -58,7 +60,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Result:
-    """`losses`: (loss, norm) by step; `loaded` and `parameters`: whole tensors before and after training."""
+    """`losses`: (loss, norm) by step; `loaded` and `parameters`: whole tensors before and after
+    training.
+    """
 
     losses: dict[int, tuple[float, float]]
     loaded: dict[str, torch.Tensor]
@@ -145,15 +149,27 @@ def saved_parts(parts: Run) -> dict[str, Stateful]:
 
 def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:
     """As the loop would."""
-    manager.save(parts.batches.position, loss=1.0, grad_norm=1.0, history=History(), is_required=is_required)
+    manager.save(
+        parts.batches.position, loss=1.0, grad_norm=1.0, history=History(), is_required=is_required
+    )
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
-    return {"data": f"toy {recipe.seed}", "train_batch_size": str(recipe.batch_size), "model_config": "toy"}
+    return {
+        "data": f"toy {recipe.seed}",
+        "train_batch_size": str(recipe.batch_size),
+        "model_config": "toy",
+    }
 
 
 def run(
-    world: World, run_dir: Path, source: Any, recipe: Recipe, *, stop: StopRequest | None = None, **changes: Any
+    world: World,
+    run_dir: Path,
+    source: Any,
+    recipe: Recipe,
+    *,
+    stop: StopRequest | None = None,
+    **changes: Any,
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
     more_state = changes.pop("more_state", None)
@@ -165,7 +181,9 @@ def run(
     lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
     shape = RunShape(total_steps, lineage)
     start = decide_start(trainer_config(run_dir, recipe), shape, world)
-    model = build_toy_model(world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {}))
+    model = build_toy_model(
+        world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {})
+    )
     gradient_sum = changes.pop("local_square_sum", local_square_sum)
     parts = toy_run(
         world,
@@ -175,22 +193,34 @@ def run(
         batch_size=recipe.batch_size,
         start=start.position,
         skipped_steps=start.rollbacks.skipped_steps,
-        **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), "stop": stop or StopRequest(), **changes},
+        **{
+            "cadence": Cadence(recipe.total_steps, recipe.save_freq, -1),
+            "stop": stop or StopRequest(),
+            **changes,
+        },
     )
     parts.guard.note_rollbacks(start.rollbacks)
     own_state = more_state(parts) if more_state is not None else {}
-    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock, more_state=own_state)
+    checkpoints = checkpoint_manager(
+        world, run_dir, source, parts, recipe, lock=start.lock, more_state=own_state
+    )
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint, contents=CONTENTS[:3])
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded, loaded_moments = full_parameters(model), moments_of(parts)
-    recorder = Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
+    recorder = (
+        Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
+    )
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:
         start.lock.release()
-    losses = {step: (row["train/loss"], row["train/grad_norm"]) for step, row in recorder.rows if "train/loss" in row}
+    losses = {
+        step: (row["train/loss"], row["train/grad_norm"])
+        for step, row in recorder.rows
+        if "train/loss" in row
+    }
     return Result(
         losses=losses,
         loaded=loaded,
@@ -206,14 +236,18 @@ def run(
 def moments_of(parts: Run) -> dict[str, torch.Tensor]:
     """{name.key: whole tensor}, collective."""
     return {
-        f"{name}.{key}": value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+        f"{name}.{key}": value.full_tensor().clone()
+        if isinstance(value, DTensor)
+        else value.clone()
         for name, parameter in parts.model.named_parameters()
         for key, value in parts.optimizer.state[parameter].items()
     }
 
 
 class Tracer(Recorder):
-    """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this rank's state."""
+    """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this
+    rank's state.
+    """
 
     def __init__(self, path: Path, parts: Run, recipe: Recipe) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Whether two finished runs left the same: steps, validations and checkpoints, and everything else a user finds."""
+"""Whether two finished runs left the same: steps, validations and checkpoints, and everything
+else a user finds.
+"""
 
 import csv
 from collections.abc import Callable
@@ -43,6 +45,8 @@ _ENDS: dict[str, Callable[[Path], Any]] = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
     "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
     "what else the directory holds": _others,
-    "exit code in its log": lambda run_dir: events_file.last_exit_code(run_dir / events_file.FILE_NAME),
+    "exit code in its log": lambda run_dir: events_file.last_exit_code(
+        run_dir / events_file.FILE_NAME
+    ),
     "lock given back": is_given_back,
 }

@@ -1,4 +1,6 @@
-"""Tiny checkpoints of several parts, as transformers writes them: random weights, none of which has a neutral value."""
+"""Tiny checkpoints of several parts, as transformers writes them: random weights, none of which
+has a neutral value.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,23 @@ from transformers import AutoConfig, AutoModelForMultimodalLM
 from trainer.model.packed_lm import ModelSource
 
 _TEXT = {
-    key: value for key, value in COMMON.items() if key not in ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+    key: value
+    for key, value in COMMON.items()
+    if key not in ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 }
-_SIGHT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_SIGHT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 _IMAGE = {**_SIGHT, "image_size": 28, "patch_size": 14}
-_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _HYBRID = {**_TEXT, **_LINEAR, "layer_types": ["linear_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LLAMA4 = {
@@ -26,10 +40,20 @@ _LLAMA4 = {
     "layer_types": ["chunked_attention", "full_attention"],
     "attention_chunk_size": 8,
 }
-_QWEN_SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+_QWEN_SIGHT = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {
-        "text_config": {**_TEXT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         "vision_config": _IMAGE,
         "mm_tokens_per_image": 4,
     },
@@ -65,20 +89,31 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "text_config": _LLAMA4,
-        "vision_config": {**_IMAGE, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+        "vision_config": {
+            **_IMAGE,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        },
     },
 }
 EXTRA = "mtp.fc.weight"
 """Of no class of transformers: checkpoints hold such tensors for other programs."""
 
 
-def write_whole_model(path: Path, model_type: str, *, has_extra: bool = True, **changes: Any) -> ModelSource:
-    """The text part in float32; half of what passes through in bfloat16, as in mixed checkpoints."""
+def write_whole_model(
+    path: Path, model_type: str, *, has_extra: bool = True, **changes: Any
+) -> ModelSource:
+    """The text part in float32; half of what passes through in bfloat16, as in mixed
+    checkpoints.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(WRAPPERS[model_type] | changes))
     model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for tensor in {id(t): t for t in model.state_dict().values() if t.is_floating_point()}.values():
+        for tensor in {
+            id(t): t for t in model.state_dict().values() if t.is_floating_point()
+        }.values():
             tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")

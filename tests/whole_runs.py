@@ -1,7 +1,8 @@
-"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the time to import torch.
+"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the time to
+import torch.
 
-The ranks are children of a server that has imported torch once. What torchrun's agent does, this file does: a rank that
-leaves with another code than 0 ends the others.
+The ranks are children of a server that has imported torch once. What torchrun's agent does, this
+file does: a rank that leaves with another code than 0 ends the others.
 """
 
 import json
@@ -27,12 +28,24 @@ POLL_S = 0.002
 
 
 def tiny_model(root: Path) -> tuple[str, ...]:
-    """Words for a run of the quickstart's samples with a model of one small layer; `root` holds it and the cache."""
+    """Words for a run of the quickstart's samples with a model of one small layer; `root` holds
+    it and the cache.
+    """
     if not (root / "model").exists():
         shutil.copytree(MODEL_DIR, root / "model")
         config = json.loads((root / "model" / "config.json").read_text())
-        small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2}
-        small |= {"num_key_value_heads": 1, "head_dim": 16, "layer_types": ["full_attention"], "max_window_layers": 1}
+        small = {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+        }
+        small |= {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "layer_types": ["full_attention"],
+            "max_window_layers": 1,
+        }
         config |= {key: value for key, value in small.items() if key in config or key == "head_dim"}
         (root / "model" / "config.json").write_text(json.dumps(config))
     return (
@@ -59,7 +72,9 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict)
 
     def send(self, number: int, *ranks: int) -> None:
-        """To some ranks, or to all as the launcher does with a request to stop; nobody is told of a SIGKILL."""
+        """To some ranks, or to all as the launcher does with a request to stop; nobody is told
+        of a SIGKILL.
+        """
         self.was_signalled |= number != signal.SIGKILL
         for rank in ranks or range(len(self.ranks)):
             if self.ranks[rank].is_alive():
@@ -91,7 +106,9 @@ class Attempt:
                 return None
             time.sleep(POLL_S)
         agent_code = int(any(process.exitcode for process in self.ranks))
-        return run_exit_code(self.status.exit_code(), agent_code=agent_code, was_signalled=self.was_signalled)
+        return run_exit_code(
+            self.status.exit_code(), agent_code=agent_code, was_signalled=self.was_signalled
+        )
 
     def stacks(self) -> str:
         """What every rank that is alive is doing, as the watchdog asks for it."""
@@ -110,13 +127,17 @@ class Attempt:
 
 
 @contextmanager
-def started(num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None) -> Iterator[Attempt]:
+def started(
+    num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None
+) -> Iterator[Attempt]:
     """Gone at the end of the block. `before` is called in every rank ahead of all else."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     with new_status(num_ranks) as status:
         arguments = (num_ranks, free_port(), status.address, words, log, before)
-        ranks = [CONTEXT.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
+        ranks = [
+            CONTEXT.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -155,7 +176,11 @@ def _rank(
 
 
 def run(
-    num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None, timeout_s: float = 90.0
+    num_ranks: int,
+    *words: str,
+    log: Path,
+    before: Callable[[], None] | None = None,
+    timeout_s: float = 90.0,
 ) -> tuple[int | None, str]:
     """(exit code, output) of one start."""
     with started(num_ranks, *words, log=log, before=before) as attempt:

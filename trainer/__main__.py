@@ -1,4 +1,5 @@
-"""`python -m trainer [overrides]`: compose the configuration, run, leave with the documented exit code (floor 5).
+"""`python -m trainer [overrides]`: compose the configuration, run, leave with the documented exit
+code (floor 5).
 
 Nothing here imports torch before the configuration is known to be right.
 """
@@ -57,7 +58,8 @@ def _run(config: Config) -> int:
     try:
         if config.trainer.checkpoint.mirror is not None and not signals.has_launcher():
             raise ConfigError(
-                f"trainer.checkpoint.mirror is kept by the launcher: start with {call('train 1 …')}, or set it to null"
+                f"trainer.checkpoint.mirror is kept by the launcher: start with "
+                f"{call('train 1 …')}, or set it to null"
             )
         with uncollected():
             from trainer.run.main import run

@@ -1,6 +1,8 @@
-"""What the parameters of a model with LoRA adapters are called: by peft inside it, in its base, in files (floor 1).
+"""What the parameters of a model with LoRA adapters are called: by peft inside it, in its base, in
+files (floor 1).
 
-peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and `lora_B`.
+peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and
+`lora_B`.
 """
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

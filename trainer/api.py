@@ -25,7 +25,9 @@ class TrainingError(RuntimeError):
     """A run ended with another exit code than 0; the codes are those of the command line."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
-        super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; what it said stands above")
+        super().__init__(
+            f"the run in {run_dir} ended with exit code {exit_code}; what it said stands above"
+        )
         self.run_dir, self.exit_code = run_dir, exit_code
 
 
@@ -36,7 +38,9 @@ class RunDirectory:
     directory: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each logged step, training and validation apart, without steps that a resume or rollback undid."""
+        """A row for each logged step, training and validation apart, without steps that a
+        resume or rollback undid.
+        """
         return read_metrics(self.directory / FILE_NAME)
 
     @property
@@ -57,16 +61,24 @@ def load_config(*words: str) -> Config:
 
 
 def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
-    """Train, or go on where a run with these words ended, as `fsdp-sft train [num_ranks] [words …]` does.
+    """Train, or go on where a run with these words ended, as `fsdp-sft train [num_ranks] [words …]`
+    does.
 
-    `num_ranks`: the number of GPUs, else 2, if not given. What it prints goes to this process's output; a stop signal
-    to this process group ends it with a saved checkpoint. Raises `ConfigError` before anything starts, `TrainingError`
-    for a run that ended otherwise than done.
+    `num_ranks`: the number of GPUs, else 2, if not given. What it prints goes to this process's
+    output; a stop signal to this process group ends it with a saved checkpoint. Raises
+    `ConfigError` before anything starts, `TrainingError` for a run that ended otherwise than done.
     """
     asked = compose.with_recipe(list(words), os.environ)
     run_dir = Path(load_config(*asked).trainer.default_local_dir)
-    command = [sys.executable, "-m", "trainer.launch", *([] if num_ranks is None else [str(num_ranks)]), *asked]
-    code = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}).returncode  # as ranks are started
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.launch",
+        *([] if num_ranks is None else [str(num_ranks)]),
+        *asked,
+    ]
+    # as ranks are started
+    code = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}).returncode
     if code != EXIT_DONE:
         raise TrainingError(run_dir, code)
     return RunDirectory(run_dir)

@@ -19,12 +19,14 @@ IGNORE_INDEX = -100
 class PackedBatch:
     """One micro-batch: documents laid end to end, never seeing each other.
 
-    `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading `input_ids_T[:t + 1]` of the
-    same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document bounds, first 0, last T, int32; `seqlens` says
-    the same on the host, so that no kernel launch waits for the device. A batch without samples has one token of
-    padding and no label: a rank without work runs it to keep collectives matched.
+    `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading
+    `input_ids_T[:t + 1]` of the same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document
+    bounds, first 0, last T, int32; `seqlens` says the same on the host, so that no kernel launch
+    waits for the device. A batch without samples has one token of padding and no label: a rank
+    without work runs it to keep collectives matched.
 
-    Of a `share`, what is told by token (T, S, and their counts) is of its own tokens, the documents are all of them.
+    Of a `share`, what is told by token (T, S, and their counts) is of its own tokens, the documents
+    are all of them.
     """
 
     input_ids_T: Tensor
@@ -53,7 +55,9 @@ class PackedBatch:
         sample_ids: tuple[int, ...],
         sources_D: Tensor | None = None,
     ) -> "PackedBatch":
-        """Of documents of these lengths, laid end to end, on the host; `sources_D` None: all of the first source."""
+        """Of documents of these lengths, laid end to end, on the host; `sources_D` None: all of
+        the first source.
+        """
         return cls(
             input_ids_T=input_ids_T,
             labels_T=labels_T,
@@ -63,19 +67,31 @@ class PackedBatch:
             supervised_S=supervised_S,
             num_loss_tokens=len(supervised_S),
             sample_ids=sample_ids,
-            sources_D=torch.zeros(len(seqlens), dtype=torch.int64) if sources_D is None else sources_D,
+            sources_D=torch.zeros(len(seqlens), dtype=torch.int64)
+            if sources_D is None
+            else sources_D,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Between processes by value: torch shares a tensor through a socket in TMPDIR, whose path may be too long."""
-        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        """Between processes by value: torch shares a tensor through a socket in TMPDIR, whose
+        path may be too long.
+        """
+        return {
+            name: value.numpy() if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()})
+        vars(self).update(
+            {
+                name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
+                for name, v in state.items()
+            }
+        )
 
     def share(self, rank: int, size: int) -> "PackedBatch":
-        """The tokens that the `rank`-th of `size` ranks holds. Of fewer than `size` tokens, the last ranks hold one of
-        padding each, as a document of its own.
+        """The tokens that the `rank`-th of `size` ranks holds. Of fewer than `size` tokens, the
+        last ranks hold one of padding each, as a document of its own.
         """
         if (missing := size - len(self.input_ids_T)) > 0:
             return PackedBatch.of(
@@ -108,7 +124,9 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         """Real tokens: those of samples, 0 where there are none."""
-        return max(0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start))
+        return max(
+            0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start)
+        )
 
     def pin_memory(self) -> "PackedBatch":
         return self._map(lambda tensor: tensor.pin_memory())
@@ -117,7 +135,9 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        changed: dict[str, Any] = {name: fn(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {
+            name: fn(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **changed)
 
 
@@ -127,21 +147,27 @@ def share_lengths(num_tokens: int, size: int) -> list[int]:
 
 
 class LossOutput(NamedTuple):
-    """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it that carry gradients."""
+    """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it
+    that carry gradients.
+    """
 
     loss_sum: Tensor
-    """Sum of the trained loss over the supervised positions, float64 scalar: it is differentiated. Without gradients it
-    is the sum of `losses_S`."""
+    """Sum of the trained loss over the supervised positions, float64 scalar: it is differentiated.
+    Without gradients it is the sum of `losses_S`."""
     losses_S: Tensor
-    """Cross-entropy of each supervised position, float32, without gradient; `loss_sum` is its sum unless the model
-    trains another loss."""
+    """Cross-entropy of each supervised position, float32, without gradient; `loss_sum` is its sum
+    unless the model trains another loss."""
     hits_S: Tensor
     """Whether no token was likelier than the label."""
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of supervised positions) of each document of a micro-batch or share, float64 [D]."""
-    document_S = torch.bucketize(batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True)
+    """(summed loss, number of supervised positions) of each document of a micro-batch or share,
+    float64 [D].
+    """
+    document_S = torch.bucketize(
+        batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
+    )
     sums_D = torch.zeros(len(batch.seqlens), dtype=torch.float64, device=losses_S.device)
     counts_D = torch.zeros_like(sums_D)
     sums_D.index_add_(0, document_S, losses_S.double())
@@ -153,7 +179,8 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
 class StepBatch:
     """What one rank runs in one optimizer step, with the global counts the loss is divided by.
 
-    Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the whole global batch.
+    Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the
+    whole global batch.
     """
 
     step: int
@@ -164,28 +191,36 @@ class StepBatch:
     num_tokens: int
     num_samples: int
     lengths: tuple[int, ...] = ()
-    """Tokens of each sample of the global batch: attention costs more than in proportion to them."""
+    """Tokens of each sample of the global batch: attention costs more than in proportion to
+    them.
+    """
     sample_ids: tuple[int, ...] = ()
-    """Of the global batch, in the order of the epoch; a sample may come twice where its source is repeated."""
+    """Of the global batch, in the order of the epoch; a sample may come twice where its source
+    is repeated.
+    """
     loss_tokens_by: Mapping[str, int] = field(default_factory=dict)
-    """`num_loss_tokens` by name of source, in the order that `sources_D` counts; empty where there is but one."""
+    """`num_loss_tokens` by name of source, in the order that `sources_D` counts; empty where
+    there is but one.
+    """
     length_facts: Mapping[str, float] = field(default_factory=dict)
     """Statistics of sample lengths, and of how the batch was packed and dealt."""
     deal_facts: Mapping[str, float] = field(default_factory=dict)
 
     def pin_memory(self) -> "StepBatch":
-        return replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))
+        return replace(
+            self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches)
+        )
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and attention. The head
-    computes the supervised positions only. A frozen parameter has no gradient of its own: 4; in front of all that is
-    trained its input has none either: 2.
+    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and
+    attention. The head computes the supervised positions only. A frozen parameter has no gradient
+    of its own: 4; in front of all that is trained its input has none either: 2.
 
-    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two products forward, four
-    backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B. Within a sliding window, n**2
-    becomes `squared_length`.
+    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
+    products forward, four backward, no credit for causality or recomputation. Source: PaLM (2022),
+    appendix B. Within a sliding window, n**2 becomes `squared_length`.
     """
 
     per_token: float
@@ -202,13 +237,16 @@ class StepFlops:
     def attention(self, lengths: Sequence[int]) -> float:
         """Of documents of these lengths."""
         lengths_D = np.asarray(lengths, dtype=np.float64)
-        windowed = sum(cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items())
+        windowed = sum(
+            cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()
+        )
         return self.per_squared_length * float((lengths_D**2).sum()) + windowed
 
 
 def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return twice the pairs of tokens that causal attention leaves where each token sees at most `window`, itself
-    included, but for the n or `window` terms of the diagonal: n**2 up to the window, about 2 * n * window far above it.
+    """Return twice the pairs of tokens that causal attention leaves where each token sees at most
+    `window`, itself included, but for the n or `window` terms of the diagonal: n**2 up to the
+    window, about 2 * n * window far above it.
     """
     beyond: np.ndarray = np.maximum(lengths - window, 0.0)
     squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2

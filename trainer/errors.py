@@ -10,12 +10,18 @@ EXIT_DIVERGED = 76
 
 
 class DataError(ValueError):
-    """The user's data cannot be trained on; the message names files, lines and reasons. Exit code 65."""
+    """The user's data cannot be trained on; the message names files, lines and reasons. Exit
+    code 65.
+    """
 
 
 class CannotWriteError(OSError):
-    """The run directory cannot be written; the message names the path and the cause. Exit code 73."""
+    """The run directory cannot be written; the message names the path and the cause. Exit code
+    73.
+    """
 
 
 class ResumableError(RuntimeError):
-    """The run cannot go on, but its last checkpoint stands and the same command continues. Exit code 75."""
+    """The run cannot go on, but its last checkpoint stands and the same command continues. Exit
+    code 75.
+    """

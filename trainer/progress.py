@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ALL, MAIN, OWN = "all", "main", "own"
-"""Values of the attribute `state_of` of a part: the state is equal on all ranks; that of rank 0 counts; each rank has
-its own, which another number of ranks cannot use."""
+"""Values of the attribute `state_of` of a part: the state is equal on all ranks; that of rank 0
+counts; each rank has its own, which another number of ranks cannot use."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
+    """Where a run stands between two steps: finished optimizer steps, and samples consumed of epoch
+    `epoch`.
 
     It does not depend on the number of ranks. A finished epoch is the start of the next.
     """
@@ -29,12 +30,16 @@ class History:
     best_step: int | None = None
     """Where the validation loss was lowest so far; the checkpoint of it is not rotated away."""
     episodes: tuple[tuple[int, int], ...] = ()
-    """First and last step of each stretch of trouble; the newest checkpoint before the last one stays too."""
+    """First and last step of each stretch of trouble; the newest checkpoint before the last one
+    stays too.
+    """
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """From the state after step `found_step` back to that after `target_step`; steps first to last are passed over."""
+    """From the state after step `found_step` back to that after `target_step`; steps first to
+    last are passed over.
+    """
 
     onset: int
     found_step: int
@@ -43,7 +48,9 @@ class Rollback:
     last_skipped: int
     reason: str
     discarded: list[str]
-    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a crash."""
+    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a
+    crash.
+    """
 
     def overlaps(self, other: "Rollback") -> bool:
         return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
@@ -58,20 +65,24 @@ class Rollbacks:
     @property
     def skipped_steps(self) -> frozenset[int]:
         """Steps, counted from 1, that are not trained."""
-        return frozenset(n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1))
+        return frozenset(
+            n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1)
+        )
 
     @property
     def lr_factor(self) -> float:
         """The learning rate is halved each time the same place makes trouble again."""
         repeats = sum(
-            any(entry.overlaps(before) for before in self.entries[:index]) for index, entry in enumerate(self.entries)
+            any(entry.overlaps(before) for before in self.entries[:index])
+            for index, entry in enumerate(self.entries)
         )
         return float(0.5**repeats)
 
 
 class Remembered:
-    """What of an object survives a restart: the attributes that `KEPT` names, in numbers, lists and mappings, which
-    JSON keeps exactly. A state that lacks one, of an older checkpoint, leaves it as it is.
+    """What of an object survives a restart: the attributes that `KEPT` names, in numbers, lists and
+    mappings, which JSON keeps exactly. A state that lacks one, of an older checkpoint, leaves it as
+    it is.
     """
 
     KEPT: ClassVar[tuple[str, ...]]
@@ -90,7 +101,13 @@ def _plain(value: Any) -> Any:
         return value.state_dict()
     if isinstance(value, list | tuple | deque):
         return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else int(value) if isinstance(value, bool) else value
+    return (
+        dict(value)
+        if isinstance(value, Mapping)
+        else int(value)
+        if isinstance(value, bool)
+        else value
+    )
 
 
 def _loaded(now: Any, saved: Any) -> Any:
@@ -112,6 +129,8 @@ class LoopState(Remembered):
 
     KEPT: ClassVar = ("owes_validation", "has_stopped_early")
     owes_validation: bool = False
-    """A stop request cut or put off the validation of the saved step: it is made up for before anything else."""
+    """A stop request cut or put off the validation of the saved step: it is made up for before
+    anything else.
+    """
     has_stopped_early: bool = False
     """The run ended before its last step because the validation loss no longer fell."""

@@ -1,9 +1,11 @@
-"""A digest of a model's weights from samples of every tensor: seconds for a model of any size (floor 1, no torch).
+"""A digest of a model's weights from samples of every tensor: seconds for a model of any size
+(floor 1, no torch).
 
-It covers, file by file, the name, the size, and for safetensors the whole header: name, dtype, shape and place of each
-tensor. Of the values it covers the first and the last bytes of every tensor and blocks in between, at most
-`SAMPLED_EVERY_BYTES` apart. Another checkpoint of the same architecture, or one file of another checkpoint, differs in
-them. A few values that differ elsewhere do not show: a sha256 of whole files would read 140 GB on each machine.
+It covers, file by file, the name, the size, and for safetensors the whole header: name, dtype,
+shape and place of each tensor. Of the values it covers the first and the last bytes of every tensor
+and blocks in between, at most `SAMPLED_EVERY_BYTES` apart. Another checkpoint of the same
+architecture, or one file of another checkpoint, differs in them. A few values that differ elsewhere
+do not show: a sha256 of whole files would read 140 GB on each machine.
 """
 
 import hashlib
@@ -25,14 +27,18 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = lambda: None) -> str:
-    """One sha256 for all of these files, in their order; `progress` is called after each. Raises `ConfigError`."""
+    """One sha256 for all of these files, in their order; `progress` is called after each.
+    Raises `ConfigError`.
+    """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for path in files:
             try:
                 _add_file(digest, path, pool)
             except OSError as error:
-                raise ConfigError(f"weights cannot be read from '{path}': {error.strerror}") from error
+                raise ConfigError(
+                    f"weights cannot be read from '{path}': {error.strerror}"
+                ) from error
             progress()
     return digest.hexdigest()
 
@@ -42,7 +48,9 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
         digest.update(f"{path.name} {size}\n".encode())
-        header, spans = _header(descriptor, size) if path.suffix == ".safetensors" else (b"", [(0, size)])
+        header, spans = (
+            _header(descriptor, size) if path.suffix == ".safetensors" else (b"", [(0, size)])
+        )
         digest.update(header)
         blocks = [block for begin, end in spans for block in _blocks(begin, end)]
         read = partial(os.pread, descriptor)
@@ -53,14 +61,19 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
 def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
     """The header of a safetensors file, and where each tensor begins and ends in the file.
 
-    A header that is none is left to the loader, which names the fault: then the file is sampled as one piece.
+    A header that is none is left to the loader, which names the fault: then the file is sampled as
+    one piece.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if length > min(size, MAX_HEADER_BYTES):
         return b"", [(0, size)]
     header = os.pread(descriptor, length, 8)
     try:
-        offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        offsets = [
+            entry["data_offsets"]
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        ]
         spans = [(8 + length + int(begin), 8 + length + int(end)) for begin, end in offsets]
     except (ValueError, LookupError, TypeError, AttributeError):
         return b"", [(0, size)]
@@ -68,7 +81,9 @@ def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Evenly spread over a span, the first at its begin, the last at its end; three at least if it is long enough."""
+    """Evenly spread over a span, the first at its begin, the last at its end; three at least if
+    it is long enough.
+    """
     if end - begin <= 3 * BLOCK_BYTES:
         yield begin, end
         return

@@ -1,4 +1,6 @@
-"""Which files of a directory hold a model's weights, in the order in which transformers looks for them (floor 1)."""
+"""Which files of a directory hold a model's weights, in the order in which transformers looks
+for them (floor 1).
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,9 @@ _OLDER = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """One file, else those of an index, else the same in the older format; none. Raises `ConfigError`."""
+    """One file, else those of an index, else the same in the older format; none. Raises
+    `ConfigError`.
+    """
     for single, index in ((SINGLE_FILE, INDEX), _OLDER):
         if (directory / single).exists():
             return [directory / single]
@@ -20,9 +24,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(path: Path, index: str = INDEX) -> dict[str, str]:
-    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of them is not there."""
+    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of
+    them is not there.
+    """
     try:
-        weight_map: dict[str, str] = json.loads((path / index).read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = json.loads((path / index).read_text(encoding="utf-8"))[
+            "weight_map"
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / index} is no index of weights: {error!r}") from error
     if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):

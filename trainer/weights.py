@@ -1,7 +1,8 @@
-"""How a model lies in transformers' files: its class, which tensors are its language model, and what converts them.
+"""How a model lies in transformers' files: its class, which tensors are its language model, and
+what converts them.
 
-Nothing here goes by the names of models: all follows from transformers' own classes on the meta device and its own
-conversions, one group of tensors at a time.
+Nothing here goes by the names of models: all follows from transformers' own classes on the meta
+device and its own conversions, one group of tensors at a time.
 """
 
 import copy
@@ -55,11 +56,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that holds more than is trained, to be written again with everything that it holds.
+    """A checkpoint that holds more than is trained, to be written again with everything that it
+    holds.
 
-    others: the tensors that are not trained, and pass through. Where it has several parts, of which the text part is
-    trained, `model` is the class of the whole on the meta device, and `text_names` are the names of the text part's
-    tensors in its files; a text model that comes with further tensors (for multi-token prediction) has neither.
+    others: the tensors that are not trained, and pass through. Where it has several parts, of which
+    the text part is trained, `model` is the class of the whole on the meta device, and `text_names`
+    are the names of the text part's tensors in its files; a text model that comes with further
+    tensors (for multi-token prediction) has neither.
     """
 
     model: PreTrainedModel | None
@@ -78,10 +81,11 @@ class WholeCheckpoint:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of the files and of the model that hold the same values: mostly one each, but for fused ones as experts.
+    """Tensors of the files and of the model that hold the same values: mostly one each, but for
+    fused ones as experts.
 
-    own: names in the model, a tied one under that which is kept; whole: the same as the class calls them that wrote
-    the files.
+    own: names in the model, a tied one under that which is kept; whole: the same as the class calls
+    them that wrote the files.
     """
 
     stored: tuple[str, ...]
@@ -100,7 +104,9 @@ class TensorGroup:
         for name, pattern, tensor in zip(self.stored, self.patterns, tensors, strict=True):
             converter.add_tensor(self.whole[0], name, pattern, tensor)  # type: ignore[arg-type]
         made = converter.convert(self.whole[0], model=self.model, config=self.model.config)
-        values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        values = {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
         return {own: values[name] for own, name in zip(self.own, self.whole, strict=True)}
 
     def to_stored(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -113,15 +119,22 @@ class TensorGroup:
             made = revert_weight_conversion(model, dict(zip(self.whole, tensors, strict=True)))
         finally:
             del model._weight_conversions
-        # a name may have lost a prefix on its way, but the order within a pattern is what loading goes by too
+        # a name may have lost a prefix on its way, but the order within a pattern is what loading
+        # goes by too
         by_pattern: dict[str | None, list[Tensor]] = defaultdict(list)
         for name in sorted(made, key=dot_natural_key):
             by_pattern[self.converter.rename_source_key(name)[1]].append(made[name])
         if {pattern: len(found) for pattern, found in by_pattern.items()} != {
             pattern: self.patterns.count(pattern) for pattern in self.patterns
         }:
-            raise ConfigError(f"{self.own[0]} cannot be stored as {self.stored[0]}, …: transformers makes others of it")
-        return {name: by_pattern[pattern].pop(0) for name, pattern in zip(self.stored, self.patterns, strict=True)}
+            raise ConfigError(
+                f"{self.own[0]} cannot be stored as {self.stored[0]}, …: transformers makes others "
+                f"of it"
+            )
+        return {
+            name: by_pattern[pattern].pop(0)
+            for name, pattern in zip(self.stored, self.patterns, strict=True)
+        }
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -151,15 +164,21 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """(this rank's memory of a parameter, where that lies in the whole tensor)."""
     if not isinstance(parameter, DTensor):
         return parameter.data, tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     local = parameter.to_local().detach()
-    return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return local, tuple(
+        slice(start, start + size) for start, size in zip(offset, shape, strict=True)
+    )
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
-    """The class that writes checkpoints of this configuration, on meta; None where that is a language model alone.
+    """The class that writes checkpoints of this configuration, on meta; None where that is a
+    language model alone.
 
-    Raises `ConfigError` where nothing can be trained of it; the message goes on after the name of the checkpoint.
+    Raises `ConfigError` where nothing can be trained of it; the message goes on after the name of
+    the checkpoint.
     """
     text = config.get_text_config()
     if text is config:
@@ -170,19 +189,26 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
         with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
     if type(text) not in mapping:
-        raise ConfigError(f"{kind} transformers has no language model alone for its text part ('{text.model_type}')")
+        raise ConfigError(
+            f"{kind} transformers has no language model alone for its text part "
+            f"('{text.model_type}')"
+        )
     known = [*(config.architectures or ())]
     found: Any = getattr(transformers, known[0], None) if known else None
     for classes in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
         if not known and type(config) in classes:
             found = found or classes[type(config)]
     if found is None:
-        raise ConfigError(f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own")
+        raise ConfigError(
+            f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own"
+        )
     try:
         with torch.device("meta"):
             model: PreTrainedModel = found(copy.deepcopy(config))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{kind} its {found.__name__} cannot be built: {str(error).strip()}") from error
+        raise ConfigError(
+            f"{kind} its {found.__name__} cannot be built: {str(error).strip()}"
+        ) from error
     return model
 
 
@@ -190,7 +216,9 @@ def text_config(whole: PreTrainedModel) -> PretrainedConfig:
     """Of the text part alone; whether its head is tied is for the whole to say."""
     config = copy.deepcopy(whole.config.get_text_config())
     head = whole.get_output_embeddings()
-    config.tie_word_embeddings = head is not None and head.weight is whole.get_input_embeddings().weight
+    config.tie_word_embeddings = (
+        head is not None and head.weight is whole.get_input_embeddings().weight
+    )
     return config
 
 
@@ -199,18 +227,23 @@ def match(
 ) -> tuple[list[TensorGroup], list[str]]:
     """How the tensors of the files make those of the text model, and the names of all others.
 
-    `text` and `whole` are on the meta device, `whole` where the files hold more parts than the text.
+    `text` and `whole` are on the meta device, `whole` where the files hold more parts than the
+    text.
     """
     model = whole or text
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     state, own, kept = model.state_dict(), _text_names(text, whole), _kept_names(text)
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if target not in state and name in state:
             target, pattern = name, None
         if target in own:
@@ -223,20 +256,34 @@ def match(
         converter = by_pattern.get(patterns[0])
         targets = [target]
         if converter is not None:
-            targets = [target.replace(converter.target_patterns[0], other, 1) for other in converter.target_patterns]
+            targets = [
+                target.replace(converter.target_patterns[0], other, 1)
+                for other in converter.target_patterns
+            ]
         owned = tuple(kept.get(own[name], own[name]) for name in targets)
-        groups.append(TensorGroup(names, owned, tuple(targets), patterns if converter else (), converter, model))
+        groups.append(
+            TensorGroup(
+                names, owned, tuple(targets), patterns if converter else (), converter, model
+            )
+        )
     return groups, others
 
 
 def _kept_names(model: PreTrainedModel) -> dict[str, str]:
-    """Every name of a parameter -> the one it is kept under; a tied head is that of the embeddings."""
+    """Every name of a parameter -> the one it is kept under; a tied head is that of the
+    embeddings.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: names[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:
-    """Name in the whole model -> name in its text part. Raises `ConfigError` unless every text tensor is there."""
+    """Name in the whole model -> name in its text part. Raises `ConfigError` unless every text
+    tensor is there.
+    """
     own = text.state_dict()
     if whole is None:
         return {name: name for name in own}
@@ -250,13 +297,21 @@ def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[st
     modules = dict(whole.named_modules())
     places = {
         f"{base_name}.": [name for name, module in modules.items() if type(module) is type(base)],
-        f"{head_name}.": [name for name, module in modules.items() if module is whole.get_output_embeddings()],
+        f"{head_name}.": [
+            name for name, module in modules.items() if module is whole.get_output_embeddings()
+        ],
     }
     state, names = whole.state_dict(), {}
     for name, tensor in own.items():
         prefixes = [prefix for prefix in places if name.startswith(prefix)]
-        found = [f"{place}.{name.removeprefix(prefix)}" for prefix in prefixes for place in places[prefix]]
+        found = [
+            f"{place}.{name.removeprefix(prefix)}"
+            for prefix in prefixes
+            for place in places[prefix]
+        ]
         if len(found) != 1 or found[0] not in state or state[found[0]].shape != tensor.shape:
-            raise ConfigError(f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}")
+            raise ConfigError(
+                f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
+            )
         names[found[0]] = name
     return names

@@ -1,4 +1,6 @@
-"""What every peer script shares: its arguments, the samples of the case, and the rows it reports. No import of ours."""
+"""What every peer script shares: its arguments, the samples of the case, and the rows it
+reports. No import of ours.
+"""
 
 import argparse
 import itertools
@@ -21,13 +23,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--random-weights", action="store_true", help="only the architecture is read")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="only the architecture is read"
+    )
     parser.add_argument("--option", action="append", default=[])
     return parser.parse_args()
 
 
 def read_samples(case: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The first `count` samples in the order of training: (token ids, which of them are supervised)."""
+    """The first `count` samples in the order of training: (token ids, which of them are
+    supervised).
+    """
     data = np.load(case / "samples.npz")
     bounds = data["offsets"][: count + 1]
     ids, mask = data["input_ids"], data["loss_mask"]

@@ -1,9 +1,12 @@
-"""Real logs of TRL and of transformers' Trainer, healthy or with a wrong learning rate, for `tests/real_logs`.
+"""Real logs of TRL and of transformers' Trainer, healthy or with a wrong learning rate, for
+`tests/real_logs`.
 
-    python benchmarks/peers/faulty_run.py --case CASE --trainer trl --fault raised --output /tmp/trl_raised
+    python benchmarks/peers/faulty_run.py --case CASE --trainer trl --fault raised --output
+    /tmp/trl_raised
 
-`raised` multiplies the scheduled learning rate by `--factor` in `FAULT_STEPS`, as a wrong schedule does; `peak` trains
-with a peak that many times too high from the start. The library writes trainer_state.json; nothing in it is changed.
+`raised` multiplies the scheduled learning rate by `--factor` in `FAULT_STEPS`, as a wrong schedule
+does; `peak` trains with a peak that many times too high from the start. The library writes
+trainer_state.json; nothing in it is changed.
 """
 
 import argparse
@@ -41,7 +44,9 @@ SMALL = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", type=Path, required=True, help="a directory of benchmarks/case.py")
+    parser.add_argument(
+        "--case", type=Path, required=True, help="a directory of benchmarks/case.py"
+    )
     parser.add_argument("--trainer", choices=("trl", "transformers"), required=True)
     parser.add_argument("--fault", choices=("none", "raised", "peak"), required=True)
     parser.add_argument("--factor", type=float, default=50.0)
@@ -64,12 +69,17 @@ def lr_factor(scheduler_step: int, *, fault: str, factor: float) -> float:
 def datasets(case: Path, *, trainer: str) -> tuple[Dataset, Dataset]:
     """Training and held-out samples, as token ids."""
     samples = [
-        (ids[-MAX_LENGTH:], mask[-MAX_LENGTH:]) for ids, mask in read_samples(case, STEPS * BATCH + NUM_EVAL_SAMPLES)
+        (ids[-MAX_LENGTH:], mask[-MAX_LENGTH:])
+        for ids, mask in read_samples(case, STEPS * BATCH + NUM_EVAL_SAMPLES)
     ]
     rows = [
         {"input_ids": ids.tolist(), "completion_mask": mask.astype(int).tolist()}
         if trainer == "trl"
-        else {"input_ids": ids.tolist(), "labels": np.where(mask, ids, -100).tolist(), "attention_mask": [1] * len(ids)}
+        else {
+            "input_ids": ids.tolist(),
+            "labels": np.where(mask, ids, -100).tolist(),
+            "attention_mask": [1] * len(ids),
+        }
         for ids, mask in samples
     ]
     return Dataset.from_list(rows[NUM_EVAL_SAMPLES:]), Dataset.from_list(rows[:NUM_EVAL_SAMPLES])
@@ -104,20 +114,28 @@ def main() -> None:
         AutoConfig.from_pretrained(options.case / "model", **SMALL), dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(options.case / "model")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(lr_factor, fault=options.fault, factor=options.factor)
     )
     train, held_out = datasets(options.case, trainer=options.trainer)
     parts = {"train_dataset": train, "eval_dataset": held_out, "optimizers": (optimizer, schedule)}
     if options.trainer == "trl":
-        config = SFTConfig(**settings(options), bf16=False, max_length=None, completion_only_loss=True)
+        config = SFTConfig(
+            **settings(options), bf16=False, max_length=None, completion_only_loss=True
+        )
         trainer: Trainer = SFTTrainer(model, config, processing_class=tokenizer, **parts)
     else:
         collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
-        trainer = Trainer(model, TrainingArguments(**settings(options)), data_collator=collator, **parts)
+        trainer = Trainer(
+            model, TrainingArguments(**settings(options)), data_collator=collator, **parts
+        )
     trainer.train()
-    shutil.copy(options.output / "run" / f"checkpoint-{STEPS}" / "trainer_state.json", options.output)
+    shutil.copy(
+        options.output / "run" / f"checkpoint-{STEPS}" / "trainer_state.json", options.output
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The same run in TRL's SFTTrainer, or with `--option plain` in transformers' own Trainer.
 
-`--option compile` switches torch.compile on, `--option recompute` gradient checkpointing. Packing is not among them:
-without the flash-attn package TRL packs with a mask that lets documents see each other, which is other work.
+`--option compile` switches torch.compile on, `--option recompute` gradient checkpointing. Packing
+is not among them: without the flash-attn package TRL packs with a mask that lets documents see each
+other, which is other work.
 """
 
 import os
@@ -60,7 +61,11 @@ def main() -> None:
     report = StepReport(Report(options.output), lengths.sum(axis=1).tolist())
     dataset = Dataset.from_list(
         [
-            {"input_ids": ids.tolist(), "labels": np.where(mask, ids, -100).tolist(), "attention_mask": [1] * len(ids)}
+            {
+                "input_ids": ids.tolist(),
+                "labels": np.where(mask, ids, -100).tolist(),
+                "attention_mask": [1] * len(ids),
+            }
             if "plain" in options.option
             else {"input_ids": ids.tolist(), "completion_mask": mask.astype(int).tolist()}
             for ids, mask in samples
@@ -112,7 +117,9 @@ def main() -> None:
             gradient_checkpointing="recompute" in options.option,
             completion_only_loss=True,
         )
-        trainer = OrderedTrl(model, config, train_dataset=dataset, processing_class=tokenizer, callbacks=[report])
+        trainer = OrderedTrl(
+            model, config, train_dataset=dataset, processing_class=tokenizer, callbacks=[report]
+        )
     trainer.train()
 
 

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer prepares the chats of the case: `_prepare_dataset` is timed, while a trainer is constructed."""
+"""TRL's SFTTrainer prepares the chats of the case: `_prepare_dataset` is timed, while a trainer
+is constructed.
+"""
 
 import argparse
 import itertools
@@ -52,7 +54,11 @@ def main() -> None:
         train_dataset=datasets.Dataset.from_list(chats),
         processing_class=AutoTokenizer.from_pretrained(options.case / "model"),
     )
-    found = {"prepare_s": trainer.prepare_s, "num_rows": len(trainer.train_dataset), "peak_bytes": peak_bytes()}
+    found = {
+        "prepare_s": trainer.prepare_s,
+        "num_rows": len(trainer.train_dataset),
+        "peak_bytes": peak_bytes(),
+    }
     samples = options.output.with_suffix(".npz")
     write_samples(samples, trainer.train_dataset["input_ids"], trainer.train_dataset["labels"])
     options.output.write_text(json.dumps({**found, "samples": str(samples)}))

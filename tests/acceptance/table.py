@@ -1,6 +1,7 @@
 """The acceptance list, lines.txt, and the marks by which tests say which of its lines they show.
 
-`@pytest.mark.covers("S2.21", "S2.25:C")` shows the whole line S2.21, and of S2.25 what its mark C asks for.
+`@pytest.mark.covers("S2.21", "S2.25:C")` shows the whole line S2.21, and of S2.25 what its mark C
+asks for.
 """
 
 import re

@@ -1,6 +1,8 @@
-"""conf/sft.yaml and the table of docs/config.md, written from the declarations in trainer/config/schema.py.
+"""conf/sft.yaml and the table of docs/config.md, written from the declarations in
+trainer/config/schema.py.
 
-`python tests/architecture/config_table.py` rewrites both; test_config_keys.py fails while they differ.
+`python tests/architecture/config_table.py` rewrites both; test_config_keys.py fails while they
+differ.
 """
 
 import re
@@ -35,7 +37,11 @@ def written(own: "Field[Any]") -> str:
     value = own.default if own.default_factory is MISSING else own.default_factory()
     if value is MISSING:
         return "required"
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").rstrip("\n")
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=1000))
+        .removesuffix("\n...\n")
+        .rstrip("\n")
+    )
 
 
 def sheet(cls: type = Config) -> str:
@@ -57,8 +63,12 @@ def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
 def _commented(text: str, meaning: str) -> Iterator[str]:
     """A line with its comment behind it, which goes on in lines of its own."""
     start = max(COLUMN, len(text) + 1)
-    first, *more = textwrap.wrap(meaning, WIDTH - start - 2, break_long_words=False, break_on_hyphens=False)
-    rest = textwrap.wrap(" ".join(more), WIDTH - COLUMN - 2, break_long_words=False, break_on_hyphens=False)
+    first, *more = textwrap.wrap(
+        meaning, WIDTH - start - 2, break_long_words=False, break_on_hyphens=False
+    )
+    rest = textwrap.wrap(
+        " ".join(more), WIDTH - COLUMN - 2, break_long_words=False, break_on_hyphens=False
+    )
     yield f"{text:<{start}}# {first}"
     yield from (f"{'':<{COLUMN}}# {line}" for line in rest)
 
@@ -77,7 +87,9 @@ def table(cls: type = Config) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Escape the character that separates cells; Markdown takes the backslash away again, in code too."""
+    """Escape the character that separates cells; Markdown takes the backslash away again, in
+    code too.
+    """
     return text.replace("|", r"\|")
 
 
@@ -95,9 +107,14 @@ def with_tables(page: str) -> str:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions, but for what is only the name of a module; two are files."""
+    """Every `section.key` a text mentions, but for what is only the name of a module; two are
+    files.
+    """
     keys = known_keys()
-    return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {"data.pt", "data.md"}
+    return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {
+        "data.pt",
+        "data.md",
+    }
 
 
 def _is_module(name: str) -> bool:
@@ -113,7 +130,9 @@ def dead_links(markdown: str, directory: Path) -> list[str]:
 
 def missing_files(markdown: str) -> list[str]:
     """Files of the project that a page names and that do not exist."""
-    named = re.findall(r"`((?:trainer|tests|conf|benchmarks|docs|examples)/[\w./-]*\.\w+)`", markdown)
+    named = re.findall(
+        r"`((?:trainer|tests|conf|benchmarks|docs|examples)/[\w./-]*\.\w+)`", markdown
+    )
     return [name for name in named if not (REPOSITORY / name).exists()]
 
 

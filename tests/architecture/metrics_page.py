@@ -1,4 +1,6 @@
-"""docs/metrics.md, made from the table of metrics: `python tests/architecture/metrics_page.py` writes it."""
+"""docs/metrics.md, made from the table of metrics: `python tests/architecture/metrics_page.py`
+writes it.
+"""
 
 from pathlib import Path
 
@@ -26,20 +28,36 @@ def page() -> str:
     lines = [INTRODUCTION]
     for group, metrics in by_group().items():
         lines += [f"## {group.capitalize()}", "", f"{GROUPS[group].capitalize()}.", ""]
-        lines += ["| key | unit | over ranks | when | good | meaning |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| key | unit | over ranks | when | good | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [_row(metric) for metric in metrics]
         lines.append("")
     lines += [FOREIGN_NAMES, "| key | unit | good | meaning |", "|---|---|---|---|"]
     lines += [f"| `{m.key}` | {m.unit} | {m.better} | {_escaped(m.meaning)} |" for m in FOREIGN]
     lines += ["", "## Words", "", "| word | meaning |", "|---|---|"]
     placeholders = {f"`{name}`": meaning for name, (_, meaning) in PLACEHOLDERS.items()}
-    lines += [f"| {word} | {meaning} |" for word, meaning in (OVER_RANKS | EVERY | BETTER | placeholders).items()]
+    lines += [
+        f"| {word} | {meaning} |"
+        for word, meaning in (OVER_RANKS | EVERY | BETTER | placeholders).items()
+    ]
     return "\n".join([*lines, ""])
 
 
 def _row(metric: Metric) -> str:
-    configured = f" Configured by {', '.join(f'`{name}`' for name in metric.config)}." if metric.config else ""
-    words = (metric.unit, metric.over_ranks, metric.every, metric.better, _escaped(metric.meaning) + configured)
+    configured = (
+        f" Configured by {', '.join(f'`{name}`' for name in metric.config)}."
+        if metric.config
+        else ""
+    )
+    words = (
+        metric.unit,
+        metric.over_ranks,
+        metric.every,
+        metric.better,
+        _escaped(metric.meaning) + configured,
+    )
     return f"| `{metric.key}` | {' | '.join(words)} |"
 
 
@@ -48,7 +66,9 @@ def _escaped(text: str) -> str:
 
 
 def by_group() -> dict[str, list[Metric]]:
-    return {group: [metric for metric in METRICS.values() if metric.group == group] for group in GROUPS}
+    return {
+        group: [metric for metric in METRICS.values() if metric.group == group] for group in GROUPS
+    }
 
 
 if __name__ == "__main__":

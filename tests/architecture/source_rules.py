@@ -1,4 +1,6 @@
-"""What the architecture test checks, as functions from source text to findings (`file:line: what is wrong`)."""
+"""What the architecture test checks, as functions from source text to findings (`file:line:
+what is wrong`).
+"""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -8,10 +10,12 @@ F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
 F5 = "launch tools evaluation checkpoint_tools data_tools"
 TOOLS = {
     "plan": "batch checkpoint config errors launch model optim run runtime",
-    "verify": "adapter_names checkpoint config data data_tools errors launch mirror model run runtime serving tracking "
-    "weights",
+    "verify": "adapter_names checkpoint config data data_tools errors launch mirror model run "
+    "runtime serving tracking weights",
 }
-"""Each tool, and the packages it may import beside itself: readers of what a run leaves, and what it measures."""
+"""Each tool, and the packages it may import beside itself: readers of what a run leaves, and
+what it measures.
+"""
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
 PICKLE_LOADERS = ("load", "loads", "Unpickler")
@@ -29,13 +33,24 @@ class Place:
 
 
 def place_of(module: str) -> Place:
-    """Raises `ValueError` for a file that has no floor yet: docs/architecture.md says where packages stand."""
+    """Raises `ValueError` for a file that has no floor yet: docs/architecture.md says where
+    packages stand.
+    """
     parts = module.split(".")
     if len(parts) == 1:
         return Place(0, "trainer")
     head = parts[1]
     floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
-    ones = "batch", "losses", "weights", "weight_files", "sampled_weights", "adapter_names", "runtime", "detection"
+    ones = (
+        "batch",
+        "losses",
+        "weights",
+        "weight_files",
+        "sampled_weights",
+        "adapter_names",
+        "runtime",
+        "detection",
+    )
     floors |= dict.fromkeys(ones, 1)
     floors |= {"loop": 3, "mirror": 3, "report": 3, "run": 4}
     if head in floors:
@@ -44,7 +59,9 @@ def place_of(module: str) -> Place:
         return Place(2, head)
     if head in ("__main__", "api", "cli", *F5.split()):
         return Place(5, "entry")
-    raise ValueError(f"{module} stands on no floor: put it into a known package, or extend this table")
+    raise ValueError(
+        f"{module} stands on no floor: put it into a known package, or extend this table"
+    )
 
 
 def module_name(relative_path: str) -> str:
@@ -60,22 +77,30 @@ class Import:
 
 
 def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
-    """Every import of a file, inside functions too; `from package import name` means `package.name` where that is one
-    of the `known` modules. Implied imports of parent packages do not count.
+    """Every import of a file, inside functions too; `from package import name` means `package.name`
+    where that is one of the `known` modules. Implied imports of parent packages do not count.
     """
     known = set(known)
     tree = ast.parse(source)
-    at_start = [node for node in tree.body if not isinstance(node, _SCOPES) and not _is_for_types(node)]
+    at_start = [
+        node for node in tree.body if not isinstance(node, _SCOPES) and not _is_for_types(node)
+    ]
     top_level = {id(inner) for node in at_start for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
-        found += [Import(t, node.lineno, id(node) in top_level) for t in _targets(node, module, known)]
+        found += [
+            Import(t, node.lineno, id(node) in top_level) for t in _targets(node, module, known)
+        ]
     return found
 
 
 def _is_for_types(node: ast.AST) -> bool:
     """`if TYPE_CHECKING:` never runs."""
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -90,9 +115,17 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
             parent = module.split(".")[: -node.level] or [module]
             base = ".".join([*parent, *([base] if base else [])])
         return [name if (name := f"{base}.{alias.name}") in known else base for alias in node.names]
-    if isinstance(node, ast.Call) and _dotted(node.func).endswith(("import_module", "__import__")) and node.args:
+    if (
+        isinstance(node, ast.Call)
+        and _dotted(node.func).endswith(("import_module", "__import__"))
+        and node.args
+    ):
         first = node.args[0]
-        return [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+        return (
+            [first.value]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str)
+            else []
+        )
     return []
 
 
@@ -106,14 +139,20 @@ def upward_imports(sources: Sources) -> list[str]:
                 continue
             other = place_of(item.target)
             if other.floor > place.floor:
-                found.append(f"{module}:{item.line}: F{place.floor} imports {item.target} of F{other.floor}")
+                found.append(
+                    f"{module}:{item.line}: F{place.floor} imports {item.target} of F{other.floor}"
+                )
             elif other.floor == place.floor and other.group != place.group:
-                found.append(f"{module}:{item.line}: {place.group} knows its neighbour {item.target}")
+                found.append(
+                    f"{module}:{item.line}: {place.group} knows its neighbour {item.target}"
+                )
     return found
 
 
 def misplaced_tools(sources: Sources) -> list[str]:
-    """Imports of a tool from outside of `tools/` and `cli/`, and imports of a tool that its list does not name."""
+    """Imports of a tool from outside of `tools/` and `cli/`, and imports of a tool that its
+    list does not name.
+    """
     found = []
     for module, source in sources.items():
         parts = module.split(".")
@@ -155,7 +194,9 @@ def import_cycles(sources: Sources) -> list[str]:
 
 
 def torch_at_import(module: str, sources: Sources) -> list[str]:
-    """How importing `module` would import torch (or transformers, which does), as a chain of files."""
+    """How importing `module` would import torch (or transformers, which does), as a chain of
+    files.
+    """
     found: list[str] = []
     seen: set[str] = set()
 
@@ -165,7 +206,11 @@ def torch_at_import(module: str, sources: Sources) -> list[str]:
         elif name in sources and name not in seen:
             seen.add(name)
             parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
-            targets = [item.target for item in imports_of(name, sources[name], sources) if item.is_top_level]
+            targets = [
+                item.target
+                for item in imports_of(name, sources[name], sources)
+                if item.is_top_level
+            ]
             for target in [*parents, *targets]:
                 visit(target, (*path, name))
 
@@ -175,7 +220,11 @@ def torch_at_import(module: str, sources: Sources) -> list[str]:
 
 def device_waits(source: str) -> list[tuple[str, int]]:
     """(qualified function, line) of every call that makes the host wait for the device."""
-    return [(owner, node.lineno) for owner, node in _with_owner(ast.parse(source)) if _is_device_wait(node)]
+    return [
+        (owner, node.lineno)
+        for owner, node in _with_owner(ast.parse(source))
+        if _is_device_wait(node)
+    ]
 
 
 def _is_device_wait(node: ast.AST) -> bool:
@@ -185,15 +234,22 @@ def _is_device_wait(node: ast.AST) -> bool:
         return False
     if node.func.attr in SYNC_METHODS:
         return True
-    moved_to = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "device")]
-    return node.func.attr == "to" and any(isinstance(a, ast.Constant) and a.value == "cpu" for a in moved_to)
+    moved_to = [
+        *node.args[:1],
+        *(keyword.value for keyword in node.keywords if keyword.arg == "device"),
+    ]
+    return node.func.attr == "to" and any(
+        isinstance(a, ast.Constant) and a.value == "cpu" for a in moved_to
+    )
 
 
 def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, ast.AST]]:
     """Every node with the outermost function or the method it stands in."""
     for child in ast.iter_child_nodes(tree):
         inner = owner
-        if isinstance(child, _SCOPES) and (owner == "<module>" or (owner[0].isupper() and "." not in owner)):
+        if isinstance(child, _SCOPES) and (
+            owner == "<module>" or (owner[0].isupper() and "." not in owner)
+        ):
             inner = child.name if owner == "<module>" else f"{owner}.{child.name}"
         yield inner, child
         yield from _with_owner(child, inner)
@@ -211,7 +267,11 @@ def unsafe_loads(name: str, source: str) -> list[str]:
 def _unsafe(node: ast.AST) -> str | None:
     if isinstance(node, ast.ImportFrom):
         hidden = [alias.name for alias in node.names if alias.name in PICKLE_LOADERS]
-        return f"write {node.module}.{hidden[0]} out" if hidden and node.module in (*PICKLE_MODULES, "torch") else None
+        return (
+            f"write {node.module}.{hidden[0]} out"
+            if hidden and node.module in (*PICKLE_MODULES, "torch")
+            else None
+        )
     if not isinstance(node, ast.Call):
         return None
     called = _dotted(node.func)
@@ -230,8 +290,8 @@ def _unsafe(node: ast.AST) -> str | None:
 
 
 def attributes_read(source: str) -> set[str]:
-    """`owner.name` for every attribute that is read, with the last part of the owner: `self.config.data.lr` gives
-    `self.config`, `config.data` and `data.lr`.
+    """`owner.name` for every attribute that is read, with the last part of the owner:
+    `self.config.data.lr` gives `self.config`, `config.data` and `data.lr`.
     """
     return {
         f"{_dotted(node.value).rpartition('.')[2]}.{node.attr}"
@@ -247,7 +307,9 @@ def _dotted(node: ast.AST) -> str:
 
 
 def text_without_encoding(path: str, source: str) -> Iterator[str]:
-    """Calls that read or write text in whatever encoding the locale has. What talks to other programs may do so."""
+    """Calls that read or write text in whatever encoding the locale has. What talks to other
+    programs may do so.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and _needs_encoding(node):
             yield f'{path}:{node.lineno}: text without encoding="utf-8"'
@@ -266,9 +328,19 @@ def _needs_encoding(call: ast.Call) -> bool:
     mode = keywords.get("mode", call.args[position] if len(call.args) > position else None)
     if mode is None:
         return not is_method or "newline" in keywords
-    return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and set(mode.value) <= set("rwaxt+")
+    return (
+        isinstance(mode, ast.Constant)
+        and isinstance(mode.value, str)
+        and set(mode.value) <= set("rwaxt+")
+    )
 
 
 def _leaf(node: ast.AST) -> str:
     """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )

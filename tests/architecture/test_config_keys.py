@@ -1,4 +1,6 @@
-"""conf/sft.yaml and the documentation say what the schema declares, and the code reads every key."""
+"""conf/sft.yaml and the documentation say what the schema declares, and the code reads every
+key.
+"""
 
 from pathlib import Path
 
@@ -36,7 +38,9 @@ def dead_keys(keys: list[str], sources: list[str]) -> list[str]:
 
 def _spellings(key: str) -> set[str]:
     *_, section, name = key.split(".")
-    return {f"{owner}.{name}" for owner in (section, "config", "_config", *OWNER_NAMES.get(section, ()))}
+    return {
+        f"{owner}.{name}" for owner in (section, "config", "_config", *OWNER_NAMES.get(section, ()))
+    }
 
 
 def test_the_file_says_what_the_schema_declares() -> None:
@@ -49,7 +53,9 @@ def test_the_file_is_read_back_as_the_defaults_of_the_schema() -> None:
 
 
 def test_no_key_is_dead() -> None:
-    sources = [text for path, text in python_files("trainer").items() if path != "trainer/config/schema.py"]
+    sources = [
+        text for path, text in python_files("trainer").items() if path != "trainer/config/schema.py"
+    ]
     assert dead_keys(known_keys(), sources) == []
 
 
@@ -57,7 +63,9 @@ def test_no_key_is_dead() -> None:
 def test_a_page_names_only_keys_that_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if path.name == "coming_from.md":  # the other columns of its table hold other trainers' keys
-        text = "\n".join(line.split("|")[1] if line.startswith("|") else line for line in text.splitlines())
+        text = "\n".join(
+            line.split("|")[1] if line.startswith("|") else line for line in text.splitlines()
+        )
     assert sorted(keys_named_in(text) - set(known_keys())) == []
 
 

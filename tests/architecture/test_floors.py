@@ -1,4 +1,6 @@
-"""Floors (docs/architecture.md) and waits: each check runs over the tree, and what it must catch."""
+"""Floors (docs/architecture.md) and waits: each check runs over the tree, and what it must
+catch.
+"""
 
 from pathlib import Path
 
@@ -50,13 +52,17 @@ STEP_FILES = (
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host memory",
-    "trainer/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in host memory",
+    "trainer/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host "
+    "memory",
+    "trainer/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in "
+    "host memory",
     "trainer/monitor/packet.py:Packet.read": "the one wait of a training or a validation step",
-    "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before the first step",
+    "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before "
+    "the first step",
 }
 ALLOWED_LOADS = {
-    "trainer/evaluation/program_runner.py": "runs what a model wrote against tests: that is its purpose",
+    "trainer/evaluation/program_runner.py": "runs what a model wrote against tests: that is its "
+    "purpose",
 }
 
 
@@ -86,7 +92,10 @@ def test_no_file_imports_upward(sources: rules.Sources) -> None:
         ("trainer.runtime.log", "from trainer.data import rows"),
         ("trainer.data.rows", "def read():\n    from trainer.checkpoint import fsio"),
         ("trainer.data.rows", "from ..checkpoint import fsio"),
-        ("trainer.data.rows", "import importlib\nimportlib.import_module('trainer.tracking.facade')"),
+        (
+            "trainer.data.rows",
+            "import importlib\nimportlib.import_module('trainer.tracking.facade')",
+        ),
     ],
 )
 def test_an_upward_import_is_caught(module: str, source: str) -> None:
@@ -122,7 +131,9 @@ def test_a_cycle_through_a_function_is_caught() -> None:
         "trainer.data.c": "import trainer.data.a",
         "trainer.data.d": "from trainer.data.a import y",
     }
-    assert rules.import_cycles(looped) == ["trainer.data.a -> trainer.data.b -> trainer.data.c -> trainer.data.a"]
+    assert rules.import_cycles(looped) == [
+        "trainer.data.a -> trainer.data.b -> trainer.data.c -> trainer.data.a"
+    ]
 
 
 @pytest.mark.parametrize("module", FREE_OF_TORCH)
@@ -133,7 +144,9 @@ def test_what_must_start_at_once_imports_no_torch(module: str, sources: rules.So
 
 def test_torch_behind_another_file_is_caught() -> None:
     chain = {"trainer.config": "import trainer.batch", "trainer.batch": "from torch import Tensor"}
-    assert rules.torch_at_import("trainer.config", chain) == ["trainer.config -> trainer.batch -> torch"]
+    assert rules.torch_at_import("trainer.config", chain) == [
+        "trainer.config -> trainer.batch -> torch"
+    ]
     late = {"trainer.config": "def f():\n    import torch"}
     assert rules.torch_at_import("trainer.config", late) == []
 
@@ -161,7 +174,11 @@ def test_text_in_the_encoding_of_the_locale_is_caught(call: str, is_caught: bool
 
 def test_the_step_waits_for_the_device_only_where_listed() -> None:
     files = python_files("trainer")
-    found = {f"{path}:{owner}": line for path in STEP_FILES for owner, line in rules.device_waits(files[path])}
+    found = {
+        f"{path}:{owner}": line
+        for path in STEP_FILES
+        for owner, line in rules.device_waits(files[path])
+    }
     assert {place: line for place, line in found.items() if place not in ALLOWED_WAITS} == {}
     assert set(ALLOWED_WAITS) <= set(found), "the list names a place that no longer waits"
 
@@ -181,9 +198,15 @@ def test_a_wait_for_the_device_is_caught(source: str) -> None:
 
 
 def test_nothing_loads_what_could_run_code() -> None:
-    found = {path: lines for path, text in python_files("trainer").items() if (lines := rules.unsafe_loads(path, text))}
+    found = {
+        path: lines
+        for path, text in python_files("trainer").items()
+        if (lines := rules.unsafe_loads(path, text))
+    }
     assert {path: lines for path, lines in found.items() if path not in ALLOWED_LOADS} == {}
-    assert set(ALLOWED_LOADS) == set(found), "the list names a file that no longer runs or loads any"
+    assert set(ALLOWED_LOADS) == set(found), (
+        "the list names a file that no longer runs or loads any"
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,13 +225,21 @@ def test_an_unsafe_load_is_caught(source: str) -> None:
     assert len(rules.unsafe_loads("a.py", source)) == 1
 
 
-def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(sources: rules.Sources) -> None:
-    """`TOKEN_MODULES` are `sample_writer` and all that it imports of its package, directly or not."""
+def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
+    sources: rules.Sources,
+) -> None:
+    """`TOKEN_MODULES` are `sample_writer` and all that it imports of its package, directly or
+    not.
+    """
     package = "trainer.data."
     found: set[str] = set()
     waiting = {"trainer.data.sample_writer"}
     while waiting:
         found |= waiting
-        targets = {entry.target for module in waiting for entry in rules.imports_of(module, sources[module], sources)}
+        targets = {
+            entry.target
+            for module in waiting
+            for entry in rules.imports_of(module, sources[module], sources)
+        }
         waiting = {target for target in targets if target.startswith(package)} - found
     assert sorted(TOKEN_MODULES) == sorted(module.removeprefix(package) for module in found)

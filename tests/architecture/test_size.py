@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 229_000, "tests": 363_000}
+MAX_TOKENS = {"trainer": 231_000, "tests": 366_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -32,7 +32,9 @@ def free_lines(source: str) -> set[int]:
     for node in ast.walk(ast.parse(source)):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
         )
         if is_import or is_text:
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

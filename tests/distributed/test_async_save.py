@@ -1,4 +1,6 @@
-"""Case 25, saves behind training: they hold the state of their step, one at a time, and none is lost or hidden."""
+"""Case 25, saves behind training: they hold the state of their step, one at a time, and none is
+lost or hidden.
+"""
 
 import os
 import signal
@@ -37,7 +39,9 @@ GIVEN_UP_S = 20.0
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     # rows that no world size divides; the head is tied
-    return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97)
+    return write_model_config(
+        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
+    )
 
 
 def whole_steps(run_dir: Path) -> list[int]:
@@ -56,22 +60,32 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
         is_same = ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         return [] if is_same else [where]
     if isinstance(ours, dict) and ours.keys() == theirs.keys():
-        return [line for key, value in ours.items() for line in differences(value, theirs[key], f"{where}.{key}")]
+        return [
+            line
+            for key, value in ours.items()
+            for line in differences(value, theirs[key], f"{where}.{key}")
+        ]
     if isinstance(ours, list | tuple) and len(ours) == len(theirs):
-        return [line for i, value in enumerate(ours) for line in differences(value, theirs[i], f"{where}[{i}]")]
+        return [
+            line
+            for i, value in enumerate(ours)
+            for line in differences(value, theirs[i], f"{where}[{i}]")
+        ]
     return [] if ours == theirs else [f"{where}: {ours!r} {theirs!r}"]
 
 
 def checkpoint_differences(one: Path, other: Path) -> list[str]:
-    """Of every file that a manifest lists, but for the seconds training took; the pickles of equal tensors may differ
-    in what they share.
+    """Of every file that a manifest lists, but for the seconds training took; the pickles of equal
+    tensors may differ in what they share.
     """
     manifest = layout.inspect(one).manifest
     assert manifest is not None
     found = []
     for record in manifest.files:
         if record.path.endswith(".pt"):
-            loaded = [torch.load(step_dir / record.path, weights_only=True) for step_dir in (one, other)]
+            loaded = [
+                torch.load(step_dir / record.path, weights_only=True) for step_dir in (one, other)
+            ]
             found += differences(*loaded, where=record.path)
         elif fsio.sha256_of(other / record.path) != record.sha256:
             found.append(record.path)
@@ -91,7 +105,9 @@ def is_writing() -> bool:
 
 
 def before_shards(act: Callable[[], None]) -> Callable[[Operation], None]:
-    """An observer that acts in the thread of a save behind training, when its snapshot is about to be written."""
+    """An observer that acts in the thread of a save behind training, when its snapshot is about
+    to be written.
+    """
 
     def observer(operation: Operation) -> None:
         if is_writing() and operation.path.name == "shards.begin":
@@ -101,7 +117,9 @@ def before_shards(act: Callable[[], None]) -> Callable[[Operation], None]:
 
 
 class Steps:
-    """Takes the place of `local_square_sum`: counts the steps, and acts in each before the ranks reduce."""
+    """Takes the place of `local_square_sum`: counts the steps, and acts in each before the
+    ranks reduce.
+    """
 
     def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:
         self.num_begun, self._act = 0, act
@@ -112,11 +130,14 @@ class Steps:
         return local_square_sum(parameters)
 
 
-# content --------------------------------------------------------------------------------------------------------------
+# content ------------------------------------------------------------------------------------------
+# --------------------
 
 
 def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[int]:
-    """Nothing of a snapshot is written before training has changed the state twice; the steps begun by then."""
+    """Nothing of a snapshot is written before training has changed the state twice; the steps
+    begun by then.
+    """
     steps, begun = Steps(), []
 
     def wait() -> None:
@@ -132,18 +153,28 @@ def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[
 
 
 @pytest.mark.covers("S3.12")
-def test_it_holds_the_state_of_its_step_while_training_changes_it(source: Any, tmp_path: Path) -> None:
+def test_it_holds_the_state_of_its_step_while_training_changes_it(
+    source: Any, tmp_path: Path
+) -> None:
     run_ranks(run, 2, tmp_path / "sync", source, Recipe())
     assert run_ranks(train_ahead_of_the_writer, 2, tmp_path / "async", source) == [[4, 6], [4, 6]]
     assert whole_steps(tmp_path / "async") == whole_steps(tmp_path / "sync") == [2, 4, 6]
     for step in map(layout.step_dir_name, (2, 4, 6)):
         assert checkpoint_differences(tmp_path / "async" / step, tmp_path / "sync" / step) == []
-    found = checkpoint_differences(tmp_path / "sync" / "global_step_2", tmp_path / "sync" / "global_step_4")
-    for part in ("model_world_size_2_rank_1.pt.lm_head.weight", "exp_avg_sq", "data.pt", "huggingface/model.safetens"):
+    found = checkpoint_differences(
+        tmp_path / "sync" / "global_step_2", tmp_path / "sync" / "global_step_4"
+    )
+    for part in (
+        "model_world_size_2_rank_1.pt.lm_head.weight",
+        "exp_avg_sq",
+        "data.pt",
+        "huggingface/model.safetens",
+    ):
         assert any(part in line for line in found), "steps 2 and 4 must not pass for equal"
 
 
-# one at a time --------------------------------------------------------------------------------------------------------
+# one at a time ------------------------------------------------------------------------------------
+# --------------------
 
 
 def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tuple[Any, Any]:
@@ -154,8 +185,12 @@ def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tup
     return manager, parts
 
 
-def save_while_busy(world: World, run_dir: Path, source: Any) -> tuple[list[int], list[int], float, int]:
-    """Steps on disk when the first save returns and when the second does, how long that took, and most in flight."""
+def save_while_busy(
+    world: World, run_dir: Path, source: Any
+) -> tuple[list[int], list[int], float, int]:
+    """Steps on disk when the first save returns and when the second does, how long that took,
+    and most in flight.
+    """
     manager, parts = manager_of(world, run_dir, source)
     held, in_flight = threading.Event(), [0]
 
@@ -177,7 +212,9 @@ def save_while_busy(world: World, run_dir: Path, source: Any) -> tuple[list[int]
 
 
 def test_the_next_save_waits_for_the_one_in_flight(source: Any, tmp_path: Path) -> None:
-    for first, second, stalled_s, in_flight in run_ranks(save_while_busy, 2, tmp_path / "run", source):
+    for first, second, stalled_s, in_flight in run_ranks(
+        save_while_busy, 2, tmp_path / "run", source
+    ):
         assert (first, second, in_flight) == ([], [1], 1)
         assert HELD_S / 2 < stalled_s < GIVEN_UP_S
     assert whole_steps(tmp_path / "run") == [1, 2]
@@ -199,7 +236,8 @@ def test_a_required_save_of_a_saved_step_writes_nothing(source: Any, tmp_path: P
     assert whole_steps(tmp_path / "run") == [0]
 
 
-# memory ---------------------------------------------------------------------------------------------------------------
+# memory -------------------------------------------------------------------------------------------
+# --------------------
 
 
 def pointers(tree: Any) -> list[int]:
@@ -208,12 +246,18 @@ def pointers(tree: Any) -> list[int]:
         tree = tree._local_tensor
     if isinstance(tree, torch.Tensor):
         return [tree.data_ptr()]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    items = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return [pointer for item in items for pointer in pointers(item)]
 
 
-def buffers_of_saves(world: World, run_dir: Path, source: Any) -> tuple[list[list[int]], set[int], int]:
-    """(addresses of the copies of each of three saves, those of the live state, bytes of the live parameters)."""
+def buffers_of_saves(
+    world: World, run_dir: Path, source: Any
+) -> tuple[list[list[int]], set[int], int]:
+    """(addresses of the copies of each of three saves, those of the live state, bytes of the
+    live parameters).
+    """
     manager, parts = manager_of(world, run_dir, source)
     copies: list[list[int]] = []
     live: set[int] = set()
@@ -233,58 +277,87 @@ def buffers_of_saves(world: World, run_dir: Path, source: Any) -> tuple[list[lis
 
 
 def test_buffers_are_reused_and_a_tied_head_is_written_once(source: Any, tmp_path: Path) -> None:
-    for rank, (copies, live, num_bytes) in enumerate(run_ranks(buffers_of_saves, 2, tmp_path / "run", source)):
+    for rank, (copies, live, num_bytes) in enumerate(
+        run_ranks(buffers_of_saves, 2, tmp_path / "run", source)
+    ):
         assert len(copies[0]) > 80 and copies[0] == copies[1] == copies[2]
         assert not live & set(copies[0]), "a live tensor is written"
         path = tmp_path / "run" / "global_step_3" / layout.model_file(2, rank)
         saved = torch.load(path, weights_only=True)
-        head, embedding = saved["lm_head.weight"]._local_tensor, saved["model.embed_tokens.weight"]._local_tensor
+        head, embedding = (
+            saved["lm_head.weight"]._local_tensor,
+            saved["model.embed_tokens.weight"]._local_tensor,
+        )
         assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
         assert num_bytes < path.stat().st_size < num_bytes + embedding.nbytes
 
 
-# errors ---------------------------------------------------------------------------------------------------------------
+# errors -------------------------------------------------------------------------------------------
+# --------------------
 
 
-def train_failing(world: World, run_dir: Path, source: Any, num_failures: int) -> tuple[list[int], list[Any], str]:
-    """The first saves fail on rank 1; (steps of all tries, counted failures by step, how the run ended otherwise)."""
+def train_failing(
+    world: World, run_dir: Path, source: Any, num_failures: int
+) -> tuple[list[int], list[Any], str]:
+    """The first saves fail on rank 1; (steps of all tries, counted failures by step, how the
+    run ended otherwise).
+    """
     tries: list[int] = []
     steps = Steps(lambda step: [writer.join(GIVEN_UP_S) for writer in writers()])
 
     def observer(operation: Operation) -> None:
         if operation.path.name == "open.begin":
             tries.append(steps.num_begun)
-        if operation.path.name == layout.optim_file(2, 1) and operation.kind == "write" and len(tries) <= num_failures:
+        if (
+            operation.path.name == layout.optim_file(2, 1)
+            and operation.kind == "write"
+            and len(tries) <= num_failures
+        ):
             raise OSError(28, "No space left on device")
 
     fsio.observer = observer
     toy_runs.checkpoint_manager = partial(checkpoint_manager, retry_after_s=(0.0, 0.0))
     try:
         result = run(
-            world, run_dir, source, Recipe(total_steps=9, save_freq=4, async_save=True), local_square_sum=steps
+            world,
+            run_dir,
+            source,
+            Recipe(total_steps=9, save_freq=4, async_save=True),
+            local_square_sum=steps,
         )
     except ResumableError as error:
         return tries, [steps.num_begun], str(error)
-    counted = [(step, row["checkpoint/failed_in_a_row"]) for step, row in result.rows if FAILED in row]
+    counted = [
+        (step, row["checkpoint/failed_in_a_row"]) for step, row in result.rows if FAILED in row
+    ]
     return tries, counted, ""
 
 
-def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(source: Any, tmp_path: Path) -> None:
-    """A save in the step after the failed one is known to have failed, long before the next one that is due."""
-    (tries, counted, error), (others, _, _) = run_ranks(train_failing, 2, tmp_path / "run", source, 2)
+def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(
+    source: Any, tmp_path: Path
+) -> None:
+    """A save in the step after the failed one is known to have failed, long before the next one
+    that is due.
+    """
+    (tries, counted, error), (others, _, _) = run_ranks(
+        train_failing, 2, tmp_path / "run", source, 2
+    )
     assert tries == others == [4, 5, 6, 8, 9]
     assert counted == [(5, 1), (6, 2)] and error == ""
     assert whole_steps(tmp_path / "run") == [6, 8, 9]
 
 
-def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(source: Any, tmp_path: Path) -> None:
+def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(
+    source: Any, tmp_path: Path
+) -> None:
     for tries, last_step, error in run_ranks(train_failing, 2, tmp_path / "run", source, 9):
         assert (tries, last_step) == ([4, 5, 6], [7])
         assert "3 saves in a row failed" in error and "rank 1: OSError: [Errno 28]" in error
     assert whole_steps(tmp_path / "run") == [] and not list((tmp_path / "run").glob(".staging*"))
 
 
-# exit -----------------------------------------------------------------------------------------------------------------
+# exit ---------------------------------------------------------------------------------------------
+# --------------------
 
 
 class GivesUp(Guard):
@@ -296,8 +369,12 @@ class GivesUp(Guard):
         return Decision(is_stop=self.is_over)
 
 
-def train_until_exit(world: World, run_dir: Path, source: Any, how: str) -> tuple[int, list[int], int]:
-    """Leave at step 3 while the save of step 2 is held up; (exit code, steps on disk, saves in flight) at the end."""
+def train_until_exit(
+    world: World, run_dir: Path, source: Any, how: str
+) -> tuple[int, list[int], int]:
+    """Leave at step 3 while the save of step 2 is held up; (exit code, steps on disk, saves in
+    flight) at the end.
+    """
     held, guard, stop = threading.Event(), GivesUp(guard_config()), StopRequest()
     stop.install()
 
@@ -317,7 +394,11 @@ def train_until_exit(world: World, run_dir: Path, source: Any, how: str) -> tupl
 
 @pytest.mark.parametrize(
     ("how", "code", "steps"),
-    [("done", EXIT_DONE, [2, 3]), ("stopped", EXIT_RESUMABLE, [2, 3]), ("diverged", EXIT_DIVERGED, [2])],
+    [
+        ("done", EXIT_DONE, [2, 3]),
+        ("stopped", EXIT_RESUMABLE, [2, 3]),
+        ("diverged", EXIT_DIVERGED, [2]),
+    ],
 )
 def test_fit_returns_when_the_last_save_is_committed(
     source: Any, tmp_path: Path, how: str, code: int, steps: list[int]
@@ -325,7 +406,8 @@ def test_fit_returns_when_the_last_save_is_committed(
     assert run_ranks(train_until_exit, 2, tmp_path / "run", source, how) == [(code, steps, 0)] * 2
 
 
-# the loop -------------------------------------------------------------------------------------------------------------
+# the loop -----------------------------------------------------------------------------------------
+# --------------------
 
 
 def test_training_is_the_same_and_both_times_are_reported(source: Any, tmp_path: Path) -> None:
@@ -334,7 +416,10 @@ def test_training_is_the_same_and_both_times_are_reported(source: Any, tmp_path:
         recipe = Recipe(async_save=async_save, has_trace=True)
         (tmp_path / mode).mkdir()
         result = run_ranks(run, 2, tmp_path / mode, source, recipe)[0]
-        rows[mode] = {key: [step for step, row in result.rows if row.get(key, 0.0) > 0.0] for key in (STALL, BEHIND)}
+        rows[mode] = {
+            key: [step for step, row in result.rows if row.get(key, 0.0) > 0.0]
+            for key in (STALL, BEHIND)
+        }
     assert read_trace(tmp_path / "sync") == read_trace(tmp_path / "async") != []
     assert rows["sync"] == {STALL: [3, 5], BEHIND: []}
     assert rows["async"][STALL] == [3, 5] and rows["async"][BEHIND]

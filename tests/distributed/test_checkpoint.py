@@ -1,4 +1,6 @@
-"""Promise 2 and 3 on ranks: what is saved on W ranks comes back on V, whole, proven, and from the right directory."""
+"""Promise 2 and 3 on ranks: what is saved on W ranks comes back on V, whole, proven, and from
+the right directory.
+"""
 
 import json
 import math
@@ -26,7 +28,9 @@ from trainer.optim.schedule import LrSchedule
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):  # type: ignore[no-untyped-def]
     # rows that no world size divides, and a vector shorter than the largest world size
-    return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97)
+    return write_model_config(
+        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,9 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], value) for name, value in theirs.items()
+    )
 
 
 def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
@@ -65,12 +71,16 @@ def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path,
 def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
     run_dir, whole = straight
     saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")
-    again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source, Recipe())[0]
+    again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source, Recipe())[
+        0
+    ]
     assert equal(again.loaded, saved), "parameters changed by loading"
     for step, (loss, norm) in again.losses.items():
         assert loss == pytest.approx(whole.losses[step][0], rel=1e-6)
         assert norm == pytest.approx(whole.losses[step][1], rel=1e-5)
-    back = run_ranks(run, 2, copy_up_to(tmp_path / "run", tmp_path / "back", 6), source, Recipe(total_steps=7))[0]
+    back = run_ranks(
+        run, 2, copy_up_to(tmp_path / "run", tmp_path / "back", 6), source, Recipe(total_steps=7)
+    )[0]
     assert equal(back.loaded, again.parameters) and equal(back.loaded_moments, again.moments)
     assert all(torch.isfinite(torch.tensor(value)) for value in back.losses[7])
 
@@ -78,7 +88,11 @@ def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int
 def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     first = run_ranks(run, 4, tmp_path / "run", source, Recipe(total_steps=2), fsdp_size=2)[0]
     info = choice.select(tmp_path / "run").chosen
-    assert info is not None and info.manifest is not None and info.manifest.mesh == {"ddp": 2, "fsdp": 2}
+    assert (
+        info is not None
+        and info.manifest is not None
+        and info.manifest.mesh == {"ddp": 2, "fsdp": 2}
+    )
     again = run_ranks(run, 3, tmp_path / "run", source, Recipe(total_steps=3))[0]
     assert again.start_step == 2
     assert equal(again.loaded, first.parameters) and equal(again.loaded_moments, first.moments)
@@ -89,29 +103,49 @@ def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[n
     run_dir, parameters = straight[0], straight[1].parameters
     step_dir = run_dir / "global_step_6"
     ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
-    ranks = [f"{kind}_world_size_2_rank_{r}.pt" for kind in ("model", "optim", "extra_state") for r in (0, 1)]
+    ranks = [
+        f"{kind}_world_size_2_rank_{r}.pt"
+        for kind in ("model", "optim", "extra_state")
+        for r in (0, 1)
+    ]
     assert ours == {*ranks, "data.pt", "fsdp_config.json", MANIFEST, "huggingface"}
     assert (run_dir / layout.POINTER).read_text() == "6"
-    assert json.loads((step_dir / "fsdp_config.json").read_text()) == {"FSDP_version": 2, "world_size": 2}
+    assert json.loads((step_dir / "fsdp_config.json").read_text()) == {
+        "FSDP_version": 2,
+        "world_size": 2,
+    }
     info = layout.inspect(step_dir)
     assert info.manifest is not None and verify_files(step_dir, info.manifest) == []
     assert not list(run_dir.glob(".staging*")) and not list(run_dir.glob(".trash*"))
     exported = AutoModelForCausalLM.from_pretrained(step_dir / "huggingface", dtype=torch.float32)
-    assert all(torch.equal(exported.get_parameter(name), value) for name, value in parameters.items())
-    assert json.loads((step_dir / "huggingface" / "generation_config.json").read_text())["eos_token_id"] == 3
+    assert all(
+        torch.equal(exported.get_parameter(name), value) for name, value in parameters.items()
+    )
+    assert (
+        json.loads((step_dir / "huggingface" / "generation_config.json").read_text())[
+            "eos_token_id"
+        ]
+        == 3
+    )
 
 
 def test_shards_load_without_pickle_and_hold_what_verl_reads(straight) -> None:  # type: ignore[no-untyped-def]
     run_dir, parameters = straight[0], straight[1].parameters
     parts = [
-        torch.load(run_dir / "global_step_6" / layout.model_file(2, rank), weights_only=True, map_location="cpu")
+        torch.load(
+            run_dir / "global_step_6" / layout.model_file(2, rank),
+            weights_only=True,
+            map_location="cpu",
+        )
         for rank in (0, 1)
     ]
     for name, value in parameters.items():
         assert parts[0][name].device_mesh.mesh_dim_names == ("fsdp",)
         assert torch.equal(torch.cat([part[name]._local_tensor for part in parts]), value)
     assert "lm_head.weight" in parts[0], "a tied head appears under both names"
-    optim = torch.load(run_dir / "global_step_6" / layout.optim_file(2, 0), weights_only=True, map_location="cpu")
+    optim = torch.load(
+        run_dir / "global_step_6" / layout.optim_file(2, 0), weights_only=True, map_location="cpu"
+    )
     assert set(optim["state"]) == set(parameters)
     assert float(optim["state"]["model.norm.weight"]["step"]) == 6
 
@@ -139,21 +173,31 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Pa
 
 
 def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    part = RateState(LrSchedule.from_config(optim_config(), peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12))
+    part = RateState(
+        LrSchedule.from_config(optim_config(), peak_lr=2e-5, total_steps=20),
+        SimpleNamespace(step=12),
+    )
     saved = part.state_dict()
     assert saved["last_epoch"] == 12
     part.load_state_dict(saved | {"last_epoch": 3})
     assert caplog.text == ""
     part.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
-    assert "another schedule from here on: peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
+    assert (
+        "another schedule from here on: peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20"
+        in caplog.text
+    )
 
 
 def test_a_changed_share_at_peak_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints that were saved before this field was part of the state have nothing to compare."""
+    """Checkpoints that were saved before this field was part of the state have nothing to
+    compare.
+    """
 
     def part(stable_ratio: float) -> RateState:
         config = optim_config(lr_scheduler="wsd", stable_ratio=stable_ratio)
-        return RateState(LrSchedule.from_config(config, peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12))
+        return RateState(
+            LrSchedule.from_config(config, peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12)
+        )
 
     saved = part(0.9).state_dict()
     older = {key: value for key, value in saved.items() if key != "stable_ratio"}
@@ -165,22 +209,29 @@ def test_a_changed_share_at_peak_is_named(caplog: pytest.LogCaptureFixture) -> N
 
 
 def histories_after_load(world: Any, source: Any, loss: str) -> list[tuple[float, Any]]:
-    """(loss_ema, what the detector remembers) after a run, after its state was loaded as saved and as before, at last
-    of a new run.
+    """(loss_ema, what the detector remembers) after a run, after its state was loaded as saved and
+    as before, at last of a new run.
     """
-    parts = [toy_run(world, build_toy_model(world, source, loss=loss), ToySamples(), total_steps=3) for _ in range(4)]
+    parts = [
+        toy_run(world, build_toy_model(world, source, loss=loss), ToySamples(), total_steps=3)
+        for _ in range(4)
+    ]
     assert fit(parts[0]) == 0
     for loaded, drops in zip(parts[1:3], ((), ("has_cross_entropy",)), strict=True):
         for name in ("guard", "meter"):
             saved = parts[0].stateful_parts()[name].state_dict()
-            loaded.stateful_parts()[name].load_state_dict({key: saved[key] for key in saved if key not in drops})
+            loaded.stateful_parts()[name].load_state_dict(
+                {key: saved[key] for key in saved if key not in drops}
+            )
         assert loaded.meter.state_dict()["num_tokens"] == parts[0].meter.state_dict()["num_tokens"]
     return [(each.meter.loss_ema, each.guard.state_dict()["detector"]) for each in parts]
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "dft"])
 def test_losses_that_were_not_cross_entropy_are_forgotten(source, loss: str) -> None:  # type: ignore[no-untyped-def]
-    """Checkpoints from before train/loss was always cross-entropy remember the trained loss of a run with DFT."""
+    """Checkpoints from before train/loss was always cross-entropy remember the trained loss of
+    a run with DFT.
+    """
     straight, saved, before, new = run_ranks(histories_after_load, 1, source, loss)[0]
     assert saved == straight and straight[1] != new[1]
     if loss == "cross_entropy":
@@ -197,7 +248,9 @@ def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ign
 
 
 def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
-    """One rank cannot write its shards: steps saved after a try, (errors) of a required save, and of a good one."""
+    """One rank cannot write its shards: steps saved after a try, (errors) of a required save,
+    and of a good one.
+    """
     run_dir.mkdir(exist_ok=True)
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
@@ -220,10 +273,16 @@ def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> A
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path: Path, failing_rank: int) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_cannot_write_fails_the_save_on_all(
+    source, tmp_path: Path, failing_rank: int
+) -> None:  # type: ignore[no-untyped-def]
     for num_failed, error in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
         assert num_failed == 1
-        assert f"rank {failing_rank}" in error and "No space left" in error and "model_world_size_2" in error
+        assert (
+            f"rank {failing_rank}" in error
+            and "No space left" in error
+            and "model_world_size_2" in error
+        )
     assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
     assert not list((tmp_path / "run").glob(".staging*"))
 
@@ -234,7 +293,9 @@ def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:
     parts = toy_run(world, model, ToySamples(), total_steps=6)
     if world.rank == 1:
         parameter = next(iter(model.parameters()))
-        poisoned = parameter if where == "parameter" else parts.optimizer.state[parameter]["exp_avg_sq"]
+        poisoned = (
+            parameter if where == "parameter" else parts.optimizer.state[parameter]["exp_avg_sq"]
+        )
         poisoned.to_local().data[0] = float("nan")
     try:
         checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
@@ -246,12 +307,17 @@ def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["parameter", "moment"])
 def test_a_poisoned_state_is_never_committed(source, tmp_path: Path, where: str) -> None:  # type: ignore[no-untyped-def]
-    assert all("not finite" in error for error in run_ranks(save_poisoned, 2, tmp_path / "run", source, where))
+    assert all(
+        "not finite" in error
+        for error in run_ranks(save_poisoned, 2, tmp_path / "run", source, where)
+    )
     assert layout.checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.covers("S3.30")
-def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_other_data_is_refused_by_name_and_accepted_when_allowed(
+    straight, source, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
         run_ranks(run, 2, run_dir, source, Recipe(seed=1))
@@ -265,4 +331,6 @@ def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_
     again = run_ranks(run, 2, run_dir, source, changed)[0]
     assert [row["train/total_token_count"] for _, row in again.rows if "train/loss" in row] != []
     manifest = layout.inspect(run_dir / "global_step_6").manifest
-    assert manifest is not None and (manifest.epoch, manifest.samples_consumed) == (1, 8), "16 + 4 x 4 of 24 samples"
+    assert manifest is not None and (manifest.epoch, manifest.samples_consumed) == (1, 8), (
+        "16 + 4 x 4 of 24 samples"
+    )

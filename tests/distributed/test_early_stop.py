@@ -1,4 +1,6 @@
-"""A run that no longer gets better on held-out data ends by itself, with its best checkpoint kept."""
+"""A run that no longer gets better on held-out data ends by itself, with its best checkpoint
+kept.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ NUM_STEPS = 40
 
 
 def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dict[int, float]]:
-    """(exit code, steps trained, validations): training samples are learned by heart, held-out ones get worse."""
+    """(exit code, steps trained, validations): training samples are learned by heart, held-out
+    ones get worse.
+    """
     held_out = ToySamples(seed=99)
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.0)
     result = toy_runs.run(

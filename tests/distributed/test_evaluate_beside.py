@@ -1,4 +1,6 @@
-"""`evaluate` beside a run that rotates its checkpoints: the run computes and writes the same bits as without it."""
+"""`evaluate` beside a run that rotates its checkpoints: the run computes and writes the same
+bits as without it.
+"""
 
 import hashlib
 import os
@@ -22,15 +24,24 @@ EVALUATE = ("--score", "exact", "--watch", "--max-new-tokens", "4", "--name", "w
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
     """Metrics of the training itself; the others are of clock and machine."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")]
+    rows = [
+        row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")
+    ]
     own = ("step", "train/", "val/")
-    return [{key: row[key] for key in row if key.startswith(own) and key != "train/time(s)"} for row in rows]
+    return [
+        {key: row[key] for key in row if key.startswith(own) and key != "train/time(s)"}
+        for row in rows
+    ]
 
 
 def written(run_dir: Path) -> dict[str, str]:
     """Of the last checkpoint, without what holds dates."""
     files = [path for path in (run_dir / f"global_step_{STEPS}").rglob("*") if path.is_file()]
-    files = [path for path in files if path.name != "manifest.json" and not path.name.startswith("extra_state")]
+    files = [
+        path
+        for path in files
+        if path.name != "manifest.json" and not path.name.startswith("extra_state")
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -46,7 +57,9 @@ def test_a_run_that_is_scored_beside_computes_and_writes_the_same(
 ) -> None:
     words = (*whole_runs.tiny_model(tmp_path), *WORDS, "trainer.max_ckpt_to_keep=1")
     alone, beside = tmp_path / "alone", tmp_path / "beside"
-    code, output = whole_runs.run(1, *words, f"trainer.default_local_dir={alone}", log=tmp_path / "alone.log")
+    code, output = whole_runs.run(
+        1, *words, f"trainer.default_local_dir={alone}", log=tmp_path / "alone.log"
+    )
     assert code == 0, output
     monkeypatch.setattr(command, "POLL_S", 0.1)
     codes: list[int] = []
@@ -64,7 +77,10 @@ def test_a_run_that_is_scored_beside_computes_and_writes_the_same(
     scoring.join(60)
     assert codes == [0], capsys.readouterr().err
     assert computed(beside) == computed(alone) and len(computed(alone)) == STEPS + STEPS // 4
-    assert written(beside) == written(alone) and {"data.pt", "model.safetensors"} <= written(alone).keys()
+    assert (
+        written(beside) == written(alone)
+        and {"data.pt", "model.safetensors"} <= written(alone).keys()
+    )
     found = read_summaries(beside)["eval/words"]
     assert len(found) >= 2 and max(found) == STEPS, "one while it was trained, and the last"
     rows = [row for row in read_evaluations(beside) if row["kind"] == "sample"]

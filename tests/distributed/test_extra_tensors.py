@@ -1,4 +1,6 @@
-"""A text model's files may hold further tensors, for example for multi-token prediction: exports carry them."""
+"""A text model's files may hold further tensors, for example for multi-token prediction:
+exports carry them.
+"""
 
 import json
 import shutil
@@ -35,18 +37,30 @@ EXTRA: dict[str, tuple[str, ...]] = {
         "mtp.norm.weight",
         "mtp.layers.0.input_layernorm.weight",
         "mtp.layers.0.self_attn.q_proj.weight",
-        *(f"mtp.layers.0.{_EXPERT}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")),
+        *(
+            f"mtp.layers.0.{_EXPERT}.{name}.weight"
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
     ),
     "nemotron_h": tuple(f"mtp.layers.0.{name}" for name in (*_PREDICTING, "mixer.q_proj.weight")),
-    "mimo_v2_flash": tuple(f"model.mtp.layers.0.{name}" for name in (*_PREDICTING, "mlp.up_proj.weight")),
+    "mimo_v2_flash": tuple(
+        f"model.mtp.layers.0.{name}" for name in (*_PREDICTING, "mlp.up_proj.weight")
+    ),
     "glm4_moe": tuple(
         f"model.layers.46.{name}"
-        for name in (*_PREDICTING, *_HEADS, f"{_EXPERT}.gate_proj.weight", "self_attn.q_proj.weight")
+        for name in (
+            *_PREDICTING,
+            *_HEADS,
+            f"{_EXPERT}.gate_proj.weight",
+            "self_attn.q_proj.weight",
+        )
     ),
     "deepseek_v3": tuple(f"model.layers.2.{name}" for name in (*_PREDICTING, *_HEADS)),
     "qwen3_5_text": ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight"),
 }
-"""{family: names as its released checkpoints have them}; the whole qwen3_5 is in test_whole_models.py."""
+"""{family: names as its released checkpoints have them}; the whole qwen3_5 is in
+test_whole_models.py.
+"""
 
 
 def add_tensors(model: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -54,7 +68,11 @@ def add_tensors(model: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     added = {name: torch.randn(VOCAB, 4, generator=generator) for name in names}
     added |= {name: added[name].bfloat16() for name in names[::2]}
-    save_file(load_file(model / "model.safetensors") | added, model / "model.safetensors", {"format": "pt"})
+    save_file(
+        load_file(model / "model.safetensors") | added,
+        model / "model.safetensors",
+        {"format": "pt"},
+    )
     return added
 
 
@@ -74,13 +92,17 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def export_all(world: Any, root: Path) -> dict[str, Any]:
-    """{family: what was logged}, each exported after a change of every parameter, in float32. Collective."""
+    """{family: what was logged}, each exported after a change of every parameter, in float32.
+    Collective.
+    """
     said = {}
     for name in EXTRA:
         source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
         with heard() as lines:
             whole = whole_checkpoint(source)
-            model: Any = build_model(model_config(random_weights=False), source, world=world, seed=1, max_length=64)
+            model: Any = build_model(
+                model_config(random_weights=False), source, world=world, seed=1, max_length=64
+            )
         with torch.no_grad():
             for tensor in (*model.parameters(), *weight_buffers(model).values()):
                 tensor.mul_(1.25)
@@ -107,13 +129,17 @@ def test_every_tensor_is_in_the_export(exported: tuple[Path, dict[str, Any]], na
     assert {key for key in ours if same(ours[key], theirs[key])} == set(EXTRA[name])
     (line,) = [line for line in said[name] if "carry them unchanged" in line]
     assert f"{len(EXTRA[name])} tensors" in line and min(EXTRA[name]) in line
-    _, report = AutoModelForCausalLM.from_pretrained(root / f"{name}-export", output_loading_info=True)
+    _, report = AutoModelForCausalLM.from_pretrained(
+        root / f"{name}-export", output_loading_info=True
+    )
     assert not report.pop("unexpected_keys") - set(EXTRA[name])
     assert not any(report.values()), report
 
 
 @pytest.mark.parametrize("name", EXTRA)
-def test_training_again_from_the_export_carries_them_again(exported: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_training_again_from_the_export_carries_them_again(
+    exported: tuple[Path, dict[str, Any]], name: str
+) -> None:
     path = exported[0] / f"{name}-export"
     whole = whole_checkpoint(ModelSource(str(path), random_weights=False, trust_remote_code=False))
     assert whole is not None and set(whole.others) == set(EXTRA[name])
@@ -121,13 +147,20 @@ def test_training_again_from_the_export_carries_them_again(exported: tuple[Path,
     assert all(same(tensor.whole(), before[key]) for key, tensor in whole.others.items())
 
 
-def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
+    tmp_path: Path,
+) -> None:
     save_model(tmp_path, "qwen2", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with heard() as lines:
-        assert whole_checkpoint(ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)) is None
+        assert (
+            whole_checkpoint(
+                ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)
+            )
+            is None
+        )
     assert [line for line in lines if "lm_head.weight" in line and "exports hold it once" in line]
 
 
@@ -166,7 +199,9 @@ def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(
     assert saved == afterwards
 
 
-def test_other_tensors_are_another_run(source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_other_tensors_are_another_run(
+    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     root, _ = source
     own = tmp_path / "own"
     shutil.copytree(root, own)

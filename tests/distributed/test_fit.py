@@ -69,7 +69,9 @@ def test_the_watchdog_hears_of_every_micro_batch(tmp_path: Path) -> None:
 def validation_losses(world: Any, source: Any) -> list[float]:
     samples = ToySamples()
     batches = ValidationBatches(samples, RankPlan(0, 1, Limits(None, None), 0.0), batch_size=8)
-    run = toy_run(world, build_toy_model(world, source), samples, total_steps=1, validation_batches=batches)
+    run = toy_run(
+        world, build_toy_model(world, source), samples, total_steps=1, validation_batches=batches
+    )
     for _ in range(2):
         run.model.train()
         validate(run, 0)
@@ -77,19 +79,32 @@ def validation_losses(world: Any, source: Any) -> list[float]:
 
 
 def test_a_validation_draws_no_dropout(tmp_path: Path) -> None:
-    rates = {name: {"attn_pdrop": rate, "embd_pdrop": rate, "resid_pdrop": rate} for name, rate in DROPOUTS.items()}
+    rates = {
+        name: {"attn_pdrop": rate, "embd_pdrop": rate, "resid_pdrop": rate}
+        for name, rate in DROPOUTS.items()
+    }
     found = {
-        name: run_ranks(validation_losses, 1, write_model_config(tmp_path / name, "gpt2", **rate))[0]
+        name: run_ranks(validation_losses, 1, write_model_config(tmp_path / name, "gpt2", **rate))[
+            0
+        ]
         for name, rate in rates.items()
     }
     assert found["dropout"] == found["plain"] and len(set(found["plain"])) == 1
 
 
 def exit_code(world: Any, source: Any, stop_in_step: int) -> int:
-    run = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=2, stop=StopsAfter(stop_in_step))
+    run = toy_run(
+        world,
+        build_toy_model(world, source),
+        ToySamples(),
+        total_steps=2,
+        stop=StopsAfter(stop_in_step),
+    )
     return fit(run)
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, EXIT_RESUMABLE), (2, EXIT_DONE)])
-def test_a_run_that_is_stopped_in_its_last_step_is_done(tmp_path: Path, step: int, code: int) -> None:
+def test_a_run_that_is_stopped_in_its_last_step_is_done(
+    tmp_path: Path, step: int, code: int
+) -> None:
     assert run_ranks(exit_code, 1, write_model_config(tmp_path), step) == [code]

@@ -16,12 +16,16 @@ TIMEOUT_S = 60  # as `ranks` starts them
 
 def limits_s(world: World) -> list[float]:
     groups = world.mesh.get_all_groups()
-    limits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    limits = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    ]
     return [*limits, world.num_replicas]
 
 
 @pytest.mark.parametrize(("fsdp_size", "num_groups", "num_replicas"), [(-1, 1, 1), (1, 2, 2)])
-def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size: int, num_groups: int, num_replicas: int) -> None:
+def test_every_group_of_the_mesh_has_the_configured_limit(
+    fsdp_size: int, num_groups: int, num_replicas: int
+) -> None:
     expected = [TIMEOUT_S + distributed.LATE_S] * num_groups
     assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas]] * 2
 
@@ -48,7 +52,9 @@ def of_facts(world: World) -> tuple[str, str]:
 
     same = {"weights": "12ab", "optim.lr": "0.1"}
     differs = world.rank == 1
-    different = same | {"weights": "34cd" if differs else "12ab"} | ({"adapter": "56ef"} if differs else {})
+    different = (
+        same | {"weights": "34cd" if differs else "12ab"} | ({"adapter": "56ef"} if differs else {})
+    )
     return said(same), said(different)
 
 

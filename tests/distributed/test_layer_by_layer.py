@@ -1,4 +1,5 @@
-"""A model whose experts are stored one by one and computed as one tensor is never whole in a rank's memory.
+"""A model whose experts are stored one by one and computed as one tensor is never whole in a rank's
+memory.
 
 The kernel enforces the bound: memory beyond it is not given (RLIMIT_DATA).
 """
@@ -22,7 +23,12 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.model import load, packed_lm, parallelize
 
 NUM_LAYERS = 16
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "hidden_size": 256}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "hidden_size": 256,
+}
 NOISE_BYTES = 3 << 20
 """What Python and gloo take meanwhile, measured at less than 2 MiB."""
 M_MMAP_THRESHOLD = -3
@@ -45,16 +51,21 @@ def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
     layer_bytes = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     model_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert model_bytes > 12 * layer_bytes
-    files = sum(file.stat().st_size for file in path.glob("*.safetensors"))  # mapped, which counts here too
+    # mapped, which counts here too
+    files = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     bounded(files + layer_bytes + NOISE_BYTES)
     load.load_weights(model, source, seed=1)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         torch.empty(model_bytes // 2 + files, dtype=torch.uint8)
     bounded(model_bytes + layer_bytes + NOISE_BYTES)  # the shards of all ranks are mapped
     with patch.object(export, "MAX_FILE_BYTES", layer_bytes // 4):
-        export_model(world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype="bfloat16")
+        export_model(
+            world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype="bfloat16"
+        )
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return {name: tensor.full_tensor() for name, tensor in model.model.layers[-1].named_parameters()}
+    return {
+        name: tensor.full_tensor() for name, tensor in model.model.layers[-1].named_parameters()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +73,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("model")
     write_model_config(path, "qwen3_moe", num_hidden_layers=NUM_LAYERS, **EXPERTS)
     torch.manual_seed(0)
-    whole: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    whole: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path), dtype=torch.bfloat16
+    )
     whole.save_pretrained(path)
     return path, whole
 
@@ -75,5 +88,7 @@ def test_a_rank_holds_no_more_than_one_layer_beside_its_shard(
     found = run_ranks(load_and_export, num_ranks, path, tmp_path / "export")[0]
     for name, parameter in whole.model.layers[-1].named_parameters():
         assert torch.equal(found[name], parameter.detach().float()), name
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.bfloat16).state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.bfloat16
+    ).state_dict()
     assert all(torch.equal(exported[name], tensor) for name, tensor in whole.state_dict().items())

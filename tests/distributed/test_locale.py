@@ -1,4 +1,6 @@
-"""A run in a Latin-1 locale: it trains the tokens that it trains in a UTF-8 locale, and prints without a traceback."""
+"""A run in a Latin-1 locale: it trains the tokens that it trains in a UTF-8 locale, and prints
+without a traceback.
+"""
 
 import os
 import shutil
@@ -14,8 +16,9 @@ from trainer.tracking import read_metrics
 LATIN_1 = "en_US.ISO-8859-1"
 SMALL = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1")
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ '｜' + message['role'] + '｜→' + message['content'] }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ '｜assistant｜→' }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ '｜' + message['role'] + '｜→' + message['content'] "
+    "}}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ '｜assistant｜→' }}{% "
+    "endif %}"
 )
 
 
@@ -25,7 +28,9 @@ def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is None:
         pytest.skip("localedef is not installed")
-    made = subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", path / LATIN_1], capture_output=True)
+    made = subprocess.run(
+        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", path / LATIN_1], capture_output=True
+    )
     if not (path / LATIN_1).is_dir():
         pytest.skip(f"no Latin-1 locale can be made here: {made.stderr.decode(errors='replace')}")
     return path
@@ -39,7 +44,9 @@ def train(root: Path, run_dir: Path, **env: str) -> str:
     command = [sys.executable, "-m", "trainer", *words]
     names = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "HOME", "TMPDIR")
     clean = {name: os.environ[name] for name in names if name in os.environ}
-    done = subprocess.run(command, env={**clean, "HF_HUB_OFFLINE": "1", **env}, capture_output=True, timeout=240)
+    done = subprocess.run(
+        command, env={**clean, "HF_HUB_OFFLINE": "1", **env}, capture_output=True, timeout=240
+    )
     output = (done.stdout + done.stderr).decode(errors="replace")
     assert done.returncode == 0, output
     return output
@@ -53,9 +60,16 @@ def test_a_latin_1_locale_trains_the_same_tokens(tmp_path: Path, locales: Path) 
     assert "Traceback" not in output and "UnicodeEncodeError" not in output, output
     assert "\\uff5c" in output, "the template's own character cannot be shown in Latin-1"
     losses = [
-        [row["train/loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in row]
+        [
+            row["train/loss"]
+            for row in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "train/loss" in row
+        ]
         for name in ("utf8", "latin1")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     exported = [tmp_path / name / "global_step_2" / "huggingface" for name in ("utf8", "latin1")]
-    assert [(path / "chat_template.jinja").read_text(encoding="utf-8") for path in exported] == [TEMPLATE, TEMPLATE]
+    assert [(path / "chat_template.jinja").read_text(encoding="utf-8") for path in exported] == [
+        TEMPLATE,
+        TEMPLATE,
+    ]

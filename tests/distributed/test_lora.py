@@ -1,6 +1,8 @@
-"""LoRA and frozen parameters in whole runs: any number of ranks, kills, another base, what huggingface/ holds.
+"""LoRA and frozen parameters in whole runs: any number of ranks, kills, another base, what
+huggingface/ holds.
 
-The base has random weights, as a file: what it says does not matter here, only that it is the same everywhere.
+The base has random weights, as a file: what it says does not matter here, only that it is the same
+everywhere.
 """
 
 import json
@@ -26,9 +28,18 @@ from trainer.checkpoint.offline_export import export_from_shards
 from trainer.checkpoint.shards import read_torch
 from trainer.tracking import read_metrics
 
-LORA = ("model.lora_rank=4", "model.use_rslora=true", "optim.lr=0.01", "trainer.checkpoint.export_dtype=float32")
+LORA = (
+    "model.lora_rank=4",
+    "model.use_rslora=true",
+    "optim.lr=0.01",
+    "trainer.checkpoint.export_dtype=float32",
+)
 RECIPE = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=-1")
-FREEZE = ("model.freeze=[embed_tokens,mlp]", "optim.lr=0.01", "trainer.checkpoint.export_dtype=float32")
+FREEZE = (
+    "model.freeze=[embed_tokens,mlp]",
+    "optim.lr=0.01",
+    "trainer.checkpoint.export_dtype=float32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,9 @@ def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     return {name: root / name for name in cases}
 
 
-def start(run_dir: Path, num_ranks: int, *words: str, code: int | None = 0, before: Any = None) -> str:
+def start(
+    run_dir: Path, num_ranks: int, *words: str, code: int | None = 0, before: Any = None
+) -> str:
     """The output of a run that ends with `code`; None: it is killed."""
     words = (*words, f"trainer.default_local_dir={run_dir}")
     found, output = run(num_ranks, *words, log=run_dir.with_suffix(".log"), before=before)
@@ -100,7 +113,10 @@ def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: st
     for name, run_dir in straight.items():
         if name.startswith(kind):
             assert relative(curve(run_dir), curve(expected)) < 1e-6, name
-            assert relative(curve(run_dir, "train/grad_norm"), curve(expected, "train/grad_norm")) < 1e-5, name
+            assert (
+                relative(curve(run_dir, "train/grad_norm"), curve(expected, "train/grad_norm"))
+                < 1e-5
+            ), name
             assert relative(curve(run_dir, "val/loss"), curve(expected, "val/loss")) < 1e-6, name
     losses = curve(expected)
     assert len(losses) == 4 and losses[-1] != losses[0]
@@ -108,7 +124,11 @@ def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: st
 
 @pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
 def test_killed_and_started_again_is_bit_equal(
-    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path, kind: str, changes: tuple[str, ...]
+    words: tuple[str, ...],
+    straight: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    changes: tuple[str, ...],
 ) -> None:
     run_dir = tmp_path / "run"
     start(run_dir, 2, *words, *changes, code=None, before=partial(kill_in_step, 4))
@@ -118,7 +138,8 @@ def test_killed_and_started_again_is_bit_equal(
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "ranks"), [("lora", LORA, (1, 2)), ("freeze", FREEZE, (1, 2)), ("freeze", FREEZE, (2, 1))]
+    ("kind", "changes", "ranks"),
+    [("lora", LORA, (1, 2)), ("freeze", FREEZE, (1, 2)), ("freeze", FREEZE, (2, 1))],
 )
 def test_another_number_of_ranks_continues(
     words: tuple[str, ...],
@@ -138,12 +159,19 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight: dict[str,
     checkpoint = straight["lora 2"] / "global_step_4"
     manifest = layout.inspect(checkpoint).manifest
     assert manifest is not None and len(manifest.tensors) == 14
-    assert all(".lora_" in name for name in manifest.tensors) and len(manifest.fingerprints["base_weights"]) == 64
-    model, optimizer = (read_torch(checkpoint / file(2, 1)) for file in (layout.model_file, layout.optim_file))
+    assert (
+        all(".lora_" in name for name in manifest.tensors)
+        and len(manifest.fingerprints["base_weights"]) == 64
+    )
+    model, optimizer = (
+        read_torch(checkpoint / file(2, 1)) for file in (layout.model_file, layout.optim_file)
+    )
     assert set(model) == set(optimizer["state"]) == set(manifest.tensors)
     names = {path.name for path in (checkpoint / "huggingface").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
-    assert not {"config.json", "model.safetensors"} & names, "transformers would take it for a whole model"
+    assert not {"config.json", "model.safetensors"} & names, (
+        "transformers would take it for a whole model"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -151,7 +179,10 @@ def test_a_frozen_parameter_stays_and_is_saved_without_moments(
     straight: dict[str, Path], root: Path, num_ranks: int
 ) -> None:
     checkpoint = straight[f"freeze {num_ranks}"] / "global_step_4"
-    before, after = (load_file(path / "model.safetensors") for path in (root / "model", checkpoint / "huggingface"))
+    before, after = (
+        load_file(path / "model.safetensors")
+        for path in (root / "model", checkpoint / "huggingface")
+    )
     frozen = {name for name in before if "embed_tokens" in name or "mlp" in name}
     assert before.keys() == after.keys() and len(frozen) == 4
     for name, tensor in before.items():
@@ -159,7 +190,9 @@ def test_a_frozen_parameter_stays_and_is_saved_without_moments(
     moments = read_torch(checkpoint / layout.optim_file(num_ranks, 0))["state"]
     saved = read_torch(checkpoint / layout.model_file(num_ranks, 0))
     assert set(saved) - set(moments) - {"lm_head.weight"} == frozen
-    assert {tuple(tensor.placements) for tensor in saved.values()} == {(Shard(0),)}, "also of what is not sharded"
+    assert {tuple(tensor.placements) for tensor in saved.values()} == {(Shard(0),)}, (
+        "also of what is not sharded"
+    )
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -168,19 +201,30 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_exports_load_in_peft_and_transformers(straight: dict[str, Path], root: Path, tmp_path: Path) -> None:
+def test_exports_load_in_peft_and_transformers(
+    straight: dict[str, Path], root: Path, tmp_path: Path
+) -> None:
     whole = straight["lora 1"] / "global_step_4" / "huggingface"
     alone = straight["lora 2"] / "global_step_4" / "huggingface"
     for adapter in (whole / "lora_adapter", alone):
         base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
         plain = logits_of(base)
         loaded: Any = PeftModel.from_pretrained(base, adapter)
-        assert next(iter(loaded.peft_config.values())).use_rslora and not torch.allclose(logits_of(loaded), plain)
+        assert next(iter(loaded.peft_config.values())).use_rslora and not torch.allclose(
+            logits_of(loaded), plain
+        )
         values = {name: p for name, p in loaded.named_parameters() if ".lora_" in name}
-        stored = {name.replace(".weight", ".default.weight"): t for name, t in load_file(adapter / ADAPTER).items()}
-        assert values.keys() == stored.keys() and all(torch.equal(values[name], t) for name, t in stored.items())
+        stored = {
+            name.replace(".weight", ".default.weight"): t
+            for name, t in load_file(adapter / ADAPTER).items()
+        }
+        assert values.keys() == stored.keys() and all(
+            torch.equal(values[name], t) for name, t in stored.items()
+        )
         direct = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
-        assert torch.equal(logits_of(direct), logits_of(loaded)), "transformers alone, without a word about the base"
+        assert torch.equal(logits_of(direct), logits_of(loaded)), (
+            "transformers alone, without a word about the base"
+        )
         if adapter != alone:
             merged = loaded.merge_and_unload()
     ours = load_file(whole / "model.safetensors")
@@ -197,24 +241,34 @@ def test_exports_load_in_peft_and_transformers(straight: dict[str, Path], root: 
 ADAPTER = "adapter_model.safetensors"
 
 
-def test_an_export_afterwards_is_that_of_the_save(straight: dict[str, Path], root: Path, tmp_path: Path) -> None:
+def test_an_export_afterwards_is_that_of_the_save(
+    straight: dict[str, Path], root: Path, tmp_path: Path
+) -> None:
     checkpoint, moved = straight["lora 1"] / "global_step_4", tmp_path / "moved"
     for lora in ("merged", "both", "adapter"):
         export_from_shards(checkpoint, tmp_path / lora, dtype="float32", lora=lora)
     saved = checkpoint / "huggingface"
     assert files(tmp_path / "both") == files(saved)
-    assert files(tmp_path / "merged") == {k: v for k, v in files(saved).items() if "lora_adapter" not in k}
-    assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (saved / "lora_adapter" / ADAPTER).read_bytes()
+    assert files(tmp_path / "merged") == {
+        k: v for k, v in files(saved).items() if "lora_adapter" not in k
+    }
+    assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (
+        saved / "lora_adapter" / ADAPTER
+    ).read_bytes()
     shutil.copytree(root / "model", moved)
     export_from_shards(checkpoint, tmp_path / "of another place", dtype="float32", base=moved)
     assert files(tmp_path / "of another place") == files(tmp_path / "merged")
     change(moved / "model.safetensors")
-    with pytest.raises(Exception, match=r"not hold the weights that the adapters in .* were trained for"):
+    with pytest.raises(
+        Exception, match=r"not hold the weights that the adapters in .* were trained for"
+    ):
         export_from_shards(checkpoint, tmp_path / "never", dtype="float32", base=moved)
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
 
 
 def change(file: Path) -> None:
@@ -229,13 +283,19 @@ def test_another_base_or_another_adapter_is_refused(
     shutil.copytree(straight["lora 1"], tmp_path / "run")
     shutil.copytree(root / "model", tmp_path / "model")
     change(tmp_path / "model" / "model.safetensors")
-    other = [f"model.partial_pretrain={tmp_path}/model" if "partial_pretrain" in word else word for word in words]
+    other = [
+        f"model.partial_pretrain={tmp_path}/model" if "partial_pretrain" in word else word
+        for word in words
+    ]
     longer = "trainer.total_training_steps=5"
     output = start(tmp_path / "run", 1, *other, *LORA, longer, code=2)
     assert "base_weights" in output and "adapters fit the weights they were trained for" in output
     output = start(tmp_path / "run", 1, *words, *LORA, longer, "model.lora_alpha=32", code=2)
     assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output
-    begins = (f"trainer.resume_from_path={tmp_path}/run/global_step_4", "trainer.resume_mode=resume_path")
+    begins = (
+        f"trainer.resume_from_path={tmp_path}/run/global_step_4",
+        "trainer.resume_mode=resume_path",
+    )
     begins = (*begins, "trainer.checkpoint.load_contents=[model]")
     output = start(tmp_path / "new", 1, *other, *LORA, *begins, code=2)
     assert "base_weights" in output, "from the adapters alone, too"
@@ -253,18 +313,26 @@ def test_an_adapter_begins_where_another_ended(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mamba2"])
-def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tmp_path: Path, family: str) -> None:
-    """With the default layers: also those whose names peft takes for experts in this architecture."""
+def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(
+    tmp_path: Path, family: str
+) -> None:
+    """With the default layers: also those whose names peft takes for experts in this
+    architecture.
+    """
     prepare(tmp_path, family)
     lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=both")
-    output = start(tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora)
+    output = start(
+        tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora
+    )
     assert output.count("LoRA: rank 4 on ") == 1, output
     whole = tmp_path / "run" / "global_step_6" / "huggingface"
     adapter = load_file(whole / "lora_adapter" / ADAPTER)
     base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", whole))
     assert base.keys() == merged.keys()
     for name, tensor in base.items():
-        down, up = (f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight" for x in "AB")
+        down, up = (
+            f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight" for x in "AB"
+        )
         added = 4.0 * adapter.pop(up) @ adapter.pop(down) if up in adapter else torch.zeros(())
         assert torch.equal(merged[name], tensor) if not added.ndim else added.any(), name
         assert torch.allclose(merged[name], tensor + added, rtol=1e-6, atol=1e-7), name
@@ -273,7 +341,9 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tm
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     before = logits_of(plain)
     in_peft = logits_of(PeftModel.from_pretrained(plain, whole / "lora_adapter"))
-    direct = logits_of(AutoModelForCausalLM.from_pretrained(whole / "lora_adapter", dtype=torch.float32))
+    direct = logits_of(
+        AutoModelForCausalLM.from_pretrained(whole / "lora_adapter", dtype=torch.float32)
+    )
     assert not torch.allclose(before, of_merged, rtol=1e-3)
     for logits in (in_peft, direct):
         assert (logits - of_merged).abs().max() < 1e-4 * of_merged.abs().max()

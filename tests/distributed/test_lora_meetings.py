@@ -1,4 +1,6 @@
-"""LoRA beside other keys: offload, recomputation, bfloat16 states and parameters, muon, a rollback."""
+"""LoRA beside other keys: offload, recomputation, bfloat16 states and parameters, muon, a
+rollback.
+"""
 
 import math
 from pathlib import Path
@@ -41,7 +43,9 @@ def runs(words: tuple[str, ...], root: Path) -> dict[str, Path]:
 def adapters(run_dir: Path, step: int = 4) -> dict[str, torch.Tensor]:
     """What rank 0 of two holds of each adapter."""
     file = run_dir / f"global_step_{step}" / "model_world_size_2_rank_0.pt"
-    found = {name: tensor.to_local() for name, tensor in read_torch(file).items() if ".lora_" in name}
+    found = {
+        name: tensor.to_local() for name, tensor in read_torch(file).items() if ".lora_" in name
+    }
     assert found
     return found
 
@@ -51,7 +55,9 @@ def test_memory_is_saved_without_another_bit(runs: dict[str, Path], name: str) -
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert curve(runs[name], key) == curve(runs["plain"], key), key
     ours, theirs = adapters(runs[name]), adapters(runs["plain"])
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[key], value) for key, value in theirs.items()
+    )
 
 
 def test_muon_does_not_depend_on_ranks(runs: dict[str, Path]) -> None:
@@ -75,7 +81,9 @@ def kill_in_fourth() -> None:
 
 
 def spoil_a_gradient() -> None:
-    """In every rank: the norm of one step is no number, once, and the guard gives up at the first such step."""
+    """In every rank: the norm of one step is no number, once, and the guard gives up at the
+    first such step.
+    """
     from trainer.guard import guard
     from trainer.loop import step
 
@@ -90,7 +98,9 @@ def spoil_a_gradient() -> None:
 
 
 def test_a_rollback_takes_adapters_back(words: tuple[str, ...], tmp_path: Path) -> None:
-    """To the checkpoint before, past the batches: as a run on another number of ranks does it, and exported."""
+    """To the checkpoint before, past the batches: as a run on another number of ranks does it,
+    and exported.
+    """
     found = {}
     for num_ranks in (1, 2):
         run_dir = tmp_path / f"ranks {num_ranks}"

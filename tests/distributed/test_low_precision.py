@@ -34,7 +34,8 @@ def whole(source: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], value) and ours[name].dtype == value.dtype for name, value in theirs.items()
+        torch.equal(ours[name], value) and ours[name].dtype == value.dtype
+        for name, value in theirs.items()
     )
 
 
@@ -46,7 +47,9 @@ def begun(run_dir: Path, target: Path, step: int = 4) -> Path:
     return target
 
 
-def test_interrupted_equals_uninterrupted_bit_for_bit(source: Any, whole: tuple[Path, Result], tmp_path: Path) -> None:
+def test_interrupted_equals_uninterrupted_bit_for_bit(
+    source: Any, whole: tuple[Path, Result], tmp_path: Path
+) -> None:
     run_dir, expected = whole
     assert {value.dtype for value in expected.parameters.values()} == {torch.bfloat16}
     kinds = {value.dtype for name, value in expected.moments.items() if not name.endswith(".step")}
@@ -63,27 +66,44 @@ def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
 ) -> None:
     run_dir, expected = whole
     same = run_ranks(run, 2, begun(run_dir, tmp_path / "same"), source, Recipe(STEPS), **LOW)[0]
-    found = run_ranks(run, world_size, begun(run_dir, tmp_path / "other"), source, Recipe(STEPS), **LOW)[0]
+    found = run_ranks(
+        run, world_size, begun(run_dir, tmp_path / "other"), source, Recipe(STEPS), **LOW
+    )[0]
     assert equal(found.loaded, same.loaded) and equal(found.loaded_moments, same.loaded_moments)
     assert found.losses[5][0] == pytest.approx(expected.losses[5][0], rel=1e-6)
-    # a gradient that rounds otherwise may round an element of the next parameters to the other neighbour
+    # a gradient that rounds otherwise may round an element of the next parameters to the other
+    # neighbour
     assert found.losses[6][0] == pytest.approx(expected.losses[6][0], rel=1e-4)
 
 
-def test_the_export_holds_the_parameters_as_they_are(source: Any, whole: tuple[Path, Result]) -> None:
+def test_the_export_holds_the_parameters_as_they_are(
+    source: Any, whole: tuple[Path, Result]
+) -> None:
     run_dir, expected = whole
-    exported = AutoModelForCausalLM.from_pretrained(run_dir / "global_step_6" / "huggingface", dtype=torch.float32)
-    assert all(torch.equal(exported.state_dict()[name], value.float()) for name, value in expected.parameters.items())
+    exported = AutoModelForCausalLM.from_pretrained(
+        run_dir / "global_step_6" / "huggingface", dtype=torch.float32
+    )
+    assert all(
+        torch.equal(exported.state_dict()[name], value.float())
+        for name, value in expected.parameters.items()
+    )
 
 
 def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(
     source: Any, whole: tuple[Path, Result], tmp_path: Path
 ) -> None:
-    """Widening is exact. What narrowing would lose is not lost: refused, with the key that goes on."""
+    """Widening is exact. What narrowing would lose is not lost: refused, with the key that goes
+    on.
+    """
     widened = run_ranks(run, 1, begun(whole[0], tmp_path / "wide"), source, Recipe(STEPS))[0]
     assert widened.start_step == 4
-    assert {value.dtype for value in (widened.loaded | widened.loaded_moments).values()} == {torch.float32}
-    for changes, key in ((STATES, "optim.state_dtype"), ({"model": LOW["model"]}, "model.master_dtype")):
+    assert {value.dtype for value in (widened.loaded | widened.loaded_moments).values()} == {
+        torch.float32
+    }
+    for changes, key in (
+        (STATES, "optim.state_dtype"),
+        ({"model": LOW["model"]}, "model.master_dtype"),
+    ):
         again = begun(tmp_path / "wide", tmp_path / key, step=STEPS)
         with pytest.raises(BaseException, match=rf"ConfigError.* set {key}=float32"):
             run_ranks(run, 1, again, source, Recipe(STEPS + 2), **changes)
@@ -103,32 +123,43 @@ def train(world: Any, source: Any, variants: list[dict[str, Any]]) -> list[Train
         parts = toy_run(world, model, ToySamples(), total_steps=STEPS, **run)
         assert fit(parts) == 0
         rows: Any = parts.tracking
-        found.append((rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(model)))
+        found.append(
+            (rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(model))
+        )
     return found
 
 
 def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source: Any) -> None:
-    """The first step as exactly as in float32: gradients are summed in float32 whatever the parameters are kept in.
-    Later the few elements that were rounded to the other neighbour show.
+    """The first step as exactly as in float32: gradients are summed in float32 whatever the
+    parameters are kept in. Later the few elements that were rounded to the other neighbour show.
     """
     kinds = [STATES, LOW]
     one_by_one, by_two = ([kind | {"max_samples": number} for kind in kinds] for number in (1, 2))
     alone = run_ranks(train, 1, source, [*kinds, *one_by_one])[0]
     expected = alone[: len(kinds)]
-    several = (run_ranks(train, size, source, variants)[0] for size, variants in ((2, one_by_one), (4, by_two)))
+    several = (
+        run_ranks(train, size, source, variants)[0]
+        for size, variants in ((2, one_by_one), (4, by_two))
+    )
     for found in (alone[len(kinds) :], *several):
         for (losses, norms, _), (own_losses, own_norms, _) in zip(expected, found, strict=True):
             assert losses[-1] < losses[0]
             assert own_losses[0] == pytest.approx(losses[0], rel=1e-6)
             assert own_norms[0] == pytest.approx(norms[0], rel=1e-6)
-            assert own_losses == pytest.approx(losses, rel=1e-4) and own_norms == pytest.approx(norms, rel=1e-3)
+            assert own_losses == pytest.approx(losses, rel=1e-4) and own_norms == pytest.approx(
+                norms, rel=1e-3
+            )
 
 
 def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source: Any) -> None:
     """The same bits as with recomputation alone: losses, norms and parameters after six steps."""
     kinds: list[dict[str, Any]] = [{"is_packed": False}, LOW | {"param_dtype": "bfloat16"}]
     hows: list[bool | str] = [True, "offload"]
-    variants = [kind | {"enable_gradient_checkpointing": how, "max_samples": 2} for kind in kinds for how in hows]
+    variants = [
+        kind | {"enable_gradient_checkpointing": how, "max_samples": 2}
+        for kind in kinds
+        for how in hows
+    ]
     found = run_ranks(train, 2, source, variants)[0]
     for expected, offloaded in zip(found[::2], found[1::2], strict=True):
         assert offloaded[:2] == expected[:2] and equal(offloaded[2], expected[2])

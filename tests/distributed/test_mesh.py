@@ -24,7 +24,8 @@ def described(world: World) -> dict[str, Any]:
 def test_neighbours_take_the_same_samples_however_parameters_lie() -> None:
     alike = {"num_data_ranks": 2, "num_shards": 1, "num_replicas": 4, "dimensions": ("ddp", "fsdp")}
     assert run_ranks(described, 4, fsdp_size=1, sequence_size=2) == [
-        {"data_rank": rank // 2, "sequence_rank": rank % 2, "group": (rank % 2, 2), **alike} for rank in range(4)
+        {"data_rank": rank // 2, "sequence_rank": rank % 2, "group": (rank % 2, 2), **alike}
+        for rank in range(4)
     ]
 
 
@@ -42,5 +43,7 @@ def test_the_number_of_replicas_asks_no_mesh() -> None:
 
 def test_ranks_that_do_not_make_whole_groups_are_refused() -> None:
     require_divided(4, 2)
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=3 does not divide the 4 ranks"):
+    with pytest.raises(
+        ConfigError, match="ulysses_sequence_parallel_size=3 does not divide the 4 ranks"
+    ):
         require_divided(4, 3)

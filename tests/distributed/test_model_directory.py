@@ -1,6 +1,8 @@
-"""The model directory is read once: a run exports what it was trained from, whatever becomes of the directory.
+"""The model directory is read once: a run exports what it was trained from, whatever becomes of the
+directory.
 
-Each case trains the same recipe twice: undisturbed, and with the directory removed or changed after some step.
+Each case trains the same recipe twice: undisturbed, and with the directory removed or changed after
+some step.
 """
 
 import json
@@ -25,7 +27,11 @@ CODE = "modeling_own.py"
 
 
 def words_of(root: Path, kind: str, run_dir: Path) -> tuple[str, ...]:
-    return (*words_of_run(root, root / "model", run_dir), FOUR_STEPS, *(MERGED if kind == "merged" else ()))
+    return (
+        *words_of_run(root, root / "model", run_dir),
+        FOUR_STEPS,
+        *(MERGED if kind == "merged" else ()),
+    )
 
 
 def write_model(root: Path, kind: str) -> None:
@@ -44,7 +50,9 @@ def remove(model: Path) -> None:
 
 
 def replace_small_files(model: Path) -> None:
-    """As another revision of the model would be downloaded: new files, renamed over the old ones."""
+    """As another revision of the model would be downloaded: new files, renamed over the old
+    ones.
+    """
     config = json.loads((model / "config.json").read_text())
     config["rope_theta"] = 7.0
     contents = {
@@ -124,7 +132,9 @@ def said_of_the_model(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, bytes]]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, dict[str, bytes]]]:
     """{kind: (where its model and samples lie, the exports of an undisturbed run)}"""
     found = {}
     for kind in KINDS:
@@ -141,7 +151,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 @pytest.mark.parametrize(("kind", "change", "step"), CASES)
 def test_exports_are_those_of_an_undisturbed_run(
-    undisturbed: dict[str, tuple[Path, dict[str, bytes]]], tmp_path: Path, kind: str, change: str, step: int
+    undisturbed: dict[str, tuple[Path, dict[str, bytes]]],
+    tmp_path: Path,
+    kind: str,
+    change: str,
+    step: int,
 ) -> None:
     root, expected = undisturbed[kind]
     model, run_dir = root / "model", tmp_path / "run"
@@ -156,7 +170,9 @@ def test_exports_are_those_of_an_undisturbed_run(
     (said,) = said_of_the_model(run_dir)
     assert said["level"] == "warn" and said["step"] == (2 if step == 1 else 4)
     assert str(model) in said["message"]
-    words_said = {"removed": "gone", "replaced": "tokenizer.json is gone"}.get(change, "model.safetensors changed")
+    words_said = {"removed": "gone", "replaced": "tokenizer.json is gone"}.get(
+        change, "model.safetensors changed"
+    )
     assert words_said in said["message"], said["message"]
 
 
@@ -178,7 +194,9 @@ def change_while_starting(model: Path) -> None:
 def test_files_that_change_while_the_run_starts_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "text")
     before = partial(change_while_starting, tmp_path / "model")
-    code, output = run(2, *words_of(tmp_path, "text", tmp_path / "run"), log=tmp_path / "log", before=before)
+    code, output = run(
+        2, *words_of(tmp_path, "text", tmp_path / "run"), log=tmp_path / "log", before=before
+    )
     assert code == 2, output
     assert f"'{tmp_path}/model' changed while this run read them: tokenizer.json changed" in output
     assert not list((tmp_path / "run").glob("global_step_*"))
@@ -198,7 +216,9 @@ def note_space(noted: Path) -> None:
 def test_the_space_check_counts_the_copies(tmp_path: Path) -> None:
     write_model(tmp_path, "merged")
     before = partial(note_space, tmp_path / "noted")
-    code, output = run(2, *words_of(tmp_path, "merged", tmp_path / "run"), log=tmp_path / "log", before=before)
+    code, output = run(
+        2, *words_of(tmp_path, "merged", tmp_path / "run"), log=tmp_path / "log", before=before
+    )
     assert code == 0, output
     at_start, *at_saves = map(int, (tmp_path / "noted").read_text().split())
     tensors = load_file(tmp_path / "model" / "model.safetensors").values()

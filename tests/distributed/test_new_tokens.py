@@ -1,4 +1,6 @@
-"""`model.new_tokens`: the tokenizer, the weights and the export of a model that learns a chat template of its own."""
+"""`model.new_tokens`: the tokenizer, the weights and the export of a model that learns a chat
+template of its own.
+"""
 
 import json
 import shutil
@@ -19,19 +21,32 @@ from trainer.quickstart import MODEL_DIR
 
 TURN, OVER = "<|turn|>", "<|over|>"
 TEMPLATE = (
-    "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|over|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|over|>\n{% "
+    "endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 
 
 def pretrained(target: Path, *, is_tied: bool, **changes: Any) -> Path:
     """The quickstart's tokenizer with weights of one small layer, rows far from zero on average."""
     shutil.copytree(MODEL_DIR, target)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tree = json.loads((target / "config.json").read_text()) | sizes | {"num_key_value_heads": 1, "head_dim": 16}
-    (target / "config.json").write_text(json.dumps(tree | {"tie_word_embeddings": is_tied} | changes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    tree = (
+        json.loads((target / "config.json").read_text())
+        | sizes
+        | {"num_key_value_heads": 1, "head_dim": 16}
+    )
+    (target / "config.json").write_text(
+        json.dumps(tree | {"tie_word_embeddings": is_tied} | changes)
+    )
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(target), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape[-1]) * 0.05)
@@ -50,7 +65,9 @@ def loaded(world: Any, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(tmp_path: Path, is_tied: bool) -> None:
+def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(
+    tmp_path: Path, is_tied: bool
+) -> None:
     source = pretrained(tmp_path / "model", is_tied=is_tied)
     stored = AutoModelForCausalLM.from_pretrained(source).state_dict()
     num_rows = len(stored["model.embed_tokens.weight"])
@@ -82,7 +99,9 @@ def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path: Path) -
     assert float(((after[number] - trained.mean(0)) / spread).abs().max()) < 0.5
 
 
-def test_tokens_that_exist_are_named_and_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_exist_are_named_and_not_added(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     known = json.loads((MODEL_DIR / "tokenizer.json").read_text())["added_tokens"][0]["content"]
     path, ids = new_tokens.extended(str(MODEL_DIR), [known, TURN, TURN], tmp_path)
     assert list(ids) == [TURN] and f"has '{known}' already: not added" in caplog.text
@@ -98,9 +117,11 @@ def test_a_tokenizer_of_another_kind_is_refused_with_a_way_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_a_base_model_learns_a_template_and_its_export_has_it(tmp_path: Path, is_tied: bool) -> None:
-    """Loaded strictly; the new tokens are one id each, and generation ends at the one that ends a turn. Stopped after
-    two of four steps and resumed, it is the same bit for bit.
+def test_a_base_model_learns_a_template_and_its_export_has_it(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    """Loaded strictly; the new tokens are one id each, and generation ends at the one that ends a
+    turn. Stopped after two of four steps and resumed, it is the same bit for bit.
     """
     source = pretrained(tmp_path / "model", is_tied=is_tied)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
@@ -120,18 +141,29 @@ def test_a_base_model_learns_a_template_and_its_export_has_it(tmp_path: Path, is
         if name == "again":
             shutil.copytree(tmp_path / "whole" / "global_step_2", run_dir / "global_step_2")
             (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
-        code, output = run(2, *own, f"trainer.default_local_dir={run_dir}", log=tmp_path / f"{name}.log")
+        code, output = run(
+            2, *own, f"trainer.default_local_dir={run_dir}", log=tmp_path / f"{name}.log"
+        )
         assert code == 0, output
         exports[name] = run_dir / "global_step_4" / "huggingface"
     weights = [(export / "model.safetensors").read_bytes() for export in exports.values()]
     assert weights[0] == weights[1]
     model, report = AutoModelForCausalLM.from_pretrained(exports["whole"], output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     tokenizer = AutoTokenizer.from_pretrained(exports["whole"])
     ids = [tokenizer.encode(token, add_special_tokens=False) for token in (TURN, OVER)]
     assert [len(each) for each in ids] == [1, 1]
     ends = model.generation_config.eos_token_id
     assert ids[1][0] in (ends if isinstance(ends, list) else [ends])
-    assert model.config.vocab_size % 64 == 0 and len(model.get_input_embeddings().weight) == model.config.vocab_size
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert (
+        model.config.vocab_size % 64 == 0
+        and len(model.get_input_embeddings().weight) == model.config.vocab_size
+    )
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True
+    )
     assert chat["input_ids"][0] == ids[0][0]

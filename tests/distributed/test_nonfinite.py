@@ -1,4 +1,6 @@
-"""A loss or gradient that is not a number on one rank: every rank skips the update, counts it, and gives up in time."""
+"""A loss or gradient that is not a number on one rank: every rank skips the update, counts it,
+and gives up in time.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,12 @@ from trainer.loop import fit
 from trainer.loop.step import StepResult, training_step
 
 
-def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str, total_steps: int = 6) -> Any:
-    """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after each step)."""
+def train_poisoned(
+    world: Any, source: Any, bad_steps: set[int], poison: str, total_steps: int = 6
+) -> Any:
+    """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after
+    each step).
+    """
     model = build_toy_model(world, source)
     parts = toy_run(world, model, ToySamples(), total_steps=total_steps)
     history = []
@@ -27,7 +33,11 @@ def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str, to
         loss = output.loss_sum
         if world.rank == 1 and step in bad_steps:
             # a NaN loss has NaN gradients; a gradient alone can overflow behind a finite loss
-            loss = loss * float("nan") if poison == "loss" else loss + (loss - loss.detach()) * 1e39 * 1e39
+            loss = (
+                loss * float("nan")
+                if poison == "loss"
+                else loss + (loss - loss.detach()) * 1e39 * 1e39
+            )
         return output._replace(loss_sum=loss)
 
     model.forward = forward
@@ -58,7 +68,9 @@ def test_one_bad_step_is_skipped_by_all(source: Any, poison: str) -> None:
     for code, rows, history in run_ranks(train_poisoned, 2, source, {3}, poison):
         assert code == EXIT_DONE
         assert equal(history[2], history[1]), "the poisoned step changed parameters"
-        assert not equal(history[3], history[2]) and all(torch.isfinite(v).all() for v in history[5].values())
+        assert not equal(history[3], history[2]) and all(
+            torch.isfinite(v).all() for v in history[5].values()
+        )
         assert [row["optim/skipped_steps"] for _, row in rows] == [0, 0, 1, 1, 1, 1]
         shown = rows[2][1]["train/loss" if poison == "loss" else "train/grad_norm"]
         assert not torch.isfinite(torch.tensor(shown)), "the bad value is hidden"

@@ -1,4 +1,6 @@
-"""Promise 4 afterwards: an export made from the shards of a checkpoint is the one its save made, or it is not there."""
+"""Promise 4 afterwards: an export made from the shards of a checkpoint is the one its save
+made, or it is not there.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_t
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):  # type: ignore[no-untyped-def]
     # rows that no world size divides
-    source = write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97, dtype="float32")
+    source = write_model_config(
+        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97, dtype="float32"
+    )
     Path(source.path, "tokenizer.json").write_text('{"ä": 1}')
     Path(source.path, "chat_template.jinja").write_text("{{ messages }}")
     return source
@@ -52,15 +56,23 @@ def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def checkpoint(trained, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
     """A copy that a test may break, of two ranks."""
-    return Path(shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2"))
+    return Path(
+        shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2")
+    )
 
 
 def stored(directory: Path) -> Tensors:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def equal(ours: Tensors, theirs: Tensors) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], value) for name, value in theirs.items()
+    )
 
 
 def cast(tensors: Tensors, dtype: str) -> Tensors:
@@ -92,10 +104,14 @@ def watched() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("case", ["plain", "hsdp"])
-def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp_path: Path, case: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(
+    trained, tmp_path: Path, case: str
+) -> None:  # type: ignore[no-untyped-def]
     run_dir, result = trained[case]
     manifest = layout.inspect(run_dir / "global_step_2").manifest
-    assert manifest is not None and manifest.mesh == ({"fsdp": 2} if case == "plain" else {"ddp": 2, "fsdp": 2})
+    assert manifest is not None and manifest.mesh == (
+        {"fsdp": 2} if case == "plain" else {"ddp": 2, "fsdp": 2}
+    )
     export_from_shards(run_dir / "global_step_2", tmp_path / "export", dtype="float32")
     assert contents(tmp_path / "export") == contents(run_dir / "global_step_2" / "huggingface")
     assert (
@@ -105,7 +121,9 @@ def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp
     assert equal(stored(tmp_path / "export"), result.parameters)
 
 
-def run_with(world: Any, run_dir: Path, source: Any, recipe: Recipe, changes: dict[str, Any]) -> Result:
+def run_with(
+    world: Any, run_dir: Path, source: Any, recipe: Recipe, changes: dict[str, Any]
+) -> Result:
     """A run with other settings under `trainer.checkpoint`."""
     config = toy_runs.trainer_config
 
@@ -118,7 +136,9 @@ def run_with(world: Any, run_dir: Path, source: Any, recipe: Recipe, changes: di
 
 
 def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    parameters = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=2), BFLOAT16)[0].parameters
+    parameters = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=2), BFLOAT16)[
+        0
+    ].parameters
     assert equal(parameters, trained["plain"][1].parameters)
     for dtype in ("bfloat16", "float16", "float32"):
         target = tmp_path / dtype
@@ -126,10 +146,16 @@ def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path:
         assert equal(stored(target), cast(parameters, dtype))
         config = json.loads((target / "config.json").read_text())
         assert config["torch_dtype"] == config["dtype"] == dtype
-        loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", output_loading_info=True
+        )
         assert not any(loaded[1].values()) and loaded[0].dtype == getattr(torch, dtype)
-        assert equal({name: p.detach() for name, p in loaded[0].named_parameters()}, cast(parameters, dtype))
-    assert contents(tmp_path / "bfloat16") == contents(tmp_path / "run" / "global_step_2" / "huggingface")
+        assert equal(
+            {name: p.detach() for name, p in loaded[0].named_parameters()}, cast(parameters, dtype)
+        )
+    assert contents(tmp_path / "bfloat16") == contents(
+        tmp_path / "run" / "global_step_2" / "huggingface"
+    )
 
 
 def test_a_save_that_exported_no_weights(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -141,7 +167,9 @@ def test_a_save_that_exported_no_weights(source, tmp_path: Path) -> None:  # typ
 
 
 def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> Tensors:
-    """A checkpoint of step 0 without training, with one parameter set to `largest`; all parameters, whole."""
+    """A checkpoint of step 0 without training, with one parameter set to `largest`; all
+    parameters, whole.
+    """
     run_dir.mkdir(exist_ok=True)
     model = build_toy_model(world, source)
     if largest is not None:
@@ -153,7 +181,12 @@ def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path: Path, dtype: str) -> None:
-    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": False}
+    experts = {
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "tie_word_embeddings": False,
+    }
     source = write_model_config(tmp_path / "model", "qwen3_moe", **experts)
     whole = run_ranks(save_once, 2, tmp_path / "run", source, None)[0]
     with patch.object(export, "MAX_FILE_BYTES", 30_000):
@@ -162,8 +195,12 @@ def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path: Path, dtyp
     assert "model.layers.1.mlp.experts.2.up_proj.weight" in names and names != whole.keys()
     assert names == stored(tmp_path / "run" / "global_step_0" / "huggingface").keys()
     config = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert config["torch_dtype"] == dtype and "dtype" not in config, "a key that the source's config has not"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto", output_loading_info=True)
+    assert config["torch_dtype"] == dtype and "dtype" not in config, (
+        "a key that the source's config has not"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype="auto", output_loading_info=True
+    )
     assert not any(loaded[1].values()), loaded[1]
     assert equal({name: p.detach() for name, p in loaded[0].named_parameters()}, cast(whole, dtype))
 
@@ -178,11 +215,18 @@ def test_several_files_have_an_index_and_load(trained, tmp_path: Path, case: str
     assert len(files) > 2 and files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     assert sorted(set(index["weight_map"].values())) == files
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
-    assert equal({name: p.detach() for name, p in loaded.named_parameters()}, cast(result.parameters, "bfloat16"))
+    assert equal(
+        {name: p.detach() for name, p in loaded.named_parameters()},
+        cast(result.parameters, "bfloat16"),
+    )
 
 
-@pytest.mark.parametrize("name", [layout.model_file(2, 1), layout.extra_file(2, 0), "huggingface/tokenizer.json"])
-def test_a_damaged_file_is_refused_and_named_and_nothing_appears(checkpoint: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [layout.model_file(2, 1), layout.extra_file(2, 0), "huggingface/tokenizer.json"]
+)
+def test_a_damaged_file_is_refused_and_named_and_nothing_appears(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
     flip(checkpoint / name)
     with pytest.raises(ConfigError, match=f"is damaged: {name} changed after it was written"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
@@ -190,26 +234,39 @@ def test_a_damaged_file_is_refused_and_named_and_nothing_appears(checkpoint: Pat
 
 
 def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """The weights exported before, the optimizer, and the second replica; above all the first is a reason to export."""
+    """The weights exported before, the optimizer, and the second replica; above all the first
+    is a reason to export.
+    """
     run_dir, result = trained["hsdp"]
     broken = Path(shutil.copytree(run_dir / "global_step_2", tmp_path / "run" / "global_step_2"))
-    for name in ("huggingface/model.safetensors", layout.optim_file(4, 0), layout.model_file(4, 2), "data.pt"):
+    for name in (
+        "huggingface/model.safetensors",
+        layout.optim_file(4, 0),
+        layout.model_file(4, 2),
+        "data.pt",
+    ):
         flip(broken / name)
     export_from_shards(broken, tmp_path / "export", dtype="float32")
     assert equal(stored(tmp_path / "export"), result.parameters)
 
 
-def test_a_run_that_rotates_the_checkpoint_away_meanwhile(trained, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_rotates_the_checkpoint_away_meanwhile(
+    trained, checkpoint: Path, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     def rotate(operation: fsio.Operation) -> None:
         if operation.path.name == "model.safetensors" and operation.kind == "create":
             shutil.rmtree(checkpoint)
 
     with patch.object(fsio, "observer", rotate):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
-    assert not checkpoint.exists() and equal(stored(tmp_path / "export"), trained["plain"][1].parameters)
+    assert not checkpoint.exists() and equal(
+        stored(tmp_path / "export"), trained["plain"][1].parameters
+    )
 
 
-def test_a_target_that_cannot_be_taken_is_refused(checkpoint: Path, tmp_path: Path, watched: list[str]) -> None:
+def test_a_target_that_cannot_be_taken_is_refused(
+    checkpoint: Path, tmp_path: Path, watched: list[str]
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "empty").mkdir()
@@ -220,7 +277,9 @@ def test_a_target_that_cannot_be_taken_is_refused(checkpoint: Path, tmp_path: Pa
         export_from_shards(checkpoint, tmp_path / "missing" / "export", dtype="float32")
     (tmp_path / "alias").symlink_to(checkpoint)
     with pytest.raises(ConfigError, match="would go when its checkpoint does"):
-        export_from_shards(checkpoint, tmp_path / "alias" / "huggingface" / "export", dtype="float32")
+        export_from_shards(
+            checkpoint, tmp_path / "alias" / "huggingface" / "export", dtype="float32"
+        )
     assert watched == [] and set(os.listdir(tmp_path)) == {"alias", "empty", "file", "link", "run"}
 
 
@@ -248,7 +307,9 @@ def killer(num_before: int) -> Any:
 
 
 def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
-    """Export in a process of its own that is killed before operation 0, 1, ...; what was left each time."""
+    """Export in a process of its own that is killed before operation 0, 1, ...; what was left
+    each time.
+    """
     left: dict[int, str] = {}
     for num_before in range(10**6):
         if (child := os.fork()) == 0:
@@ -256,8 +317,12 @@ def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
                 export_from_shards(checkpoint, target, dtype="float32")
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"operation {num_before}: {status}"
-        left[num_before] = ", ".join(sorted(beside(target) | ({target.name} & set(os.listdir(target.parent)))))
+        assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, (
+            f"operation {num_before}: {status}"
+        )
+        left[num_before] = ", ".join(
+            sorted(beside(target) | ({target.name} & set(os.listdir(target.parent))))
+        )
         for name in beside(target):
             shutil.rmtree(target.parent / name)
         if target.exists():
@@ -272,12 +337,16 @@ def test_killed_at_any_operation_there_is_no_half_export(checkpoint: Path, tmp_p
     left = run_ranks(kill_everywhere, 1, checkpoint, tmp_path / "export")[0]
     last = max(left)
     assert last > 20 and left[0] == "" and left[last] == left[last - 1] == "export", left
-    assert all(left[n].startswith(".export.") and left[n].endswith(".tmp") for n in range(1, last - 1)), left
+    assert all(
+        left[n].startswith(".export.") and left[n].endswith(".tmp") for n in range(1, last - 1)
+    ), left
 
 
 def test_values_beyond_float16_are_refused(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_ranks(save_once, 1, tmp_path / "run", source, 7e4)
-    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' has values beyond the range of float16"):
+    with pytest.raises(
+        ConfigError, match=r"'model\.norm\.weight' has values beyond the range of float16"
+    ):
         export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype="float16")
     export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype="bfloat16")
     assert stored(tmp_path / "export")["model.norm.weight"].isfinite().all()
@@ -297,11 +366,16 @@ def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) ->
 
 def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     def known(model_type: str, **more: Any) -> Any:
-        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type, **more}))
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"model_type": model_type, **more})
+        )
         return offline_export.known_architecture(tmp_path)[0]
 
     config = json.loads(Path(source.path, "config.json").read_text())
-    elsewhere = {"AutoConfig": "someone/model--own.Config", "AutoModelForCausalLM": "someone/model--own.Model"}
+    elsewhere = {
+        "AutoConfig": "someone/model--own.Config",
+        "AutoModelForCausalLM": "someone/model--own.Model",
+    }
     assert type(known("qwen2", auto_map=elsewhere)).__name__ == "Qwen2ForCausalLM"
     assert known("own", auto_map=elsewhere) is None
     with pytest.raises(ConfigError, match=r"cannot be exported with transformers [\d.]+: .*`own`"):
@@ -321,7 +395,9 @@ def test_a_version_that_left_out_buffers_is_noticed(trained, tmp_path: Path) -> 
             export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
 
 
-def test_the_command_exports_what_a_resume_takes(trained, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_exports_what_a_resume_takes(
+    trained, tmp_path: Path, capsys, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     run_dir = Path(shutil.copytree(trained["plain"][0], tmp_path / "run"))
     (run_dir / layout.POINTER).write_text("1")
     assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 0
@@ -341,4 +417,7 @@ def test_the_command_exports_what_a_resume_takes(trained, tmp_path: Path, capsys
 
     monkeypatch.setattr(fsio, "observer", interrupt)
     assert cli.main(["export", str(run_dir / "global_step_2"), str(tmp_path / "again")]) == 130
-    assert capsys.readouterr().err == "interrupted\n" and set(os.listdir(tmp_path)) == {"run", "export"}
+    assert capsys.readouterr().err == "interrupted\n" and set(os.listdir(tmp_path)) == {
+        "run",
+        "export",
+    }

@@ -1,4 +1,6 @@
-"""`prove`: an export that serves what was trained is told so, each broken one is refused with the right word."""
+"""`prove`: an export that serves what was trained is told so, each broken one is refused with
+the right word.
+"""
 
 import dataclasses
 import hashlib
@@ -29,10 +31,13 @@ LAYER = "model.layers.0.self_attn"
 def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     """{case: run directory}: full training exported in bfloat16, adapters in float32.
 
-    Random weights attend to all places alike: with larger keys the loss depends on where a token stands.
+    Random weights attend to all places alike: with larger keys the loss depends on where a token
+    stands.
     """
     weights = load_file(root / "model" / MODEL)
-    changed = {name: 30 * tensor if "k_proj.weight" in name else tensor for name, tensor in weights.items()}
+    changed = {
+        name: 30 * tensor if "k_proj.weight" in name else tensor for name, tensor in weights.items()
+    }
     save_file(changed, root / "model" / MODEL, {"format": "pt"})
     for name, changes in {"full": ("optim.lr=0.01",), "lora": (*LORA, "optim.lr=0.2")}.items():
         start(root / name, 2, *words, *changes)
@@ -54,13 +59,17 @@ def proven(checkpoint: Path) -> Certificate:
 
 @pytest.mark.usefixtures("alone")
 def test_weights_rounded_for_the_export_are_no_fault(words: tuple[str, ...], root: Path) -> None:
-    """Of one sample in a run that computes in float32 that outweighs what is rounded while it is served."""
+    """Of one sample in a run that computes in float32 that outweighs what is rounded while it
+    is served.
+    """
     start(root / "one", 1, *words, "optim.lr=0.01", "data.val_max_samples=1")
     assert proven(root / "one" / STEP).is_equal
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained: dict[str, Path], kind: str) -> None:
+def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(
+    trained: dict[str, Path], kind: str
+) -> None:
     found = proven(trained[kind] / STEP)
     assert found.is_equal and found.causes == () and found.first_difference is None
     assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
@@ -121,7 +130,9 @@ def torn(export: Path) -> None:
 
 def other_base(export: Path) -> None:
     base = export.parent.parent / "base"
-    shutil.copytree(json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"], base)
+    shutil.copytree(
+        json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"], base
+    )
     tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(base)
     keys("adapter_config.json", base_model_name_or_path=str(base))(export)
 
@@ -132,24 +143,48 @@ def no_adapter(found: dict[str, torch.Tensor]) -> None:
 
 
 SPOILED: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "tensors swapped": ("full", tensors(MODEL, swap), f"weights: not the trained ones: {LAYER}.k_proj.weight"),
+    "tensors swapped": (
+        "full",
+        tensors(MODEL, swap),
+        f"weights: not the trained ones: {LAYER}.k_proj.weight",
+    ),
     "a norm halved": (
         "full",
         tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5)),
         "weights: not the trained ones: model.norm.weight",
     ),
     "rope": ("full", rotate, "config.json: rope_parameters.rope_theta is 100"),
-    "norm's epsilon": ("full", keys("config.json", rms_norm_eps=0.5), "config.json: rms_norm_eps is 0.5, the model"),
+    "norm's epsilon": (
+        "full",
+        keys("config.json", rms_norm_eps=0.5),
+        "config.json: rms_norm_eps is 0.5, the model",
+    ),
     "template": ("full", another_template, "chat template: it is not the one"),
     "tokens": ("full", other_tokens, "tokenizer: its vocabulary is not the one"),
     "torn": ("full", torn, f"{MODEL} cannot be read"),
     "base": ("lora", other_base, "base: '"),
-    "alpha": ("lora", keys("adapter_config.json", lora_alpha=1), "adapter: adapter_config.json says lora_alpha=1"),
-    "no adapter": ("lora", tensors(ADAPTER, no_adapter), "adapter: served is the loss of the base model"),
+    "alpha": (
+        "lora",
+        keys("adapter_config.json", lora_alpha=1),
+        "adapter: adapter_config.json says lora_alpha=1",
+    ),
+    "no adapter": (
+        "lora",
+        tensors(ADAPTER, no_adapter),
+        "adapter: served is the loss of the base model",
+    ),
 }
 
 
-LOSES = ("tensors swapped", "a norm halved", "rope", "norm's epsilon", "base", "alpha", "no adapter")
+LOSES = (
+    "tensors swapped",
+    "a norm halved",
+    "rope",
+    "norm's epsilon",
+    "base",
+    "alpha",
+    "no adapter",
+)
 """Those whose loss shows it on so small a model."""
 
 
@@ -160,7 +195,9 @@ def copied(run_dir: Path, target: Path) -> Path:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_broken_export_is_refused_with_the_right_word(trained: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_broken_export_is_refused_with_the_right_word(
+    trained: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     kind, spoil, word = SPOILED[name]
     checkpoint = copied(trained[kind], tmp_path / "run")
     spoil(checkpoint / "huggingface")
@@ -176,7 +213,9 @@ def test_a_broken_export_is_refused_with_the_right_word(trained: dict[str, Path]
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_an_export_that_was_written_wrong_is_found_by_its_loss(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
     """As a fault of the program would leave it: the manifest says what stands there."""
     checkpoint = copied(trained["full"], tmp_path / "run")
     tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(checkpoint / "huggingface")
@@ -200,6 +239,8 @@ def test_nothing_to_compare_with_is_said(trained: dict[str, Path], tmp_path: Pat
         prove_serving(trained["full"] / "global_step_2", engine="transformers", python="")
     checkpoint = copied(trained["full"], tmp_path / "run")
     log = checkpoint.parent / "metrics.jsonl"
-    log.write_text(log.read_text().replace('"val/total_valid_token_count":', '"val/total_valid_token_count":1'))
+    log.write_text(
+        log.read_text().replace('"val/total_valid_token_count":', '"val/total_valid_token_count":1')
+    )
     with pytest.raises(ConfigError, match="no longer those of step 4"):
         prove_serving(checkpoint, engine="transformers", python="")

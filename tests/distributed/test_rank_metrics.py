@@ -27,13 +27,25 @@ NUM_STEPS = 3
 STALL_S = 0.05
 OWN = (
     Metric("test/rank", "1", "sum", "other", "none", "step", "One more than the rank, over ranks."),
-    Metric("test/rank_max", "1", "max", "other", "none", "step", "The largest of them.", of="test/rank"),
-    Metric("test/logit_mean", "1", "mean", "other", "none", "step", "Mean logit of the last chunk of the head."),
+    Metric(
+        "test/rank_max", "1", "max", "other", "none", "step", "The largest of them.", of="test/rank"
+    ),
+    Metric(
+        "test/logit_mean",
+        "1",
+        "mean",
+        "other",
+        "none",
+        "step",
+        "Mean logit of the last chunk of the head.",
+    ),
     Metric("test/host", "1", "main", "other", "none", "step", "As rank 0 has it."),
 )
 
 
-def train(world: World, run_dir: Path, source: Any, *, loss: str = "cross_entropy", samples: Any = None) -> int:
+def train(
+    world: World, run_dir: Path, source: Any, *, loss: str = "cross_entropy", samples: Any = None
+) -> int:
     model = build_toy_model(world, source, loss=loss)
     tracking = Tracking("toy", "toy", [], {}, run_dir=run_dir) if world.is_main else None
     run = toy_run(world, model, samples or ToySamples(), total_steps=NUM_STEPS, tracking=tracking)
@@ -61,7 +73,9 @@ def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
     return train(world, run_dir, source, loss="measuring")
 
 
-def train_measured(world: World, run_dir: Path, source: Any, num_steps: int = 99) -> dict[int, list[float]]:
+def train_measured(
+    world: World, run_dir: Path, source: Any, num_steps: int = 99
+) -> dict[int, list[float]]:
     """Four steps, or so many of them: what was logged of each."""
     add_own_metrics(world)
     recipe = Recipe(total_steps=4, save_freq=-1)
@@ -82,7 +96,9 @@ def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path: Path) 
     assert [(row["test/rank_max"], row["test/host"]) for row in found] == [(2.0, 7)] * NUM_STEPS
     assert len({row["test/logit_mean"] for row in found}) == NUM_STEPS
     assert run_ranks(train, 2, tmp_path / "plain", source) == [0, 0]
-    assert [row["train/loss"] for row in found] == [row["train/loss"] for row in rows(tmp_path / "plain")]
+    assert [row["train/loss"] for row in found] == [
+        row["train/loss"] for row in rows(tmp_path / "plain")
+    ]
 
 
 def test_a_metric_of_ones_own_goes_on_bit_equal_after_a_resume(tmp_path: Path) -> None:
@@ -91,13 +107,19 @@ def test_a_metric_of_ones_own_goes_on_bit_equal_after_a_resume(tmp_path: Path) -
     first = run_ranks(train_measured, 2, tmp_path / "parted", source, 2)[0]
     resumed = run_ranks(train_measured, 2, tmp_path / "parted", source)[0]
     assert sorted(first) == [1, 2] and sorted(resumed) == [3, 4] and first | resumed == straight
-    assert len({values[3] for values in straight.values()}) == 4, "the mean logit follows the weights"
+    assert len({values[3] for values in straight.values()}) == 4, (
+        "the mean logit follows the weights"
+    )
 
 
 def test_what_ranks_combine_is_what_the_guard_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     for metric in OWN:
         monkeypatch.setitem(METRICS, metric.key, metric)
-    assert [metric.key for metric in OWN if is_signal(metric.key)] == ["test/rank", "test/rank_max", "test/logit_mean"]
+    assert [metric.key for metric in OWN if is_signal(metric.key)] == [
+        "test/rank",
+        "test/rank_max",
+        "test/logit_mean",
+    ]
 
 
 class SlowOnOneRank(ToySamples):
@@ -122,14 +144,20 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -
     for row in (second, third):
         assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] > 1.2
         assert row["time/train/data_s_max"] > STALL_S, "rank 0 itself does not wait for data"
-        assert row["time/train/data_s_max"] / 2 <= row["time/train/data_s"] < row["time/train/data_s_max"]
+        assert (
+            row["time/train/data_s_max"] / 2
+            <= row["time/train/data_s"]
+            < row["time/train/data_s_max"]
+        )
         total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
 
 
-def train_noting_norms(world: World, source: Any) -> tuple[dict[str, float], float, list[dict[str, float]]]:
-    """{parameter: squared norm of its whole gradient} and the squared norm of all whole parameters, both before the
-    update of the second of three steps, and the rows of all.
+def train_noting_norms(
+    world: World, source: Any
+) -> tuple[dict[str, float], float, list[dict[str, float]]]:
+    """{parameter: squared norm of its whole gradient} and the squared norm of all whole parameters,
+    both before the update of the second of three steps, and the rows of all.
     """
     squares: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -138,9 +166,15 @@ def train_noting_norms(world: World, source: Any) -> tuple[dict[str, float], flo
 
     def noting(optimizer: Any, **scalars: Any) -> None:
         if run.batches.step == 2:
-            grads = {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
+            grads = {
+                name: parameter.grad.full_tensor().double()
+                for name, parameter in model.named_parameters()
+            }
             squares.update({name: grad.square().sum().item() for name, grad in grads.items()})
-            whole = {name: parameter.detach().full_tensor().double() for name, parameter in model.named_parameters()}
+            whole = {
+                name: parameter.detach().full_tensor().double()
+                for name, parameter in model.named_parameters()
+            }
             weights.update({name: weight.square().sum().item() for name, weight in whole.items()})
         clip.clipped_step(optimizer, **scalars)
 
@@ -153,16 +187,30 @@ def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_p
     """On one rank, sharded over two, and replicated on two."""
     source, key = write_model_config(tmp_path), "optim/grad_norm/"
     told = {}
-    for name, (num_ranks, fsdp_size) in {"one": (1, -1), "sharded": (2, -1), "replicated": (2, 1)}.items():
-        squares, weight_square, rows_of = run_ranks(train_noting_norms, num_ranks, source, fsdp_size=fsdp_size)[0]
+    for name, (num_ranks, fsdp_size) in {
+        "one": (1, -1),
+        "sharded": (2, -1),
+        "replicated": (2, 1),
+    }.items():
+        squares, weight_square, rows_of = run_ranks(
+            train_noting_norms, num_ranks, source, fsdp_size=fsdp_size
+        )[0]
         first, second, third = rows_of
         assert not any(column.startswith(key) for column in first.keys() | third.keys())
         assert second["optim/param_norm"] == pytest.approx(weight_square**0.5, rel=1e-6)
-        told[name] = {block.removeprefix(key): norm for block, norm in second.items() if block.startswith(key)}
+        told[name] = {
+            block.removeprefix(key): norm for block, norm in second.items() if block.startswith(key)
+        }
         for block, norm in told[name].items():
-            parts = [square for parameter, square in squares.items() if parameter.startswith(f"{block}.")]
+            parts = [
+                square for parameter, square in squares.items() if parameter.startswith(f"{block}.")
+            ]
             assert parts and norm == pytest.approx(sum(parts) ** 0.5, rel=1e-6), block
-        assert math.hypot(*told[name].values()) == pytest.approx(second["train/grad_norm"], rel=1e-9)
-    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told["one"].keys()
+        assert math.hypot(*told[name].values()) == pytest.approx(
+            second["train/grad_norm"], rel=1e-9
+        )
+    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told[
+        "one"
+    ].keys()
     for name in ("sharded", "replicated"):
         assert told[name] == pytest.approx(told["one"], rel=1e-5)

@@ -1,4 +1,6 @@
-"""A batch that does harm is found, the run goes back to before it and passes it over; a kill meanwhile is harmless."""
+"""A batch that does harm is found, the run goes back to before it and passes it over; a kill
+meanwhile is harmless.
+"""
 
 import json
 import math
@@ -34,7 +36,9 @@ BEGUN = 200
 """Most runs go on from here, where the clean one stood: what is looked at comes later."""
 PASSED_OVER = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
-"""All samples draw from these; a poisoned one from the rest, which the model has learned never to expect."""
+"""All samples draw from these; a poisoned one from the rest, which the model has learned never
+to expect.
+"""
 
 
 class Samples(OneSource):
@@ -44,7 +48,10 @@ class Samples(OneSource):
 
     def __init__(self, poisoned: frozenset[int]) -> None:
         generator = np.random.default_rng(5)
-        bounds = [(USUAL_TOKENS, VOCAB) if i in poisoned else (0, USUAL_TOKENS) for i in range(NUM_STEPS * BATCH_SIZE)]
+        bounds = [
+            (USUAL_TOKENS, VOCAB) if i in poisoned else (0, USUAL_TOKENS)
+            for i in range(NUM_STEPS * BATCH_SIZE)
+        ]
         self._samples = [generator.integers(low, high, 24).astype(np.int32) for low, high in bounds]
         self.lengths = np.full(len(self._samples), 24)
         self.num_loss_tokens = np.full(len(self._samples), 23)
@@ -80,8 +87,12 @@ class Outcome:
     num_lost_steps: int
 
 
-def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = "") -> Outcome:
-    """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too large, once)."""
+def train(
+    world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = ""
+) -> Outcome:
+    """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too
+    large, once).
+    """
     guard, num_calls = WatchedGuard(on_severe), [layout.read_pointer(run_dir).step or 0]
 
     def gradient_sum(parameters: Any) -> Any:
@@ -104,7 +115,9 @@ def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, 
             Recipe(total_steps=NUM_STEPS, save_freq=20),
             samples=Samples(samples_of(BAD_STEP) if fault == "batch" else frozenset()),
             guard=guard,
-            evidence=EvidenceKeeper(run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}", seed=3),
+            evidence=EvidenceKeeper(
+                run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}", seed=3
+            ),
             local_square_sum=gradient_sum,
         )
     finally:
@@ -113,7 +126,9 @@ def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, 
     lr = {step: row["train/lr(1e-3)"] for step, row in result.rows}
     num_lost_steps = int(result.rows[-1][1]["progress/lost_steps"])
     last_loss = float(np.mean(losses[-10:]))
-    return Outcome(result.exit_code, tuple(guard.steps), last_loss, lr, guard.num_skipped, num_lost_steps)
+    return Outcome(
+        result.exit_code, tuple(guard.steps), last_loss, lr, guard.num_skipped, num_lost_steps
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +150,9 @@ def clean(clean_dir: Path, source: Any) -> Outcome:
 def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
     """A run directory that holds what the clean run had after step `BEGUN`."""
     later = [layout.step_dir_name(step) for step in range(BEGUN + 1, NUM_STEPS + 1)]
-    run_dir = Path(shutil.copytree(clean_dir, tmp_path / "run", ignore=shutil.ignore_patterns(*later)))
+    run_dir = Path(
+        shutil.copytree(clean_dir, tmp_path / "run", ignore=shutil.ignore_patterns(*later))
+    )
     (run_dir / layout.POINTER).write_text(str(BEGUN))
     return run_dir
 
@@ -157,25 +174,42 @@ def only(outcomes: list[Any]) -> Outcome:
 def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     assert found.exit_code == clean.exit_code == EXIT_DONE
     num_until = BAD_STEP + 1 - found.steps[0]
-    assert found.steps[:num_until] == tuple(range(found.steps[0], BAD_STEP + 1)), "found at once, by all ranks"
+    assert found.steps[:num_until] == tuple(range(found.steps[0], BAD_STEP + 1)), (
+        "found at once, by all ranks"
+    )
     again = found.steps[num_until:]
-    assert again == tuple(step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER)
+    assert again == tuple(
+        step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER
+    )
     assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
     assert (found.num_lost_steps, clean.num_lost_steps) == (BAD_STEP - TARGET_STEP, 0)
     (entry,) = rollback.read(run_dir).entries
     assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
-    assert [info.step for info in layout.checkpoints(run_dir)] == [*range(20, 181, 20), 220, 240, 260]
-    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"], "set aside, not lost"
+    assert [info.step for info in layout.checkpoints(run_dir)] == [
+        *range(20, 181, 20),
+        220,
+        240,
+        260,
+    ]
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"], (
+        "set aside, not lost"
+    )
 
 
 @pytest.mark.covers("S2.36:C", "S2.41:C")
-def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back: tuple[Path, Outcome], clean: Outcome) -> None:
+def test_a_poisoned_batch_is_undone_and_not_seen_again(
+    rolled_back: tuple[Path, Outcome], clean: Outcome
+) -> None:
     require_undone(*rolled_back, clean)
-    assert clean.steps == tuple(range(1, NUM_STEPS + 1)) and clean.last_loss == pytest.approx(math.log(8), rel=0.02)
+    assert clean.steps == tuple(range(1, NUM_STEPS + 1)) and clean.last_loss == pytest.approx(
+        math.log(8), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
-def test_two_ranks_undo_it_together_wherever_it_came_from(source: Any, begun: Path, clean: Outcome, fault: str) -> None:
+def test_two_ranks_undo_it_together_wherever_it_came_from(
+    source: Any, begun: Path, clean: Outcome, fault: str
+) -> None:
     found = only(run_ranks(train, 2, begun, source, fault, "rollback", timeout_s=240))
     assert found.steps[0] == BEGUN + 1
     require_undone(begun, found, clean)
@@ -189,13 +223,22 @@ def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcom
     assert {sample["sample_id"] for sample in worst} == samples_of(BAD_STEP)
     assert all(sample["place"] == f"train.jsonl:{sample['sample_id'] + 1}" for sample in worst)
     mean = sum(sample["loss"] for sample in worst) / len(worst)
-    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6), "losses from before the update"
-    assert len(evidence["rows_before"]) == 32 and evidence["rows_before"][-1]["progress/step"] == BAD_STEP - 1
+    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6), (
+        "losses from before the update"
+    )
+    assert (
+        len(evidence["rows_before"]) == 32
+        and evidence["rows_before"][-1]["progress/step"] == BAD_STEP - 1
+    )
 
 
 def test_a_severe_update_can_be_left_out_by_the_device(source: Any, begun: Path) -> None:
     found = only(run_ranks(train, 2, begun, source, "rank", "skip", timeout_s=240))
-    assert found.exit_code == EXIT_DONE and found.skipped == 1 and found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
+    assert (
+        found.exit_code == EXIT_DONE
+        and found.skipped == 1
+        and found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
+    )
 
 
 def test_a_severe_step_can_stop_the_run(source: Any, begun: Path) -> None:
@@ -207,11 +250,15 @@ def test_a_severe_step_can_stop_the_run(source: Any, begun: Path) -> None:
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     source: Any, begun: Path, rolled_back: tuple[Path, Outcome], kill_at: str
 ) -> None:
-    """Before its first word is on the disk the rollback is decided again; after it the next start carries it out."""
+    """Before its first word is on the disk the rollback is decided again; after it the next
+    start carries it out.
+    """
     with pytest.raises(AssertionError, match="died without a result"):
         run_ranks(train, 1, begun, source, "batch", "rollback", kill_at, timeout_s=240)
     assert bool(rollback.read(begun).entries) == ("corrupt" in kill_at)
     resumed = only(run_ranks(train, 1, begun, source, "batch", "rollback", timeout_s=240))
-    assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss, "bit for bit"
+    assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss, (
+        "bit for bit"
+    )
     assert set(resumed.steps[-40:]).isdisjoint(PASSED_OVER) and resumed.steps[-1] == NUM_STEPS
     assert [path.name for path in begun.glob(".corrupt*")] == [".corrupt_global_step_200.0"]

@@ -1,4 +1,6 @@
-"""Cases 11, 12, 14 and 15: the disk refuses, or a rank stands still, in the middle of a save of several ranks."""
+"""Cases 11, 12, 14 and 15: the disk refuses, or a rank stands still, in the middle of a save of
+several ranks.
+"""
 
 import os
 import signal
@@ -30,7 +32,8 @@ NUM_FAILING = 40
 PATIENCE_S = 30.0
 
 
-# the disk refuses ----------------------------------------------------------------------------------------------------
+# the disk refuses ---------------------------------------------------------------------------------
+# -------------------
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +42,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene: Scene, tmp_path: Path, mode: str) -> None:
-    """Half of a sample of the operations fails in each mode (of all with `pytest --full`); every second save is good.
+def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(
+    scene: Scene, tmp_path: Path, mode: str
+) -> None:
+    """Half of a sample of the operations fails in each mode (of all with `pytest --full`); every
+    second save is good.
 
     `python tests/faults/failpoints.py` lets all of them fail in both modes and for both reasons.
     """
-    points = [p for p in thinned(Matrix(scene, tmp_path / "seen", async_save=mode == "async").points) if p.can_fail]
+    points = [
+        p
+        for p in thinned(Matrix(scene, tmp_path / "seen", async_save=mode == "async").points)
+        if p.can_fail
+    ]
     assert len(points) > 80 and {point.rank for point in points} == {0, 1}
     half = some(points, NUM_FAILING)[mode == "async" :: 2]
     failures = [Failure(point, ERRORS[number % 2]) for number, point in enumerate(half)]
@@ -52,12 +62,15 @@ def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene: Scen
     assert not found, "\n".join(found)
 
 
-# a rank stands still -------------------------------------------------------------------------------------------------
+# a rank stands still
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Story:
-    """What a rank lived through: how long the save took that met the stop, how all saves ended, or how the run did."""
+    """What a rank lived through: how long the save took that met the stop, how all saves ended,
+    or how the run did.
+    """
 
     waited_s: float
     outcomes: list[Outcome]
@@ -65,9 +78,18 @@ class Story:
 
 
 def save_around_a_stop(
-    world: World, run_dir: Path, source: Any, recipe: Recipe, victim: int, label: str, notes: Path, grace_s: float
+    world: World,
+    run_dir: Path,
+    source: Any,
+    recipe: Recipe,
+    victim: int,
+    label: str,
+    notes: Path,
+    grace_s: float,
 ) -> Story:
-    """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation `label`; save step 3."""
+    """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation
+    `label`; save step 3.
+    """
     run_dir.mkdir(exist_ok=True)
     saving.Agreement = partial(Agreement, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
@@ -82,7 +104,8 @@ def save_around_a_stop(
     def stop(point: Point) -> None:
         if (world.rank, label) == (victim, point.label):
             fsio.observer = None
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # not a step further, in whatever thread
+            # not a step further, in whatever thread
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     save(1, is_required=True)
     fsio.observer = Watch(world.rank, run_dir, stop)
@@ -107,7 +130,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97)
+    return write_model_config(
+        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
+    )
 
 
 def recipe_of(mode: str) -> Recipe:
@@ -128,8 +153,12 @@ def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
     """When it goes on, late, it learns that its save was given up, and the next one is good."""
     run_dir, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
-    with started_ranks(save_around_a_stop, 3, run_dir, source, recipe_of(mode), 1, label, notes, GRACE_S) as ranks:
-        wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"}, "giving up")
+    with started_ranks(
+        save_around_a_stop, 3, run_dir, source, recipe_of(mode), 1, label, notes, GRACE_S
+    ) as ranks:
+        wait_until(
+            lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"}, "giving up"
+        )
         during = Survey.of(run_dir)
         os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
         stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]
@@ -148,11 +177,21 @@ def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
 def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
     source: Any, tmp_path: Path, mode: str
 ) -> None:
-    """Only it knows whether there is a checkpoint, so the others cannot go on; they end to be started again."""
+    """Only it knows whether there is a checkpoint, so the others cannot go on; they end to be
+    started again.
+    """
     run_dir, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
     with started_ranks(
-        save_around_a_stop, 2, run_dir, source, recipe_of(mode), 0, "phase commit.begin", notes, SHORT_GRACE_S
+        save_around_a_stop,
+        2,
+        run_dir,
+        source,
+        recipe_of(mode),
+        0,
+        "phase commit.begin",
+        notes,
+        SHORT_GRACE_S,
     ) as ranks:
         story = _receive(ranks[1][1], 1, PATIENCE_S)
         ranks[1][0].join(timeout=PATIENCE_S)
@@ -162,7 +201,9 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
         late = _receive(ranks[0][1], 0, PATIENCE_S)
     assert story.outcomes == [Outcome(1, True)]
     assert "the save of step 2 was left undecided: rank 0 gave no answer in time" in story.error
-    assert SAVE_TIMEOUT_S + SHORT_GRACE_S - 0.1 < story.waited_s < SAVE_TIMEOUT_S + SHORT_GRACE_S + 5.0
+    assert (
+        SAVE_TIMEOUT_S + SHORT_GRACE_S - 0.1 < story.waited_s < SAVE_TIMEOUT_S + SHORT_GRACE_S + 5.0
+    )
     assert (during.chosen, during.steps, len(during.leftovers)) == (1, (1,), 1)
     assert "longer than trainer.checkpoint.save_timeout_s" in late.outcomes[1].message
     assert Survey.of(run_dir) == Survey(1, (1,), (), ())

@@ -1,4 +1,6 @@
-"""What must hold at the moment of the commit: files as reported, all synced, in time, and the lock still ours."""
+"""What must hold at the moment of the commit: files as reported, all synced, in time, and the
+lock still ours.
+"""
 
 import os
 import time
@@ -25,8 +27,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_model_config(tmp_path_factory.mktemp("model"))
 
 
-def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int = 30) -> Any:
-    """(log of the operations, warnings) of one save during which `disturb(world, operation)` is called first."""
+def save_watched(
+    world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int = 30
+) -> Any:
+    """(log of the operations, warnings) of one save during which `disturb(world, operation)` is
+    called first.
+    """
     log: list[tuple[str, str, str]] = []
 
     def observe(operation: Operation) -> None:
@@ -39,7 +45,13 @@ def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_time
     if lock is not None:
         lock.acquire()
     manager = checkpoint_manager(
-        world, run_dir, source, parts, Recipe(save_timeout_s=save_timeout_s), lock=lock, retry_after_s=(1000.0, 1000.0)
+        world,
+        run_dir,
+        source,
+        parts,
+        Recipe(save_timeout_s=save_timeout_s),
+        lock=lock,
+        retry_after_s=(1000.0, 1000.0),
     )
     fsio.observer = observe
     save_now(manager, parts, is_required=False)
@@ -54,7 +66,11 @@ def nothing(world: Any, operation: Operation, run_dir: Path) -> None:
 
 def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_path: Path) -> None:
     logs = [log for log, _ in run_ranks(save_watched, 2, tmp_path / "run", source, nothing)]
-    rename = next(i for i, (kind, _, target) in enumerate(logs[0]) if kind == "rename" and "global_step" in target)
+    rename = next(
+        i
+        for i, (kind, _, target) in enumerate(logs[0])
+        if kind == "rename" and "global_step" in target
+    )
     before = [*logs[0][:rename], *logs[1]]
     created = {path for kind, path, _ in before if kind == "create" and ".staging_global" in path}
     directories = {str(Path(path).parent) for path in created}
@@ -62,7 +78,9 @@ def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_p
     assert created <= {path for kind, path, _ in before if kind == "fsync"}
     for directory in directories:
         entries = [
-            i for i, (kind, path, _) in enumerate(logs[0]) if kind == "create" and Path(path).parent == Path(directory)
+            i
+            for i, (kind, path, _) in enumerate(logs[0])
+            if kind == "create" and Path(path).parent == Path(directory)
         ]
         assert ("fsync_dir", directory, "None") in logs[0][entries[-1] : rename], directory
     assert logs[0][rename + 1][:2] == ("fsync_dir", str(tmp_path / "run"))
@@ -98,7 +116,9 @@ def test_a_run_whose_lock_file_was_removed_saves_on(source: Any, tmp_path: Path)
 
 
 def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
-    """What a run that was taken over is told when it points to a checkpoint, and when it goes back to one."""
+    """What a run that was taken over is told when it points to a checkpoint, and when it goes
+    back to one.
+    """
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     lock = RunLock(run_dir) if world.is_main else None
     if lock is not None:
@@ -113,7 +133,11 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     for change in (
         lambda: manager.settle(10, History()),
         lambda: manager.decide_rollback(
-            onset=30, step=40, last_step=60, history=History(), reason="a spike that another run need not see"
+            onset=30,
+            step=40,
+            last_step=60,
+            history=History(),
+            reason="a spike that another run need not see",
         ),
     ):
         with pytest.raises(CannotWriteError) as error:
@@ -122,7 +146,9 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     return told
 
 
-def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(
+    source: Any, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for told in run_ranks(settle_and_roll_back, 2, run_dir, source):
@@ -138,8 +164,12 @@ def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> No
 
 
 @pytest.mark.covers("S3.53")
-def test_a_file_shorter_than_its_rank_reported_is_not_committed(source: Any, tmp_path: Path) -> None:
-    for _, error in run_ranks(save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report):
+def test_a_file_shorter_than_its_rank_reported_is_not_committed(
+    source: Any, tmp_path: Path
+) -> None:
+    for _, error in run_ranks(
+        save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report
+    ):
         assert "optim_world_size_2_rank_1.pt has 1000 bytes" in error
     assert layout.checkpoints(tmp_path / "run") == []
 
@@ -167,6 +197,11 @@ def fall_silent(world: Any, operation: Operation, run_dir: Path) -> None:
 
 
 def test_a_silent_rank_fails_the_save_on_all_and_is_named(source: Any, tmp_path: Path) -> None:
-    errors = [error for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, fall_silent, save_timeout_s=3)]
+    errors = [
+        error
+        for _, error in run_ranks(
+            save_watched, 2, tmp_path / "run", source, fall_silent, save_timeout_s=3
+        )
+    ]
     assert errors == ["rank 1: gave no answer in time", "a rank gave no answer in time"]
     assert layout.checkpoints(tmp_path / "run") == []

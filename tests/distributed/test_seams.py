@@ -1,4 +1,6 @@
-"""What users change is an entry in a dictionary: a loss, an optimizer and a stateful part that only this file knows."""
+"""What users change is an entry in a dictionary: a loss, an optimizer and a stateful part that
+only this file knows.
+"""
 
 import logging
 from pathlib import Path
@@ -21,7 +23,12 @@ from trainer.optim.clip import Optimizer, local
 from trainer.progress import ALL, OWN
 
 SMOOTHING = 0.1
-CHOICES = ({"loss": "smoothed"}, {"optimizer_name": "heavy_ball"}, {"loss": "dft"}, {"optimizer_name": "muon"})
+CHOICES = (
+    {"loss": "smoothed"},
+    {"optimizer_name": "heavy_ball"},
+    {"loss": "dft"},
+    {"optimizer_name": "muon"},
+)
 
 
 def smoothed(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -37,7 +44,9 @@ class HeavyBall(Optimizer):
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         super().__init__(model.parameters(), {"lr": 0.0})
         for parameter in model.parameters():
-            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+            self.state[parameter] = {
+                "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)
+            }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -46,7 +55,9 @@ class HeavyBall(Optimizer):
                 buffer = local(self.state[parameter]["momentum_buffer"])
                 momentum = 0.9 * buffer + local(parameter.grad) / self.grad_scale
                 buffer.copy_(torch.where(self.found_inf > 0, buffer, momentum))
-                local(parameter).sub_(torch.where(self.found_inf > 0, 0.0, momentum), alpha=group["lr"])
+                local(parameter).sub_(
+                    torch.where(self.found_inf > 0, 0.0, momentum), alpha=group["lr"]
+                )
 
 
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
@@ -62,18 +73,25 @@ def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Resu
 def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
     whole = run_ranks(train, 2, tmp_path / "straight", source)[0]
-    stopped, again = (run_ranks(train, 2, tmp_path / "parted", source, *steps)[0] for steps in ((2,), ()))
+    stopped, again = (
+        run_ranks(train, 2, tmp_path / "parted", source, *steps)[0] for steps in ((2,), ())
+    )
     assert [result.exit_code for result in stopped] == [EXIT_RESUMABLE] * len(CHOICES)
     for straight, resumed in zip(whole, again, strict=True):
         assert resumed.start_step == 2 and len(straight.losses) == 4
         assert resumed.losses == {step: straight.losses[step] for step in (3, 4)}
-        for ours, theirs in ((resumed.parameters, straight.parameters), (resumed.moments, straight.moments)):
+        for ours, theirs in (
+            (resumed.parameters, straight.parameters),
+            (resumed.moments, straight.moments),
+        ):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len({straight.losses[4] for straight in whole}) == len(CHOICES)
 
 
 class WeightAverage:
-    """Of this rank's shards over all steps so far: it changes with each step and must go on where it was."""
+    """Of this rank's shards over all steps so far: it changes with each step and must go on
+    where it was.
+    """
 
     state_of = OWN
 
@@ -107,7 +125,10 @@ class Sharded(WeightAverage):
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "parameters": [parameter.detach() for parameter in self._model.parameters()]}
+        return {
+            **super().state_dict(),
+            "parameters": [parameter.detach() for parameter in self._model.parameters()],
+        }
 
 
 def train_averaged(
@@ -147,10 +168,15 @@ def test_a_stateful_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Pa
         assert not any("'average'" in line for line in lines)
 
 
-def test_a_part_that_differs_by_rank_without_saying_so_is_refused_at_the_save(tmp_path: Path) -> None:
+def test_a_part_that_differs_by_rank_without_saying_so_is_refused_at_the_save(
+    tmp_path: Path,
+) -> None:
     """On one rank there is nothing that could differ."""
     source = write_model_config(tmp_path)
-    with pytest.raises(AssertionError, match="part 'average' cannot be saved: it is not the same on rank 0 and rank 1"):
+    with pytest.raises(
+        AssertionError,
+        match="part 'average' cannot be saved: it is not the same on rank 0 and rank 1",
+    ):
         run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Undeclared)
     assert not layout.checkpoints(tmp_path / "run")
     ((steps, *_),) = run_ranks(train_averaged, 1, tmp_path / "alone", source, kind=Undeclared)
@@ -159,7 +185,9 @@ def test_a_part_that_differs_by_rank_without_saying_so_is_refused_at_the_save(tm
 
 def test_a_sharded_tensor_in_the_extra_state_is_refused_at_the_save(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
-    with pytest.raises(AssertionError, match="part 'average' cannot be saved: it holds a sharded tensor"):
+    with pytest.raises(
+        AssertionError, match="part 'average' cannot be saved: it holds a sharded tensor"
+    ):
         run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Sharded)
     assert not layout.checkpoints(tmp_path / "run")
 
@@ -177,7 +205,9 @@ def test_a_part_of_each_rank_is_not_given_to_other_ranks(
     assert info.step == 2
 
 
-def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_says_so(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_says_so(
+    tmp_path: Path,
+) -> None:
     source = write_model_config(tmp_path)
     run_ranks(train_averaged, 1, tmp_path / "run", source, 2, has_average=False)
     ((steps, _, lines),) = run_ranks(train_averaged, 1, tmp_path / "run", source)

@@ -39,15 +39,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """(Family, what differs in config.json, what differs in the configuration)."""
-KEPT = ("train/loss", "train/grad_norm", "train/total_valid_token_count", "moe/router_loss", "moe/load_max_over_mean")
+KEPT = (
+    "train/loss",
+    "train/grad_norm",
+    "train/total_valid_token_count",
+    "moe/router_loss",
+    "moe/load_max_over_mean",
+)
 SAMPLES = ToySamples()
 
 
 def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
-    """By variant: metrics of two steps, the second on micro-batches of one document, and the self-check's errors."""
+    """By variant: metrics of two steps, the second on micro-batches of one document, and the
+    self-check's errors.
+    """
     found: dict[str, Any] = {}
-    for number, (name, (family, changes, settings)) in enumerate([*VARIANTS.items()][:num_variants]):
-        source = write_model_config(root / f"{number} of {world.size}-{world.rank}", family, **changes)
+    for number, (name, (family, changes, settings)) in enumerate(
+        [*VARIANTS.items()][:num_variants]
+    ):
+        source = write_model_config(
+            root / f"{number} of {world.size}-{world.rank}", family, **changes
+        )
         model = build_toy_model(world, source, **settings)
         errors = selfcheck.compare(model, world.device, formula=LOSSES["cross_entropy"].formula)
         rows = []
@@ -62,7 +74,9 @@ def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
 
 
 def evidence(world: World, directory: Path) -> Any:
-    """What is kept of the samples of a step, and how many bytes its forward passes exchange for how many tokens."""
+    """What is kept of the samples of a step, and how many bytes its forward passes exchange for
+    how many tokens.
+    """
     directory.mkdir(exist_ok=True)
     model = build_toy_model(world, write_model_config(directory / str(world.rank)))
     parts = toy_run(world, model, SAMPLES, total_steps=1, max_tokens=80)
@@ -77,7 +91,8 @@ def evidence(world: World, directory: Path) -> Any:
         return None
     kept = json.loads((directory / "evidence" / "step_1.json").read_text())
     own, whole = (
-        sum(map(count, batch.micro_batches)) for count in (lambda m: len(m.input_ids_T), lambda m: sum(m.seqlens))
+        sum(map(count, batch.micro_batches))
+        for count in (lambda m: len(m.input_ids_T), lambda m: sum(m.seqlens))
     )
     for sample in kept["highest_losses"]:
         del sample["place"]
@@ -86,10 +101,14 @@ def evidence(world: World, directory: Path) -> Any:
 
 
 def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path: Path) -> None:
-    """Two ranks; four, of which each holds a copy of the parameters. Nothing that leaks passes the self-check."""
+    """Two ranks; four, of which each holds a copy of the parameters. Nothing that leaks passes
+    the self-check.
+    """
     (expected,) = run_ranks(trained, 1, tmp_path, len(VARIANTS))
     for num_ranks, fsdp_size, num_variants in ((2, -1, len(VARIANTS)), (4, 1, 2)):
-        found, *_ = run_ranks(trained, num_ranks, tmp_path, num_variants, sequence_size=2, fsdp_size=fsdp_size)
+        found, *_ = run_ranks(
+            trained, num_ranks, tmp_path, num_variants, sequence_size=2, fsdp_size=fsdp_size
+        )
         samples, num_bytes, own, whole = found.pop("evidence")
         for name in found:
             for row, plain in zip(found[name]["rows"], expected[name]["rows"], strict=True):
@@ -98,8 +117,12 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path: Path) -> No
             assert max(found[name]["errors"]) < 1e-5, name
         for sample_id, sample in expected["evidence"][0].items():
             assert samples[sample_id] == pytest.approx(sample, rel=1e-5)
-        # 2 layers, heads of 16 float32: 4 of queries, 2 of keys, 2 of values, then outputs of half of 4 for all tokens
-        assert num_bytes == 2 * 16 * 4 * (own * (4 + 2 + 2) + whole * 2) and expected["evidence"][1] == 0
+        # 2 layers, heads of 16 float32: 4 of queries, 2 of keys, 2 of values, then outputs of half
+        # of 4 for all tokens
+        assert (
+            num_bytes == 2 * 16 * 4 * (own * (4 + 2 + 2) + whole * 2)
+            and expected["evidence"][1] == 0
+        )
 
 
 def interrupted(world: World, root: Path, source: Any) -> tuple[Result, Result]:
@@ -114,13 +137,17 @@ def continued(world: World, run_dir: Path, source: Any, total_steps: int) -> Res
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None:
     source = write_model_config(tmp_path / "model")
     (straight, again), *_ = run_ranks(interrupted, 2, tmp_path, source, sequence_size=2)
-    assert again.start_step == 2 and again.losses == {step: straight.losses[step] for step in (3, 4)}
+    assert again.start_step == 2 and again.losses == {
+        step: straight.losses[step] for step in (3, 4)
+    }
     assert_equal(again.parameters, straight.parameters)
     assert_equal(again.moments, straight.moments)
     (alone,) = run_ranks(continued, 1, tmp_path / "cut", source, 6)
@@ -137,9 +164,24 @@ def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("size", "family", "settings", "reason"),
     [
-        (3, "qwen2", {}, "does not divide the 4 attention heads of this model; use one of \\[2, 4\\]"),
-        (2, "qwen2", {"attention": "per_document"}, "cannot be split over ranks, model.attention=per_document; use 1"),
-        (2, "qwen3_next", {}, "Qwen3NextGatedDeltaNet would have to see all tokens of a document; use 1"),
+        (
+            3,
+            "qwen2",
+            {},
+            "does not divide the 4 attention heads of this model; use one of \\[2, 4\\]",
+        ),
+        (
+            2,
+            "qwen2",
+            {"attention": "per_document"},
+            "cannot be split over ranks, model.attention=per_document; use 1",
+        ),
+        (
+            2,
+            "qwen3_next",
+            {},
+            "Qwen3NextGatedDeltaNet would have to see all tokens of a document; use 1",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_its_config_alone(
@@ -150,11 +192,17 @@ def test_what_cannot_be_split_is_refused_by_its_config_alone(
     with pytest.raises(ConfigError, match=reason):
         require_splittable(config, source, max_length=40)
     require_splittable(model_config(**settings), source, max_length=40)
-    require_splittable(model_config(ulysses_sequence_parallel_size=2), write_model_config(tmp_path), max_length=40)
+    require_splittable(
+        model_config(ulysses_sequence_parallel_size=2), write_model_config(tmp_path), max_length=40
+    )
 
 
 def test_ranks_together_take_documents_longer_than_one_takes() -> None:
-    words = ["data.max_token_len_per_gpu=1024", "data.max_length=2048", "model.ulysses_sequence_parallel_size="]
+    words = [
+        "data.max_token_len_per_gpu=1024",
+        "data.max_length=2048",
+        "model.ulysses_sequence_parallel_size=",
+    ]
     assert load_config([*words[:2], words[2] + "2"]).max_micro_batch_tokens == 2048
     with pytest.raises(ConfigError, match=r"1024\) is below 'data.max_length' \(2048\)"):
         load_config(words[:2])

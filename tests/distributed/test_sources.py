@@ -1,5 +1,5 @@
-"""Two sources with a chat template each, and turns apart: resumed inside an epoch bit-equal, measured one by one on any
-ranks.
+"""Two sources with a chat template each, and turns apart: resumed inside an epoch bit-equal,
+measured one by one on any ranks.
 """
 
 from pathlib import Path
@@ -28,7 +28,9 @@ STEPS, LOSS_BY = 4, ("train/loss_by/chats", "train/loss_by/answers")
 
 def inputs_of(files: Path) -> Inputs:
     mix = words(files, chats(files, ",repeat:1.5"), answers(files, ",repeat:1.5"))
-    return prepare_inputs(load_config([*mix, "data.val_ratio=0.2", "data.turns=apart"]), progress=lambda: None)
+    return prepare_inputs(
+        load_config([*mix, "data.val_ratio=0.2", "data.turns=apart"]), progress=lambda: None
+    )
 
 
 def train(world: Any, run_dir: Path, source: Any, files: Path, num_steps: int = 99) -> Result:
@@ -60,14 +62,18 @@ def losses_by_hand(world: Any, source: Any, samples: Samples, ids: list[int]) ->
     return dict(zip(LOSS_BY, (sums[0] / sums[1]).tolist(), strict=True))
 
 
-def train_in_parts(world: Any, run_dir: Path, source: Any, files: Path) -> tuple[Result, int, Result]:
+def train_in_parts(
+    world: Any, run_dir: Path, source: Any, files: Path
+) -> tuple[Result, int, Result]:
     """(A run, the exit code of one that is stopped after two steps, what continues that)."""
     straight = train(world, run_dir / "straight", source, files)
     stopped = train(world, run_dir / "parted", source, files, 2)
     return straight, stopped.exit_code, train(world, run_dir / "parted", source, files)
 
 
-def train_and_check(world: Any, run_dir: Path, source: Any, files: Path) -> tuple[Result, dict[str, float]]:
+def train_and_check(
+    world: Any, run_dir: Path, source: Any, files: Path
+) -> tuple[Result, dict[str, float]]:
     """(A run, the losses of its first batch by hand)."""
     samples = inputs_of(files).train
     first = [int(index) for index in samples.of_rows(Schedule(samples.shares, 8, seed=3).rows(1))]
@@ -75,30 +81,51 @@ def train_and_check(world: Any, run_dir: Path, source: Any, files: Path) -> tupl
     return train(world, run_dir, source, files), by_hand
 
 
-def adds_up(inputs: Inputs, trained: dict[int, dict[str, float]], validated: list[dict[str, float]]) -> None:
+def adds_up(
+    inputs: Inputs, trained: dict[int, dict[str, float]], validated: list[dict[str, float]]
+) -> None:
     """Losses by source, each with its tokens, are the whole loss."""
     assert inputs.validation is not None and validated
     schedule = Schedule(inputs.train.shares, 8, seed=3)
-    steps = [(row, "train", inputs.train, inputs.train.of_rows(schedule.rows(step))) for step, row in trained.items()]
-    steps += [(row, "val", inputs.validation, np.arange(len(inputs.validation))) for row in validated]
+    steps = [
+        (row, "train", inputs.train, inputs.train.of_rows(schedule.rows(step)))
+        for step, row in trained.items()
+    ]
+    steps += [
+        (row, "val", inputs.validation, np.arange(len(inputs.validation))) for row in validated
+    ]
     for row, side, samples, ids in steps:
-        counts = np.bincount(samples.source_of(ids), weights=samples.counts(ids)[1], minlength=len(samples.names))
-        parts = [row[f"{side}/loss_by/{name}"] * count for name, count in zip(samples.names, counts, strict=True)]
+        counts = np.bincount(
+            samples.source_of(ids), weights=samples.counts(ids)[1], minlength=len(samples.names)
+        )
+        parts = [
+            row[f"{side}/loss_by/{name}"] * count
+            for name, count in zip(samples.names, counts, strict=True)
+        ]
         assert sum(parts) == pytest.approx(row[f"{side}/loss"] * counts.sum(), rel=1e-12)
 
 
-def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_one(tmp_path: Path) -> None:
+def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_one(
+    tmp_path: Path,
+) -> None:
     write_sources(tmp_path)
     inputs = inputs_of(tmp_path)
     source = write_model_config(tmp_path / "model", vocab_size=len(inputs.tokenizer))
     assert sum(share.num_samples for share in inputs.train.shares) == 15 + 9, "an epoch has 3 steps"
     for samples in (inputs.train, inputs.validation):
         assert samples is not None
-        assert len(samples.lengths) > sum(share.num_rows for share in samples.shares), "some rows have two turns"
+        assert len(samples.lengths) > sum(share.num_rows for share in samples.shares), (
+            "some rows have two turns"
+        )
     straight, exit_code, resumed = run_ranks(train_in_parts, 2, tmp_path, source, tmp_path)[0]
     assert exit_code == EXIT_RESUMABLE
-    assert resumed.start_step == 2 and resumed.losses == {step: straight.losses[step] for step in (3, 4)}
-    assert all(torch.equal(resumed.parameters[name], straight.parameters[name]) for name in straight.parameters)
+    assert resumed.start_step == 2 and resumed.losses == {
+        step: straight.losses[step] for step in (3, 4)
+    }
+    assert all(
+        torch.equal(resumed.parameters[name], straight.parameters[name])
+        for name in straight.parameters
+    )
 
     rows = {step: row for step, row in straight.rows if "train/loss" in row}
     for step, row in resumed.rows:
@@ -109,6 +136,8 @@ def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_on
     assert len(one_rank.rows) == len(straight.rows)
     for (_, ours), (_, theirs) in zip(one_rank.rows, straight.rows, strict=True):
         keys = [key for key in theirs if key in ("train/loss", "val/loss") or "/loss_by/" in key]
-        assert {key: ours[key] for key in keys} == pytest.approx({key: theirs[key] for key in keys}, rel=1e-6)
+        assert {key: ours[key] for key in keys} == pytest.approx(
+            {key: theirs[key] for key in keys}, rel=1e-6
+        )
     (validated,) = (row for _, row in straight.rows if "val/loss" in row)
     assert {"val/loss_by/chats", "val/loss_by/answers"} <= validated.keys()

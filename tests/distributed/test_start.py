@@ -1,4 +1,6 @@
-"""How a run begins and stops: a shared directory, room on the disk, a stop in validation, a time limit."""
+"""How a run begins and stops: a shared directory, room on the disk, a stop in validation, a
+time limit.
+"""
 
 import shutil
 from dataclasses import replace
@@ -58,7 +60,9 @@ def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
 
 
 @pytest.mark.covers("S3.25:C")
-def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path: Path, source: Any) -> None:
+def test_a_full_disk_is_refused_with_numbers_before_the_first_step(
+    tmp_path: Path, source: Any
+) -> None:
     for error in run_ranks(start_on_full_disk, 2, tmp_path / "run", source):
         assert "a checkpoint needs 1." in error and "0.977 KiB are free" in error
     assert layout.checkpoints(tmp_path / "run") == []
@@ -79,7 +83,11 @@ def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_comp
 
 
 def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
-    config = replace(trainer_config(run_dir, Recipe()), resume_mode="resume_path", resume_from_path=str(checkpoint))
+    config = replace(
+        trainer_config(run_dir, Recipe()),
+        resume_mode="resume_path",
+        resume_from_path=str(checkpoint),
+    )
     config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
     found = start.decide_start(config, RunShape(lambda position: 3, Lineage({})), world)
     return found.is_complete, found.position.step
@@ -90,7 +98,9 @@ def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
     shape = RunShape(lambda position: total_steps, Lineage({}))
     config = trainer_config(run_dir, Recipe())
-    config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto")
+    config = replace(
+        config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto"
+    )
     begun = start.decide_start(config, shape, world)
     if begun.lock is not None:
         begun.lock.release()
@@ -99,19 +109,25 @@ def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
 
 @pytest.mark.parametrize("total_steps", [0, 99])
 def test_why_this_checkpoint_is_said_once(tmp_path: Path, source: Any, total_steps: int) -> None:
-    """Before and under the lock the choice is made alike; a person at the log needs to read it once."""
+    """Before and under the lock the choice is made alike; a person at the log needs to read it
+    once.
+    """
     run_ranks(run, 1, tmp_path / "run", source, Recipe())
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
     said = run_ranks(said_at_start, 1, tmp_path / "run", total_steps)[0]
     assert said and len(said) == len(set(said)), said
 
 
-def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path: Path, source: Any) -> None:
+def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(
+    tmp_path: Path, source: Any
+) -> None:
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
     named = tmp_path / "run" / "global_step_4"
     assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 0)]
     shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / "branch" / "global_step_2")
-    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 2)], "interrupted, it goes on from its own"
+    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 2)], (
+        "interrupted, it goes on from its own"
+    )
 
 
 class StopsInValidation(StopRequest):
@@ -128,14 +144,18 @@ class StopsInValidation(StopRequest):
 
 
 def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
-    """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after` steps and batches."""
+    """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after`
+    steps and batches.
+    """
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.01)
     batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
     changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
     return run(world, run_dir, source, Recipe(), stop=StopsInValidation(stop_after), **changes)
 
 
-def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(tmp_path: Path, source: Any) -> None:
+def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(
+    tmp_path: Path, source: Any
+) -> None:
     def validated(result: Any) -> dict[int, float]:
         return {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
 
@@ -147,7 +167,9 @@ def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(tmp_path: Path, 
     assert (again.exit_code, again.start_step) == (EXIT_DONE, 3)
     assert validated(again) == validated(straight)
     assert again.losses == {step: straight.losses[step] for step in (4, 5, 6)}
-    assert all(torch.equal(again.parameters[name], value) for name, value in straight.parameters.items())
+    assert all(
+        torch.equal(again.parameters[name], value) for name, value in straight.parameters.items()
+    )
 
 
 def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Runs on the text part of a checkpoint of several parts: saved, resumed and exported like any other."""
+"""Runs on the text part of a checkpoint of several parts: saved, resumed and exported like any
+other.
+"""
 
 import shutil
 from pathlib import Path
@@ -45,14 +47,22 @@ def test_a_resumed_run_exports_what_an_uninterrupted_one_does(
     assert resumed.start_step == 2 and resumed.losses.keys() == {3, 4}
     for step, (loss, norm) in resumed.losses.items():
         assert (loss, norm) == pytest.approx(whole.losses[step], rel=0 if num_ranks == 2 else 1e-5)
-    theirs, ours = (contents(path / "global_step_4" / "huggingface") for path in (run_dir, tmp_path / "run"))
+    theirs, ours = (
+        contents(path / "global_step_4" / "huggingface") for path in (run_dir, tmp_path / "run")
+    )
     assert ours.keys() == theirs.keys() and ours[OTHER_PARTS] == theirs[OTHER_PARTS]
     assert num_ranks != 2 or ours == theirs
 
 
-def test_an_export_afterwards_needs_the_checkpoint_alone(source: ModelSource, tmp_path: Path) -> None:
+def test_an_export_afterwards_needs_the_checkpoint_alone(
+    source: ModelSource, tmp_path: Path
+) -> None:
     """Whether the save exported the weights or not; the source is gone."""
-    own = ModelSource(shutil.copytree(source.path, tmp_path / "own"), random_weights=False, trust_remote_code=False)
+    own = ModelSource(
+        shutil.copytree(source.path, tmp_path / "own"),
+        random_weights=False,
+        trust_remote_code=False,
+    )
     whole = whole_checkpoint(own)
     assert whole is not None
     saved = run_ranks(run_with, 2, tmp_path / "bare", own, Recipe(total_steps=1), NO_WEIGHTS)[0]
@@ -62,7 +72,11 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(source: ModelSource, tm
     manifest = layout.inspect(bare).manifest
     assert manifest is not None and manifest.num_passed_through == len(whole.others)
     assert f"huggingface/{OTHER_PARTS}" in {record.path for record in manifest.files}
-    assert set(contents(bare / "huggingface")) & {"model-text.safetensors", "model.safetensors.index.json"} == set()
+    assert (
+        set(contents(bare / "huggingface"))
+        & {"model-text.safetensors", "model.safetensors.index.json"}
+        == set()
+    )
     for path in (bare, checkpoint):
         export_from_shards(path, tmp_path / path.parent.name / "export", dtype="float32")
     exports = [contents(tmp_path / name / "export") for name in ("bare", "run")]
@@ -74,22 +88,38 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(source: ModelSource, tm
     trained = model.model.language_model.layers[1].mlp.up_proj.weight
     assert torch.equal(trained, saved.parameters["model.layers.1.mlp.up_proj.weight"])
     export_from_shards(bare, tmp_path / "half", dtype="bfloat16")
-    assert contents(tmp_path / "half")[OTHER_PARTS] == exports[0][OTHER_PARTS], "whatever the dtype of the text"
-    assert {t.dtype for t in load_file(tmp_path / "half" / "model-text.safetensors").values()} == {torch.bfloat16}
+    assert contents(tmp_path / "half")[OTHER_PARTS] == exports[0][OTHER_PARTS], (
+        "whatever the dtype of the text"
+    )
+    assert {t.dtype for t in load_file(tmp_path / "half" / "model-text.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
-def test_other_parts_that_are_damaged_are_refused(straight: tuple[Path, Any], tmp_path: Path) -> None:
-    checkpoint = Path(shutil.copytree(straight[0] / "global_step_4", tmp_path / "run" / "global_step_4"))
+def test_other_parts_that_are_damaged_are_refused(
+    straight: tuple[Path, Any], tmp_path: Path
+) -> None:
+    checkpoint = Path(
+        shutil.copytree(straight[0] / "global_step_4", tmp_path / "run" / "global_step_4")
+    )
     flip(checkpoint / "huggingface" / OTHER_PARTS)
     with pytest.raises(ConfigError, match=f"is damaged: huggingface/{OTHER_PARTS} changed"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
 
 
-def test_the_digest_covers_every_byte_that_passes_through(source: ModelSource, tmp_path: Path) -> None:
-    changed = ModelSource(shutil.copytree(source.path, tmp_path / "own"), random_weights=False, trust_remote_code=False)
+def test_the_digest_covers_every_byte_that_passes_through(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    changed = ModelSource(
+        shutil.copytree(source.path, tmp_path / "own"),
+        random_weights=False,
+        trust_remote_code=False,
+    )
     whole = whole_checkpoint(source)
     assert whole is not None
-    name, stored = next((name, tensor) for name, tensor in whole.others.items() if tensor.dtype == "F32")
+    name, stored = next(
+        (name, tensor) for name, tensor in whole.others.items() if tensor.dtype == "F32"
+    )
     data = bytearray((file := tmp_path / "own" / "model.safetensors").read_bytes())
     place = data.find(stored.whole().numpy().tobytes())
     data[place] ^= 1

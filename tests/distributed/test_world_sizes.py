@@ -1,4 +1,5 @@
-"""Files of W ranks load on V ranks: parameters and moments bit-equal, uneven and empty shards included.
+"""Files of W ranks load on V ranks: parameters and moments bit-equal, uneven and empty shards
+included.
 
 All pairs of few numbers of ranks; of many with `pytest --full`.
 """
@@ -24,7 +25,9 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Rows that no world size divides (163, 97), and vectors of 2 rows: empty shards from 3 ranks on."""
+    """Rows that no world size divides (163, 97), and vectors of 2 rows: empty shards from 3
+    ranks on.
+    """
     return write_model_config(
         tmp_path_factory.mktemp("model"),
         "qwen3",
@@ -39,17 +42,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Result]]:
-    """{how it was saved: (run directory, the state at step 6)}, with checkpoints of steps 2, 4, 6."""
+    """{how it was saved: (run directory, the state at step 6)}, with checkpoints of steps 2, 4,
+    6.
+    """
     root = tmp_path_factory.mktemp("saved")
-    kinds = [(str(size), size, -1) for size in WORLD_SIZES] + [(f"{w} by {f}", w, f) for w, f in HYBRID]
+    kinds = [(str(size), size, -1) for size in WORLD_SIZES] + [
+        (f"{w} by {f}", w, f) for w, f in HYBRID
+    ]
     found = {}
     for name, world_size, fsdp_size in kinds:
         (root / name).mkdir()
-        found[name] = (root / name, run_ranks(run, world_size, root / name, source, Recipe(), fsdp_size=fsdp_size)[0])
+        found[name] = (
+            root / name,
+            run_ranks(run, world_size, root / name, source, Recipe(), fsdp_size=fsdp_size)[0],
+        )
     return found
 
 
-def load_all(world: Any, run_dirs: list[Path], source: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def load_all(
+    world: Any, run_dirs: list[Path], source: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What this number of ranks makes of each checkpoint: whole parameters and moments."""
     found = []
     for run_dir in run_dirs:
@@ -65,7 +77,9 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
-@pytest.mark.parametrize(("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), *HYBRID])
+@pytest.mark.parametrize(
+    ("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), *HYBRID]
+)
 def test_every_checkpoint_loads_bit_equal(
     saved: dict[str, tuple[Path, Result]], source: Any, world_size: int, fsdp_size: int
 ) -> None:
@@ -80,7 +94,9 @@ def test_every_checkpoint_loads_bit_equal(
 def test_the_same_samples_follow_on_any_number_of_ranks(
     saved: dict[str, tuple[Path, Result]], source: Any, first: int, tmp_path: Path
 ) -> None:
-    """From 2 steps on `first` ranks through 3 ranks and back: losses as on one rank throughout, within rounding."""
+    """From 2 steps on `first` ranks through 3 ranks and back: losses as on one rank throughout,
+    within rounding.
+    """
     shutil.copytree(saved[str(first)][0] / "global_step_2", tmp_path / "there" / "global_step_2")
     there = run_ranks(run, 3, tmp_path / "there", source, Recipe())[0]
     shutil.copytree(tmp_path / "there" / "global_step_4", tmp_path / "back" / "global_step_4")
@@ -88,11 +104,17 @@ def test_the_same_samples_follow_on_any_number_of_ranks(
     assert (there.start_step, back.start_step) == (2, 4)
     losses = saved[str(first)][1].losses | there.losses | back.losses
     for step, (loss, norm) in saved["1"][1].losses.items():
-        assert losses[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)), f"step {step}"
+        assert losses[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)), (
+            f"step {step}"
+        )
 
 
 def anonymous_memory_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -101,7 +123,8 @@ def memory_of_loading(world: Any, run_dir: Path, source: Any) -> tuple[int, int]
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
     state_bytes = sum(3 * p.to_local().nbytes for p in parts.model.parameters())  # type: ignore[attr-defined]
-    for parameter in parts.model.parameters():  # touch the moments, so that their pages exist before
+    # touch the moments, so that their pages exist before
+    for parameter in parts.model.parameters():
         for value in parts.optimizer.state[parameter].values():
             value.add_(1)
     before = anonymous_memory_bytes()
@@ -110,7 +133,9 @@ def memory_of_loading(world: Any, run_dir: Path, source: Any) -> tuple[int, int]
 
 
 def test_loading_maps_the_files_and_keeps_nothing_of_them(tmp_path: Path) -> None:
-    """16 MiB of parameters on 2 ranks, loaded by 3: no rank holds more than its own part afterwards."""
+    """16 MiB of parameters on 2 ranks, loaded by 3: no rank holds more than its own part
+    afterwards.
+    """
     (tmp_path / "model").mkdir()
     source = write_model_config(tmp_path / "model", vocab_size=65536)
     (tmp_path / "run").mkdir()

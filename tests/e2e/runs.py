@@ -49,9 +49,13 @@ def run(
 
 
 @contextmanager
-def started(cwd: Path, num_ranks: int, *overrides: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    cwd: Path, num_ranks: int, *overrides: str, **env: str
+) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own, gone at the end of the block."""
-    process = subprocess.Popen(command(num_ranks, *overrides), start_new_session=True, **_options(cwd, env))
+    process = subprocess.Popen(
+        command(num_ranks, *overrides), start_new_session=True, **_options(cwd, env)
+    )
     try:
         yield process
     finally:
@@ -60,7 +64,9 @@ def started(cwd: Path, num_ranks: int, *overrides: str, **env: str) -> Iterator[
         process.communicate()
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0) -> None:
+def wait_for_step(
+    run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0
+) -> None:
     """Until the log of the run has a row of `step`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -86,7 +92,11 @@ def processes_of(run_dir: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "cwd").resolve() == run_dir and int(entry.name) != os.getpid():
+            if (
+                entry.name.isdigit()
+                and (entry / "cwd").resolve() == run_dir
+                and int(entry.name) != os.getpid()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue

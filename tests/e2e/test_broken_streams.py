@@ -13,12 +13,26 @@ from runs import SMALL, command, curve, environment, processes_of, wait_for_step
 
 
 @contextmanager
-def started(cwd: Path, redirection: str, num_ranks: int, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    cwd: Path, redirection: str, num_ranks: int, *overrides: str
+) -> Iterator[subprocess.Popen[str]]:
     """In a process group of its own, gone at the end of the block."""
-    words = ["bash", "-c", f'exec "$@" {redirection}', "bash", *command(num_ranks, *SMALL, *overrides)]
-    streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = [
+        "bash",
+        "-c",
+        f'exec "$@" {redirection}',
+        "bash",
+        *command(num_ranks, *SMALL, *overrides),
+    ]
+    streams: dict = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     env = environment(TMPDIR=str(cwd / "tmp"))
-    with subprocess.Popen(words, cwd=cwd, env=env, text=True, start_new_session=True, **streams) as process:
+    with subprocess.Popen(
+        words, cwd=cwd, env=env, text=True, start_new_session=True, **streams
+    ) as process:
         try:
             yield process
         finally:
@@ -28,12 +42,15 @@ def started(cwd: Path, redirection: str, num_ranks: int, *overrides: str) -> Ite
 
 @pytest.fixture
 def cwd(tmp_path: Path) -> Path:
-    (tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}").mkdir(parents=True)  # torch's own cache, one per user
+    # torch's own cache, one per user
+    (tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}").mkdir(parents=True)
     return tmp_path
 
 
 def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: str) -> None:
-    """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same with closed streams."""
+    """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same
+    with closed streams.
+    """
     run_dir = cwd / "checkpoints" / "e2e" / "quickstart"
     before = sorted((cwd / "tmp").iterdir())
     with started(cwd, "", 2, cache) as headed:
@@ -52,7 +69,9 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: 
         _, stderr = full.communicate(timeout=120)
         assert full.returncode == 0, stderr
         assert (
-            stderr == "stdout can no longer be written (No space left on device): nothing is shown there from now on\n"
+            stderr
+            == "stdout can no longer be written (No space left on device): nothing is shown there "
+            "from now on\n"
         )
     with started(cwd, ">&- 2>&-", 1, cache) as closed:
         assert closed.wait(timeout=120) == 0

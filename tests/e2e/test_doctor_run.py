@@ -1,4 +1,5 @@
-"""`doctor --run` on two CPU ranks: a sound machine is found sound, each planted fault is named, nothing is left behind.
+"""`doctor --run` on two CPU ranks: a sound machine is found sound, each planted fault is named,
+nothing is left behind.
 
 A `sitecustomize` on the path of the ranks plants the faults.
 """
@@ -77,7 +78,10 @@ def test_a_sound_machine_is_found_sound_and_the_run_is_not_touched(
     said = json.loads(capfd.readouterr().out)
     found = {one["check"]: one for one in said["checks"]}
     assert {name: found[name]["level"] for name in LINES} == dict.fromkeys(LINES, "ok")
-    assert "resumed from step" in found["resume"]["what"] and f"{NUM_STEPS} steps" in found["resume"]["what"]
+    assert (
+        "resumed from step" in found["resume"]["what"]
+        and f"{NUM_STEPS} steps" in found["resume"]["what"]
+    )
     assert said["not_checked"] == []
     assert list(temporary.iterdir()) == [] and not (tmp_path / "mine").exists()
     assert processes_of(tmp_path) == []
@@ -91,9 +95,15 @@ def test_a_gradient_that_is_lost_on_one_rank_is_found(runs: Callable[[str], Runs
     assert found.level == "fail" and found.fix
 
 
-def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(runs: Callable[[str], Runs]) -> None:
+def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(
+    runs: Callable[[str], Runs],
+) -> None:
     found = training.check_resume(runs(RANDOM_SUMS))
-    assert found.level == "fail" and "not deterministic" in found.what and "trainer.deterministic" in found.fix
+    assert (
+        found.level == "fail"
+        and "not deterministic" in found.what
+        and "trainer.deterministic" in found.fix
+    )
 
 
 def test_a_run_that_continues_differently_is_found(runs: Callable[[str], Runs]) -> None:
@@ -102,12 +112,17 @@ def test_a_run_that_continues_differently_is_found(runs: Callable[[str], Runs]) 
 
 
 def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
-    runs: Callable[[str], Runs], recipe: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
+    runs: Callable[[str], Runs],
+    recipe: list[str],
+    temporary: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     runs(CRASH)
     assert doctor.main(["2", "--run", *recipe]) == 1
     out, err = capfd.readouterr()
-    assert "\nfail  training: " in out and out.endswith("ranks, packing, resume, peak memory, speed\n")
+    assert "\nfail  training: " in out and out.endswith(
+        "ranks, packing, resume, peak memory, speed\n"
+    )
     assert "the card fell off the bus" in err and list(temporary.iterdir()) == []
 
 
@@ -115,10 +130,14 @@ def test_what_fails_before_training_keeps_it_from_starting(
     recipe: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main(["2", "--run", *recipe, "model.partial_pretrain=./gone"]) == 1
-    assert capfd.readouterr().out.endswith(f"{', '.join(LINES)}\n") and list(temporary.iterdir()) == []
+    assert (
+        capfd.readouterr().out.endswith(f"{', '.join(LINES)}\n") and list(temporary.iterdir()) == []
+    )
 
 
-def test_a_signal_ends_the_runs_and_removes_them(recipe: list[str], temporary: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_the_runs_and_removes_them(
+    recipe: list[str], temporary: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "trainer.cli.doctor", "2", "--run", *recipe]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(temporary))
@@ -135,14 +154,18 @@ def test_a_signal_ends_the_runs_and_removes_them(recipe: list[str], temporary: P
     assert processes_of(tmp_path) == [] and list(temporary.iterdir()) == []
 
 
-def test_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}.items():
         monkeypatch.setenv(name, value)
     assert doctor.main(["2", "--run"]) == 2
     assert "NNODES" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], True), (["trainer.deterministic=false"], False)])
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], True), (["trainer.deterministic=false"], False)]
+)
 def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
     words: list[str], expected: bool, tmp_path: Path
 ) -> None:
@@ -150,13 +173,19 @@ def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
 
 
 class MadeRuns(Runs):
-    """Runs whose logged rows are made up: `others` by name, for all that are not the straight one."""
+    """Runs whose logged rows are made up: `others` by name, for all that are not the straight
+    one.
+    """
 
-    def __init__(self, directory: Path, rows: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, directory: Path, rows: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]
+    ) -> None:
         super().__init__(["trainer.device=cpu"], 2, directory, is_on_gpu=False)
         self.made = {"straight": rows, **others}
 
-    def train(self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None) -> ShortRun:
+    def train(
+        self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None
+    ) -> ShortRun:
         if name not in self.made:
             raise RunFailedError(f"{name}: CUDA out of memory")
         run = MadeRun(self.directory / name, self.made[name])
@@ -189,13 +218,17 @@ def rows(loss: float = 2.0, *, norm: float = 1.0, rss_gib: float = 1.0) -> list[
         (float("nan"), 1.0, "fail"),
     ],
 )
-def test_packed_documents_that_see_each_other_are_found(tmp_path: Path, loss: float, norm: float, level: str) -> None:
+def test_packed_documents_that_see_each_other_are_found(
+    tmp_path: Path, loss: float, norm: float, level: str
+) -> None:
     made = MadeRuns(tmp_path, rows(), {"alone": rows(loss, norm=norm)})
     assert training.check_packing(made).level == level
 
 
 @pytest.mark.parametrize(("loss", "level"), [(2.003, "ok"), (2.005, "fail"), (8.0, "fail")])
-def test_in_bfloat16_four_times_its_rounding_is_allowed(tmp_path: Path, loss: float, level: str) -> None:
+def test_in_bfloat16_four_times_its_rounding_is_allowed(
+    tmp_path: Path, loss: float, level: str
+) -> None:
     others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
     made = MadeRuns(tmp_path, rows(), others)
     made._overrides = (*made._overrides, "model.fsdp_config.param_dtype=bfloat16")
@@ -212,9 +245,13 @@ def test_more_memory_than_planned_is_found(tmp_path: Path, planned_gib: float, l
     assert training.check_memory(made, lambda config, num_ranks: planned_gib).level == level
 
 
-def test_a_run_that_lost_its_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_lost_its_checkpoint_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = MadeRuns(tmp_path, rows(), {})
-    monkeypatch.setattr(made, "train_killed", lambda: KilledRun(tmp_path / "killed", saved_before=4, resumed_from=0))
+    monkeypatch.setattr(
+        made, "train_killed", lambda: KilledRun(tmp_path / "killed", saved_before=4, resumed_from=0)
+    )
     found = training.check_resume(made)
     assert found.level == "fail" and "step 4 was saved" in found.what
     monkeypatch.setattr(made, "train_killed", lambda: None)

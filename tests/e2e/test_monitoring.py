@@ -18,7 +18,10 @@ NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")
 NOT_ALWAYS = {
     "train/objective",
     "checkpoint/failed_in_a_row",
-    *(f"data/{total}_by/<source>" for total in ("rows", "tokens", "valid_token_frac", "repeat", "times")),
+    *(
+        f"data/{total}_by/<source>"
+        for total in ("rows", "tokens", "valid_token_frac", "repeat", "times")
+    ),
     "train/loss_by/<source>",
     "val/loss_by/<source>",
     "moe/router_loss",
@@ -52,7 +55,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"trainer.cli.{name}", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.covers("S0.29", "S0.34", "S4.40")
@@ -74,16 +79,23 @@ def test_phases_close_within_two_per_cent(watched: Path) -> None:
     for row in rows:
         total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
-    # of a single step it may be more: where a busy machine takes the processor away, that phase has the time
-    unclaimed = statistics.median(row["time/train/other_s"] / row["time/train/step_s"] for row in rows)
+    # of a single step it may be more: where a busy machine takes the processor away, that phase has
+    # the time
+    unclaimed = statistics.median(
+        row["time/train/other_s"] / row["time/train/step_s"] for row in rows
+    )
     assert unclaimed < 0.02
     told_s = sum(row["time/train/step_s"] for row in rows[1:])
-    assert told_s == pytest.approx(sum(row["train/time(s)"] for row in rows[:-1]), rel=0.02), "each of the step before"
+    assert told_s == pytest.approx(sum(row["train/time(s)"] for row in rows[:-1]), rel=0.02), (
+        "each of the step before"
+    )
 
 
 def test_a_run_leaves_report_events_heartbeats_and_traces(watched: Path) -> None:
     assert "<html" in (watched / "report.html").read_text()[:300].lower()
-    kinds = [json.loads(line)["kind"] for line in (watched / "events.jsonl").read_text().splitlines()]
+    kinds = [
+        json.loads(line)["kind"] for line in (watched / "events.jsonl").read_text().splitlines()
+    ]
     assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("checkpoint") == 3
     for rank in (0, 1):
         assert json.loads((watched / "heartbeat" / f"rank_{rank}.json").read_text())["rank"] == rank
@@ -94,7 +106,9 @@ def test_a_run_leaves_report_events_heartbeats_and_traces(watched: Path) -> None
 
 def test_the_commands_read_a_real_run(watched: Path) -> None:
     report = tool("report", str(watched))
-    assert report.returncode == 0 and f"steps {NUM_STEPS} of {NUM_STEPS}" in report.stdout, report.stderr
+    assert report.returncode == 0 and f"steps {NUM_STEPS} of {NUM_STEPS}" in report.stdout, (
+        report.stderr
+    )
     diagnosis = tool("report", "--json", "--check", str(watched))
     assert diagnosis.returncode in (0, 1), diagnosis.stderr
     assert json.loads(diagnosis.stdout)["best_checkpoint"]["step"] in (25, 50, NUM_STEPS)

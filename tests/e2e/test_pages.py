@@ -1,9 +1,11 @@
-"""Every command block of README.md and docs/ is executed, or says on the page what it needs that CI lacks.
+"""Every command block of README.md and docs/ is executed, or says on the page what it needs that CI
+lacks.
 
-As it stands on the page, from a directory that has the files of which the page speaks, with these differences: a run
-has two ranks at most, which are forked instead of started; behind its words stand those of a tiny run (`tiny_model`,
-two steps, at most 8 tokens an answer) where the page does not set the key; README's first run is the run directory of
-all pages, and its export the model that they name.
+As it stands on the page, from a directory that has the files of which the page speaks, with these
+differences: a run has two ranks at most, which are forked instead of started; behind its words
+stand those of a tiny run (`tiny_model`, two steps, at most 8 tokens an answer) where the page does
+not set the key; README's first run is the run directory of all pages, and its export the model that
+they name.
 """
 
 import ast
@@ -32,7 +34,15 @@ from trainer.launch import __main__ as launch
 from trainer.run.compose import load_config
 from trainer.tracking import Tracking
 
-LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account", "lm-evaluation-harness"}
+LACKING = {
+    "8 GPUs",
+    "the network",
+    "vLLM",
+    "a server",
+    "a browser",
+    "an account",
+    "lm-evaluation-harness",
+}
 """What CI has not; a page names it behind a command as `[needs …]`."""
 ELSEWHERE = {
     "bash run_tests.sh": "tests/unit/test_run_scripts.py::test_the_tests_add_their_tools_and_end_with_pytest",
@@ -42,7 +52,12 @@ ELSEWHERE = {
 }
 """Commands that take minutes, and the test that executes each on something small."""
 RUN = Path("checkpoints/sft/quickstart")
-STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[console]")
+STEPS = (
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+    "trainer.test_freq=1",
+    "trainer.logger=[console]",
+)
 MEANT = {
     "Qwen/Qwen2.5-0.5B-Instruct": "model",
     "partial_pretrain=DIR": "partial_pretrain=model",
@@ -53,7 +68,10 @@ MEANT = {
 }
 """What a reader puts in the place of the pages' words."""
 TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats")
-CHATS = [[{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(40)]
+CHATS = [
+    [{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}]
+    for n in range(40)
+]
 
 
 class Reader:
@@ -69,7 +87,10 @@ class Reader:
         rows = [{"messages": messages} for messages in CHATS]
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         files = {"chats.jsonl": text, "data/chats.jsonl": text}
-        files |= {"mine.yaml": "optim: {lr: 1.0e-5}\n", "conf/experiment/mine.yaml": "optim: {lr: 1.0e-5}\n"}
+        files |= {
+            "mine.yaml": "optim: {lr: 1.0e-5}\n",
+            "conf/experiment/mine.yaml": "optim: {lr: 1.0e-5}\n",
+        }
         files["tasks.jsonl"] = json.dumps({"prompt": "Write f.", "tests": "assert f"}) + "\n"
         for name, content in files.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +107,10 @@ class Reader:
         for word, meant in MEANT.items():
             command = command.replace(word, meant)
         words = shlex.split(command, comments=True)
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(io.StringIO()) as said,
+        ):
             while re.match(r"[A-Z_]+=", words[0]):
                 patch.setenv(*words.pop(0).split("=", 1))
             target = None
@@ -125,25 +149,33 @@ class Reader:
         (number,) = (word for word in command if word.startswith("--nproc-per-node="))
         words = command[command.index("trainer") + 1 :]
         here = functools.partial(os.chdir, self.root)
-        code, output = whole_runs.run(int(number.partition("=")[2]), *words, log=self.root / "log", before=here)
+        code, output = whole_runs.run(
+            int(number.partition("=")[2]), *words, log=self.root / "log", before=here
+        )
         print(output)
         return 1 if code is None else code
 
     def train(self, *words: str, num_ranks: int | None = None) -> api.RunDirectory:
         """In place of `trainer.api.train`, which starts a process."""
         words = (*words, *self.words_behind(list(words)), "trainer.experiment_name=from_python")
-        code, output = whole_runs.run(1, *words, log=self.root / "log", before=functools.partial(os.chdir, self.root))
+        code, output = whole_runs.run(
+            1, *words, log=self.root / "log", before=functools.partial(os.chdir, self.root)
+        )
         assert code == 0, output
         return api.RunDirectory(Path(load_config(list(words)).trainer.default_local_dir))
 
 
 def what_executes(command: str) -> str | None:
-    """The test that does what takes too long here. Raises `AssertionError` for a test that is not there."""
+    """The test that does what takes too long here. Raises `AssertionError` for a test that is
+    not there.
+    """
     test = next((test for start, test in ELSEWHERE.items() if command.startswith(start)), None)
     if test is not None:
         file, _, name = test.partition("::")
         tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
-        assert name in {part.name for part in tree.body if isinstance(part, ast.FunctionDef)}, f"there is no {test}"
+        assert name in {part.name for part in tree.body if isinstance(part, ast.FunctionDef)}, (
+            f"there is no {test}"
+        )
     return test
 
 
@@ -162,9 +194,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_command_of_a_page_is_executed_or_says_what_it_needs(page: Path, reader: Reader) -> None:
+def test_every_command_of_a_page_is_executed_or_says_what_it_needs(
+    page: Path, reader: Reader
+) -> None:
     reader.write_files()
-    for command in (command for block in blocks_of(page.read_text(), "bash") for command in commands_in(block)):
+    for command in (
+        command for block in blocks_of(page.read_text(), "bash") for command in commands_in(block)
+    ):
         if (needs := NEEDS.search(command)) is not None:
             assert needs[1] in LACKING, command
         elif what_executes(command) is None:
@@ -177,7 +213,9 @@ def test_every_command_of_a_page_is_executed_or_says_what_it_needs(page: Path, r
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks_of(page.read_text(), "python")], ids=lambda p: p.stem
 )
-def test_the_python_of_a_page_runs(page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs(
+    page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader.write_files()
     monkeypatch.setattr(api, "train", reader.train)
     for number, block in enumerate(blocks_of(page.read_text(), "python")):

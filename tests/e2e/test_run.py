@@ -12,7 +12,18 @@ import pytest
 import torch
 import torch.distributed.tensor  # for weights_only loading of shards
 import whole_runs
-from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, rows, run, started, wait_for_step
+from runs import (
+    REPOSITORY,
+    SMALL,
+    command,
+    curve,
+    environment,
+    processes_of,
+    rows,
+    run,
+    started,
+    wait_for_step,
+)
 from safetensors.torch import load_file
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +36,11 @@ GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
-    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*") if p.is_file()}
+    return {
+        str(p): (p.stat().st_mtime_ns, p.stat().st_size)
+        for p in directory.rglob("*")
+        if p.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +52,9 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return run_dir_of(cwd), done.stdout
 
 
-@pytest.mark.covers("S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15")
+@pytest.mark.covers(
+    "S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15"
+)
 @pytest.mark.covers("S3.55:C", "S3.57:C")
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
@@ -62,9 +79,13 @@ def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
         "throughput/train/tokens_per_s",
     ):
         assert list(curve(run_dir, key)) == list(range(1, 13)), key
-    kinds = [json.loads(row)["kind"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kinds = [
+        json.loads(row)["kind"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert (kinds.count("train"), kinds.count("val")) == (12, 2), "a rank other than 0 writes too"
-    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [f"global_step_{n}" for n in (12, 3, 6, 9)]
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [
+        f"global_step_{n}" for n in (12, 3, 6, 9)
+    ]
 
 
 def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> None:
@@ -78,7 +99,11 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
 def test_a_checkpoint_takes_the_disk_that_was_planned(straight: tuple[Path, str]) -> None:
     config = load_config([*SMALL, "trainer.device=cpu"])
     disk = plan_disk(config, plan_memory(config, 2))
-    files = [path.stat().st_size for path in (straight[0] / "global_step_12").rglob("*") if path.is_file()]
+    files = [
+        path.stat().st_size
+        for path in (straight[0] / "global_step_12").rglob("*")
+        if path.is_file()
+    ]
     few = 300_000  # bytes of names and the like that are not planned, whatever the model
     assert disk.checkpoint_bytes == pytest.approx(sum(files), abs=few)
     assert disk.num_checkpoints == 12 // 3
@@ -89,11 +114,15 @@ def run_dir_of(cwd: Path) -> Path:
 
 
 def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> None:
-    """Start the command; kill every process of it so long after it logged this step and has any checkpoint."""
+    """Start the command; kill every process of it so long after it logged this step and has any
+    checkpoint.
+    """
     with started(cwd, 2, *overrides) as process:
         wait_for_step(run_dir_of(cwd), step, process)
         while not (run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists():
-            assert process.poll() is None, f"the run ended with {process.returncode} before it saved"
+            assert process.poll() is None, (
+                f"the run ended with {process.returncode} before it saved"
+            )
             time.sleep(0.02)
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
@@ -119,10 +148,13 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.covers("S3.27", "S3.29")
-def test_kill_9_then_the_same_command(straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path) -> None:
+def test_kill_9_then_the_same_command(
+    straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path
+) -> None:
     """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
 
-    With `pytest --full` killed twice more, at random moments; those of test_kills.py are without the launcher.
+    With `pytest --full` killed twice more, at random moments; those of test_kills.py are without
+    the launcher.
     """
     seed = 0
     chance = random.Random(seed)
@@ -139,16 +171,25 @@ def test_kill_9_then_the_same_command(straight: tuple[Path, str], killed: Path, 
         assert every_value(run_dir, key) == every_value(straight[0], key), key
     for rank in range(2):
         name = f"global_step_12/optim_world_size_2_rank_{rank}.pt"
-        ours, theirs = (torch.load(d / name, weights_only=True)["state"] for d in (run_dir, straight[0]))
+        ours, theirs = (
+            torch.load(d / name, weights_only=True)["state"] for d in (run_dir, straight[0])
+        )
         for parameter, state in theirs.items():
-            assert torch.equal(ours[parameter]["exp_avg"]._local_tensor, state["exp_avg"]._local_tensor)
-    ours, theirs = (load_file(d / "global_step_12/huggingface/model.safetensors") for d in (run_dir, straight[0]))
+            assert torch.equal(
+                ours[parameter]["exp_avg"]._local_tensor, state["exp_avg"]._local_tensor
+            )
+    ours, theirs = (
+        load_file(d / "global_step_12/huggingface/model.safetensors")
+        for d in (run_dir, straight[0])
+    )
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]:
     """(exit code, output) of a start whose launcher is not what is looked at."""
-    return whole_runs.run(num_ranks, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.parent / "log")
+    return whole_runs.run(
+        num_ranks, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.parent / "log"
+    )
 
 
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
@@ -168,7 +209,9 @@ def test_continue_on_other_ranks(
 
 
 @pytest.mark.covers("S3.16", "S3.26")
-def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
+def test_signal_saves_and_leaves_with_75(
+    straight: tuple[Path, str], cache: str, tmp_path: Path
+) -> None:
     """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir, saved = run_dir_of(tmp_path), 0
@@ -200,11 +243,25 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(cache: str, tmp_path: Path) -> None:
-    """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs is still found."""
+def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(
+    cache: str, tmp_path: Path
+) -> None:
+    """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs
+    is still found.
+    """
     (temporary := tmp_path / "tmp").mkdir()
-    endless = ("trainer.total_training_steps=4000", "trainer.save_freq=100000", "trainer.test_freq=-1")
-    words = (cache, *SMALL, *endless, "trainer.checkpoint.async_save=false", "trainer.hang_timeout_s=3")
+    endless = (
+        "trainer.total_training_steps=4000",
+        "trainer.save_freq=100000",
+        "trainer.test_freq=-1",
+    )
+    words = (
+        cache,
+        *SMALL,
+        *endless,
+        "trainer.checkpoint.async_save=false",
+        "trainer.hang_timeout_s=3",
+    )
     for strike in ("stop", "hang"):
         run_dir = tmp_path / strike
         place = f"trainer.default_local_dir={run_dir}"
@@ -238,7 +295,9 @@ def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_pa
     assert ours == curve(straight[0], "train/loss")
 
 
-def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(cache: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(
+    cache: str, tmp_path: Path
+) -> None:
     """NCCL's watchdog ends a rank with SIGABRT where gloo raises an error."""
     from trainer.runtime.distributed import free_port
 
@@ -254,14 +313,20 @@ def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(cache:
         second.kill()
         output, _ = first.communicate(timeout=60)
     assert first.returncode == 75, output
-    assert "rank 0 was killed by SIGABRT" in output and "as when NCCL loses another machine" in output
+    assert (
+        "rank 0 was killed by SIGABRT" in output and "as when NCCL loses another machine" in output
+    )
     assert "resume with the same command" in output
 
 
 def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
-    assert failed.returncode == 73 and "cannot write" in failed.stdout and "Traceback" not in failed.stdout
+    assert (
+        failed.returncode == 73
+        and "cannot write" in failed.stdout
+        and "Traceback" not in failed.stdout
+    )
 
 
 def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
@@ -269,7 +334,9 @@ def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
         b'{"messages": \n\xff\xfe\n'
     )
-    code, output = forked(tmp_path / "run", 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl")
+    code, output = forked(
+        tmp_path / "run", 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl"
+    )
     assert code == 65, output
     for text in ("rows.jsonl:2: ", "rows.jsonl:3: ", "data.on_bad_row=skip"):
         assert text in output
@@ -297,7 +364,10 @@ def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
         "trainer.max_ckpt_to_keep=2",
     )
     assert code == 0, output
-    assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_12", "global_step_8"]
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [
+        "global_step_12",
+        "global_step_8",
+    ]
     losses = curve(run_dir, "train/loss")
     assert losses[12] < losses[1] - 1
     assert list(curve(run_dir, "val/loss")) == [12]
@@ -307,31 +377,55 @@ def test_command_works_from_any_directory(tmp_path: Path) -> None:
     import subprocess
 
     shown = subprocess.run(
-        command(1, "--cfg", "job"), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+        command(1, "--cfg", "job"),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert shown.returncode == 0 and "partial_pretrain: quickstart" in shown.stdout
 
 
 @pytest.mark.covers("S0.5", "S3.11", "S3.13", "S3.23")
 def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: Path) -> None:
-    """Weights, tokenizer, template and mask of the export, through transformers alone, against `val/loss`."""
+    """Weights, tokenizer, template and mask of the export, through transformers alone, against
+    `val/loss`.
+    """
     texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
     roles = ("user", "assistant", "user", "assistant")
-    messages = [[{"role": r, "content": t} for r, t in zip(roles, chat, strict=True)] for chat in texts]
-    (tmp_path / "val.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    messages = [
+        [{"role": r, "content": t} for r, t in zip(roles, chat, strict=True)] for chat in texts
+    ]
+    (tmp_path / "val.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in messages)
+    )
     run_dir = tmp_path / "run"
-    changes = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1")
-    code, output = forked(run_dir, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl")
+    changes = (
+        "trainer.total_training_steps=4",
+        "trainer.checkpoint.export_dtype=float32",
+        "trainer.save_freq=-1",
+    )
+    code, output = forked(
+        run_dir, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl"
+    )
     assert code == 0, output
     export = run_dir / "global_step_4" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(export)
     total, count = 0.0, 0
     for chat in messages:
-        encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()
+        encoded = tokenizer.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = (
+            torch.tensor(encoded["input_ids"]),
+            torch.tensor(encoded["assistant_masks"]).bool(),
+        )
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, :-1]
-        total += torch.nn.functional.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(
+            logits[mask[1:]], ids[1:][mask[1:]], reduction="sum"
+        ).item()
         count += int(mask[1:].sum())
     assert curve(run_dir, "val/loss")[4] == pytest.approx(total / count, rel=1e-6)

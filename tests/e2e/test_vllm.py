@@ -1,4 +1,6 @@
-"""Promise 4: exports answer in vLLM, loaded without a flag. Needs VLLM_PYTHON, an interpreter that has vLLM."""
+"""Promise 4: exports answer in vLLM, loaded without a flag. Needs VLLM_PYTHON, an interpreter
+that has vLLM.
+"""
 
 import json
 import os
@@ -44,10 +46,14 @@ from trainer.tracking import read_metrics
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.skipif(
+        "VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM"
+    ),
 ]
 QUESTION = "Write a Python function multiply_by_31(x) that returns x times 31."
-FAMILIES = short_or_full(("llama", "qwen3_moe"), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text"))
+FAMILIES = short_or_full(
+    ("llama", "qwen3_moe"), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
+)
 WHOLE = "gemma3"
 """A checkpoint of text and images."""
 HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
@@ -55,7 +61,9 @@ HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
 
 
 def random_ids(num_values: int, count: int = 48) -> list[int]:
-    return torch.randint(0, num_values, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        0, num_values, (count,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def log_prob(model: Any, ids: list[int]) -> float:
@@ -71,7 +79,9 @@ def export_families(world: Any, root: Path) -> None:
         source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
         whole = whole_checkpoint(source)
         assert (whole is not None) == (name == WHOLE)
-        model: Any = build_model(model_config(random_weights=False), source, world=world, seed=1, max_length=64)
+        model: Any = build_model(
+            model_config(random_weights=False), source, world=world, seed=1, max_length=64
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.25)
@@ -83,16 +93,29 @@ def write_whole(path: Path) -> None:
     """With the processor and tokenizer that vLLM asks for where a class takes images."""
     wide = {"hidden_size": 64, "num_attention_heads": 4}
     text, sight = ({**WRAPPERS[WHOLE][key], **wide} for key in ("text_config", "vision_config"))
-    write_whole_model(path, WHOLE, has_extra=False, text_config={**text, "head_dim": 32}, vision_config=sight)
-    words = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    vocabulary = {word: number for number, word in enumerate((*words.values(), "<unk>", "<bos>", "<eos>", "<pad>"))}
+    write_whole_model(
+        path, WHOLE, has_extra=False, text_config={**text, "head_dim": 32}, vision_config=sight
+    )
+    words = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    vocabulary = {
+        word: number
+        for number, word in enumerate((*words.values(), "<unk>", "<bos>", "<eos>", "<pad>"))
+    }
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")),
         **{f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad")},
         extra_special_tokens=words,
     ).save_pretrained(path)
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
-    images = {**processor, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
+    images = {
+        **processor,
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 28, "width": 28},
+    }
     (path / "processor_config.json").write_text(json.dumps(processor))
     (path / "preprocessor_config.json").write_text(json.dumps(images))
 
@@ -101,7 +124,11 @@ def trained(run_dir: Path, steps: int, *words: str, num_ranks: int = 2) -> Path:
     """The checkpoint of a run."""
     words = (*words, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
     code, output = whole_runs.run(
-        num_ranks, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.with_suffix(".log"), timeout_s=500
+        num_ranks,
+        *words,
+        f"trainer.default_local_dir={run_dir}",
+        log=run_dir.with_suffix(".log"),
+        timeout_s=500,
     )
     assert code == 0, output
     return run_dir / f"global_step_{steps}"
@@ -111,14 +138,18 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
     """(base, checkpoint with both exports)."""
     base = Path(shutil.copytree(MODEL_DIR, root / "base"))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.float32).save_pretrained(base)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(base), dtype=torch.float32
+    ).save_pretrained(base)
     words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
     words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32"]
     return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
 
 
 def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM, which is told a job."""
+    """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM,
+    which is told a job.
+    """
     words = [
         str(run_dir),
         "--score",
@@ -133,7 +164,9 @@ def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]])
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            engines, "ask_vllm", lambda export, asked, python: answer({"model": export, "adapter": None, **asked})
+            engines,
+            "ask_vllm",
+            lambda export, asked, python: answer({"model": export, "adapter": None, **asked}),
         )
         return evaluate.main([*words, "--python", os.environ["VLLM_PYTHON"]])
 
@@ -166,14 +199,24 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     (root / "adapter").mkdir()
     base, checkpoint = run_adapter(root / "adapter", cache)
     ids = random_ids(VOCAB)
-    # so many steps make the tokens of its answers certain; a second rank would take half as long again
+    # so many steps make the tokens of its answers certain; a second rank would take half as long
+    # again
     export = trained(root / "run", 150, cache, num_ranks=1) / "huggingface"
     longest = random_ids(500, AutoConfig.from_pretrained(export).max_position_embeddings)
     return {
         "quickstart": {"model": export, "question": QUESTION},
         "evaluate": asked_by_evaluate(root / "run"),
-        "longest": {"model": export, "adapter": None, "ids": [longest], "masks": [[1] * len(longest)]},
-        "adapter": {"model": base, "adapter": checkpoint / "huggingface" / "lora_adapter", "ids": random_ids(500)},
+        "longest": {
+            "model": export,
+            "adapter": None,
+            "ids": [longest],
+            "masks": [[1] * len(longest)],
+        },
+        "adapter": {
+            "model": base,
+            "adapter": checkpoint / "huggingface" / "lora_adapter",
+            "ids": random_ids(500),
+        },
         "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
         **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},
     }
@@ -183,8 +226,17 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
 def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
     (root / "jobs.json").write_text(json.dumps(jobs, default=str))
     answered = subprocess.run(
-        [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_serve.py")), str(root / "jobs.json")],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        [
+            os.environ["VLLM_PYTHON"],
+            str(Path(__file__).with_name("vllm_serve.py")),
+            str(root / "jobs.json"),
+        ],
+        env={
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=500,
@@ -196,26 +248,40 @@ def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
 
 def test_doctor_reads_what_vllm_serves() -> None:
     found = served_by_vllm(os.environ["VLLM_PYTHON"])
-    assert found and {"Qwen2ForCausalLM", "Gemma3ForConditionalGeneration"} <= found and "MotifForCausalLM" not in found
+    assert (
+        found
+        and {"Qwen2ForCausalLM", "Gemma3ForConditionalGeneration"} <= found
+        and "MotifForCausalLM" not in found
+    )
 
 
 @pytest.mark.covers("S3.23")
 def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
-    """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training made certain."""
+    """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training
+    made certain.
+    """
     export, theirs = jobs["quickstart"]["model"], served["quickstart"]
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export)
     chat = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=80, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+        ids = model.generate(**inputs, max_new_tokens=80, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ].tolist()
     assert theirs["token_ids"][:8] == ids[:8]
     assert theirs["text"].startswith("```python\ndef ")
     assert theirs["finish_reason"] == "stop", "the model did not learn to end its turn"
 
 
-def test_evaluate_scores_what_vllm_wrote(jobs: dict[str, dict[str, Any]], served: dict[str, Any], root: Path) -> None:
-    """The rate is the share of held-out tasks that a plain exec finds solved; random tokens solve none."""
+def test_evaluate_scores_what_vllm_wrote(
+    jobs: dict[str, dict[str, Any]], served: dict[str, Any], root: Path
+) -> None:
+    """The rate is the share of held-out tasks that a plain exec finds solved; random tokens
+    solve none.
+    """
     assert evaluated(root / "run", lambda job: served["evaluate"]) == 0
     rows = [row for row in read_evaluations(root / "run") if row["kind"] == "sample"]
     solved = sum(is_solved(row["completion"], row["answer"]) for row in rows)
@@ -240,10 +306,14 @@ def is_solved(completion: str, check: str) -> bool:
         return False
 
 
-def test_a_sample_that_fills_the_model_is_proven(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
+def test_a_sample_that_fills_the_model_is_proven(
+    jobs: dict[str, dict[str, Any]], served: dict[str, Any]
+) -> None:
     """vLLM writes a token more, for which the model has no place."""
     model = AutoModelForCausalLM.from_pretrained(jobs["longest"]["model"], dtype=torch.float32)
-    assert served["longest"]["sums"] == pytest.approx([log_prob(model, *jobs["longest"]["ids"])], rel=1e-2)
+    assert served["longest"]["sums"] == pytest.approx(
+        [log_prob(model, *jobs["longest"]["ids"])], rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("name", (*FAMILIES, WHOLE))
@@ -263,7 +333,9 @@ def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transform
 def test_an_adapter_and_its_merged_model_serve_what_was_trained(
     jobs: dict[str, dict[str, Any]], served: dict[str, Any]
 ) -> None:
-    """vLLM gives a text the probability that transformers with peft gives it, and without the adapter another."""
+    """vLLM gives a text the probability that transformers with peft gives it, and without the
+    adapter another.
+    """
     base, adapter, ids = (jobs["adapter"][key] for key in ("model", "adapter", "ids"))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = {"model": log_prob(plain, ids)}
@@ -272,8 +344,11 @@ def test_an_adapter_and_its_merged_model_serve_what_was_trained(
     assert abs(expected["model"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
     assert served["adapter"] == pytest.approx(expected, rel=1e-5)
     assert served["merged"]["model"] == pytest.approx(expected["adapter"], rel=1e-5)
-    num_values = sum(parameter.numel() for name, parameter in adapted.named_parameters() if ".lora_" in name)
+    num_values = sum(
+        parameter.numel() for name, parameter in adapted.named_parameters() if ".lora_" in name
+    )
     checkpoint = adapter.parent.parent
     saved = [path.stat().st_size for path in (*checkpoint.glob("*.pt"), *adapter.iterdir())]
-    # adapters, two moments, the adapter exported in float32; and what files, names and states of the run take
+    # adapters, two moments, the adapter exported in float32; and what files, names and states of
+    # the run take
     assert sum(saved) < (4 + 8 + 4) * num_values + 300_000

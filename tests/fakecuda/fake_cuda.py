@@ -1,4 +1,5 @@
-"""A CUDA device without a card, for tensors without memory: what Python's side of torch asks a driver for.
+"""A CUDA device without a card, for tensors without memory: what Python's side of torch asks a
+driver for.
 
 `install` goes before anything that uses torch.cuda, in a process of its own: it cannot be undone.
 """
@@ -17,12 +18,19 @@ from typing import Any, NamedTuple
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 NUM_DEVICES = 8
 CARD = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="0", major=9, minor=0, multi_processor_count=132
+    name="NVIDIA H100 80GB HBM3",
+    total_memory=80 * 2**30,
+    uuid="0",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
 )
 
 
 class Call(NamedTuple):
-    """What was asked of the driver, by which thread, and the device that this thread had set (None: never)."""
+    """What was asked of the driver, by which thread, and the device that this thread had set
+    (None: never).
+    """
 
     name: str
     thread: str
@@ -43,12 +51,24 @@ _numbers = itertools.count(1)
 
 
 def build(target: Path) -> Path:
-    """Compile the shim against the installed torch. Raises `CalledProcessError` where its headers are others."""
+    """Compile the shim against the installed torch. Raises `CalledProcessError` where its
+    headers are others.
+    """
     import torch
 
     root = Path(torch.__path__[0])
     library = target / "libfakecuda.so"
-    words = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", "-o", str(library), str(SOURCE)]
+    words = [
+        "g++",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{root / 'include'}",
+        "-o",
+        str(library),
+        str(SOURCE),
+    ]
     words += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
     subprocess.run(words, check=True, capture_output=True, text=True)
     return library
@@ -126,10 +146,14 @@ def on(stream: Stream | None) -> Iterator[None]:
 
 
 def install(library: Path) -> None:
-    """Make torch, in its build for CPUs, believe in eight cards. Nothing may be computed on them with real memory."""
+    """Make torch, in its build for CPUs, believe in eight cards. Nothing may be computed on
+    them with real memory.
+    """
     ctypes.CDLL(str(library))
     import torch
-    import torch._dynamo  # what asks whether there is a card while it is imported must have been told the truth
+
+    # what asks whether there is a card while it is imported must have been told the truth
+    import torch._dynamo
     import torch._inductor.utils
     import transformers  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -163,7 +187,9 @@ def install(library: Path) -> None:
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: _generator(device),
-        "set_rng_state": lambda state, device=None: called("set_rng_state", device and torch.device(device).index),
+        "set_rng_state": lambda state, device=None: called(
+            "set_rng_state", device and torch.device(device).index
+        ),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -200,7 +226,9 @@ def _release(pointer: int) -> int:
 
 
 def is_locked(pointer: int, size_bytes: int) -> bool:
-    return any(start <= pointer and pointer + size_bytes <= start + size for start, size in LOCKED.items())
+    return any(
+        start <= pointer and pointer + size_bytes <= start + size for start, size in LOCKED.items()
+    )
 
 
 def _generator(device: Any) -> Any:

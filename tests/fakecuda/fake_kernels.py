@@ -1,4 +1,6 @@
-"""Kernels that a build of torch for CPUs has no form of: each asks what the real one does, and counts as it would."""
+"""Kernels that a build of torch for CPUs has no form of: each asks what the real one does, and
+counts as it would.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +43,8 @@ _silu.register_autograd(
 
 @contextmanager
 def of_a_card() -> Iterator[None]:
-    """What torch computes in pieces where it has no kernel: `aten::_fused_rms_norm`, one and two behind it, and
-    `aten::silu_backward`.
+    """What torch computes in pieces where it has no kernel: `aten::_fused_rms_norm`, one and two
+    behind it, and `aten::silu_backward`.
     """
     functional = "torch.nn.functional"
     with (

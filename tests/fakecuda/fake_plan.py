@@ -1,4 +1,6 @@
-"""A plan's step, once on CPU tensors that stand for a GPU's, as every plan runs it, and once on fake CUDA tensors."""
+"""A plan's step, once on CPU tensors that stand for a GPU's, as every plan runs it, and once on
+fake CUDA tensors.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +24,9 @@ LIMITS = ("data.max_length=512", "data.max_token_len_per_gpu=512", "data.train_b
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    write_model_config(directory, case.model_type, head_dim=64, hidden_size=256, num_hidden_layers=4)
+    write_model_config(
+        directory, case.model_type, head_dim=64, hidden_size=256, num_hidden_layers=4
+    )
     model = {
         "partial_pretrain": directory,
         "enable_gradient_checkpointing": str(case.recompute).lower(),
@@ -30,7 +34,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         "fsdp_config.fsdp_size": case.fsdp_size,
         "ulysses_sequence_parallel_size": case.sequence_size,
     }
-    config = load_config([*LIMITS, "trainer.device=cuda", *(f"model.{key}={value}" for key, value in model.items())])
+    config = load_config(
+        [*LIMITS, "trainer.device=cuda", *(f"model.{key}={value}" for key, value in model.items())]
+    )
     job = memory._job(config, case.num_ranks)
     pretended = planner.measure(job, 4)
     with _on_fake_cuda(case):
@@ -51,7 +57,9 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
             plain_parallelize(*args)
 
     def with_memory(model: Any, device: torch.device, *, buffer_device: torch.device) -> None:
-        plain_materialize(model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device)
+        plain_materialize(
+            model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device
+        )
 
     with ExitStack() as stack:
         stack.enter_context(of_a_card())

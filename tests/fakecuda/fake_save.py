@@ -41,12 +41,17 @@ class Writer:
 
     def save(self, snapshot: Snapshot) -> int:
         fake_cuda.called("write")
-        tensors = list(shards.local_tensors([snapshot.model, snapshot.optim["state"], snapshot.extra]))
+        tensors = list(
+            shards.local_tensors([snapshot.model, snapshot.optim["state"], snapshot.extra])
+        )
         held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}
         self.written.append(
             {
                 "bytes": sum(held.values()),
-                "fake": sum(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor in tensors),
+                "fake": sum(
+                    isinstance(tensor, FakeTensor) or tensor.device.type != "cpu"
+                    for tensor in tensors
+                ),
                 "unlocked": sum(not fake_cuda.is_locked(*memory) for memory in held.items()),
             }
         )
@@ -78,7 +83,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         with Watch(answer=lambda where: 0.0) as watch:
             for batch in batches[1:]:
                 position = run.batches.schedule.position(batch.step - 1)
-                manager.save(position, loss=1.0, grad_norm=1.0, history=run.guard.history, is_required=False)
+                manager.save(
+                    position, loss=1.0, grad_norm=1.0, history=run.guard.history, is_required=False
+                )
                 training_step(run, batch)
             fake_cuda.called("validation")
             validate(run, 3)

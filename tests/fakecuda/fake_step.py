@@ -92,17 +92,22 @@ class FakeRun:
     samples: ToySamples
 
     def batch(self, case: Case, *, step: int) -> StepBatch:
-        """A step in which this rank has so many micro-batches, of three documents if they are packed."""
+        """A step in which this rank has so many micro-batches, of three documents if they are
+        packed.
+        """
         ids = np.arange(self.plan.limits.max_samples * case.num_micro_batches)
         return build_step(self.samples, ids, self.plan, step=step, epoch=0).pin_memory()
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
-    """What the host would wait for: a packet of ones, in which nobody asks for anything, and nothing is abnormal."""
+    """What the host would wait for: a packet of ones, in which nobody asks for anything, and
+    nothing is abnormal.
+    """
     num_ranks = (len(packet.values) - len(packet.names)) // max(1, len(packet.fields))
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
     sums = {
-        name: float(not name.endswith(("_requests", "is_skipped", "nonfinite"))) for name in (*derived, *packet.names)
+        name: float(not name.endswith(("_requests", "is_skipped", "nonfinite")))
+        for name in (*derived, *packet.names)
     }
     return Totals(sums, by_rank)
 
@@ -122,8 +127,12 @@ def fake_world(case: Case) -> Iterator[World]:
 
 @contextmanager
 def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
-    """Everything from a config.json to the optimizer, as a run makes it, and what a card has besides."""
-    source = write_model_config(directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes})
+    """Everything from a config.json to the optimizer, as a run makes it, and what a card has
+    besides.
+    """
+    source = write_model_config(
+        directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes}
+    )
     config = case.model_config
     is_packed = assemble.per_document_reason(config, source, max_length=64) is None
     with fake_world(case) as world, _compiled_without_code():
@@ -134,13 +143,21 @@ def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             _fake_buffers(model)
-            load.materialize(model, torch.device("cpu") if case.offload else world.device, buffer_device=world.device)
+            load.materialize(
+                model,
+                torch.device("cpu") if case.offload else world.device,
+                buffer_device=world.device,
+            )
             samples, optim = ToySamples(), {"state_dtype": case.kept}
-            run = toy_run(world, model, samples, total_steps=60, optimizer_name=case.optimizer, optim=optim)
+            run = toy_run(
+                world, model, samples, total_steps=60, optimizer_name=case.optimizer, optim=optim
+            )
         if case.reads_the_loss:
             _read_every_loss(model)
         limits = Limits(None, 3 if is_packed else 1)
-        plan = RankPlan(0, 1, limits, 0.0, pin_memory=True, share=(world.sequence_rank, world.sequence_size))
+        plan = RankPlan(
+            0, 1, limits, 0.0, pin_memory=True, share=(world.sequence_rank, world.sequence_size)
+        )
         with patch.object(Packet, "read", read_ones), fake_kernels.of_a_card():
             yield FakeRun(run, mode, plan, samples)
 
@@ -162,15 +179,21 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         "num_micro_batches": len(steps[1].micro_batches),
         "num_tokens": [len(micro_batch.input_ids_T) for micro_batch in steps[1].micro_batches],
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "num_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "layer_numels": [sum(p.numel() for p in layer.parameters()) for layer in packed_lm.decoder_layers(model)],
+        "num_trained": sum(
+            parameter.numel() for parameter in parameters if parameter.requires_grad
+        ),
+        "layer_numels": [
+            sum(p.numel() for p in layer.parameters()) for layer in packed_lm.decoder_layers(model)
+        ],
         "num_kernels": watch.num_kernels,
         "operations": dict(watch.operations),
         "reads": dict(watch.reads),
         "copies": watch.copies,
         "collectives": watch.collectives,
         "num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        "waits": dict(Counter(call.name for call in fake_cuda.CALLS if call.name.endswith("synchronize"))),
+        "waits": dict(
+            Counter(call.name for call in fake_cuda.CALLS if call.name.endswith("synchronize"))
+        ),
     }
 
 
@@ -199,7 +222,8 @@ def _read_every_loss(model: Any) -> None:
 
     def reading(batch: Any) -> Any:
         output = plain(batch)
-        with contextlib.suppress(DataDependentOutputException):  # a fake tensor has no value to tell
+        # a fake tensor has no value to tell
+        with contextlib.suppress(DataDependentOutputException):
             output.loss_sum.item()
         return output
 
@@ -218,7 +242,12 @@ def main() -> None:
     import fake_save
     import fake_whole_run
 
-    kinds = {"step": run_case, "save": fake_save.run_case, "plan": fake_plan.run_case, "run": fake_whole_run.run_case}
+    kinds = {
+        "step": run_case,
+        "save": fake_save.run_case,
+        "plan": fake_plan.run_case,
+        "run": fake_whole_run.run_case,
+    }
     for line in sys.stdin:
         settings = json.loads(line)
         kind = settings.pop("kind", "step")

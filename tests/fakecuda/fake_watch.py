@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "masked_select", "unique")
 """Operations whose result the host needs, in part of their name."""
-NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh")
+NO_KERNEL = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "_unsafe_view",
+    "detach",
+    "lift_fresh",
+)
 _VARLEN = inspect.signature(varlen._varlen_attn._init_fn)
 UPDATES = ("aten._fused_adamw_.",)
 COLLECTIVES = ("c10d.", "_c10d_functional.")
@@ -30,7 +38,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations; notes what reads a value on the host, copies between devices, and collectives."""
+    """Counts operations; notes what reads a value on the host, copies between devices, and
+    collectives.
+    """
 
     def __init__(self, *, answer: Callable[[str], float] | None = None) -> None:
         """`answer`: what the host reads at a place; None: a fake tensor has nothing to tell."""
@@ -49,7 +59,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = str(func), kwargs or {}
-        is_mask = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        is_mask = name == "aten.index.Tensor" and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         if (is_mask or any(word in name for word in READS)) and args[0].device.type == "cuda":
             where = _where()
             self.reads[f"{self.phase} {name} at {where}".lstrip()] += 1
@@ -74,7 +86,9 @@ class Watch(TorchDispatchMode):
             self._note_collective(name, args, kwargs)
         return result
 
-    def _note_copy(self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _note_copy(
+        self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         if name == "aten.copy_.default":
             source, target = args[1], args[0]
             is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -101,11 +115,15 @@ class Watch(TorchDispatchMode):
     def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)]
+        groups = [
+            leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)
+        ]
         if groups:
             num_ranks = ProcessGroup.unbox(groups[0]).size()
         else:  # functional ones name theirs, behind all else
-            num_ranks = _resolve_process_group(next(leaf for leaf in reversed(leaves) if isinstance(leaf, str))).size()
+            num_ranks = _resolve_process_group(
+                next(leaf for leaf in reversed(leaves) if isinstance(leaf, str))
+            ).size()
         largest = max(tensors, key=lambda tensor: tensor.numel())
         kind = name.split(".")[1].strip("_")
         self.collectives.append(
@@ -123,7 +141,10 @@ class Watch(TorchDispatchMode):
 def num_kernels(func: Any) -> int:
     """What the device has to do: views, memory alone and notes of the profiler give it nothing."""
     name = func.name().split(".")[0]
-    if name.startswith(("c10d::", "_c10d_functional::", "profiler::")) or name.split("::")[1] in NO_KERNEL:
+    if (
+        name.startswith(("c10d::", "_c10d_functional::", "profiler::"))
+        or name.split("::")[1] in NO_KERNEL
+    ):
         return 0
     aliases = [result.alias_info for result in func._schema.returns]
     if aliases and all(alias is not None and not alias.is_write for alias in aliases):

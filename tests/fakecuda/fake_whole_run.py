@@ -1,12 +1,16 @@
-"""The whole of `run`, from its configuration to its exit code, on fake CUDA tensors as the first of many ranks.
+"""The whole of `run`, from its configuration to its exit code, on fake CUDA tensors as the first of
+many ranks.
 
-Tensors of the host are real, those of the card have no memory: files hold zeros. What is replaced, and why:
+Tensors of the host are real, those of the card have no memory: files hold zeros. What is replaced,
+and why:
 
-- the process group is torch's fake one (there are no other ranks), and so is what they say: in an exchange of objects
-  the same as this rank (on a card of their own), in a save that they wrote shards like its own
+- the process group is torch's fake one (there are no other ranks), and so is what they say: in an
+  exchange of objects the same as this rank (on a card of their own), in a save that they wrote
+  shards like its own
 - a value of the card that the host reads is made up: a fake tensor has none
 - a rollback goes back past one step, not 16: a run of five is enough
-- FSDP2 moves no buffers to the card ahead of the trainer: memory of the host cannot become that of a fake tensor
+- FSDP2 moves no buffers to the card ahead of the trainer: memory of the host cannot become that of
+  a fake tensor
 - kernels that torch's build for CPUs lacks are those of `fake_kernels`
 """
 
@@ -50,7 +54,8 @@ class OnCard(TorchDispatchMode):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Any:
-        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` of a device: of the host, then copied
+        # `torch.tensor` of a device: of the host, then copied
+        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
@@ -90,16 +95,24 @@ class Phases(Heartbeat):
 
 
 def answer(where: str, num_ranks: int) -> float:
-    """Of a sum over ranks that each gave 1, of a self-check that finds no difference, of a state that is finite."""
+    """Of a sum over ranks that each gave 1, of a self-check that finds no difference, of a
+    state that is finite.
+    """
     if "_require_all" in where:
         return num_ranks
     if "_reference" in where:  # of one of two documents, which ours has packed
         return 0.5
-    return 0.0 if any(name in where for name in ("_is_finite", "_gradient_errors", "_influence")) else 1.0
+    return (
+        0.0
+        if any(name in where for name in ("_is_finite", "_gradient_errors", "_influence"))
+        else 1.0
+    )
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """The quickstart with two layers: a save behind every other step, a validation and a required save at the end."""
+    """The quickstart with two layers: a save behind every other step, a validation and a
+    required save at the end.
+    """
     config, run_dir = load_config(_words(case, directory)), directory / "run"
     environment = {"RANK": "0", "LOCAL_RANK": str(LOCAL_RANK), "WORLD_SIZE": str(case.num_ranks)}
     watch = Watch(answer=lambda where: answer(where, case.num_ranks))
@@ -120,7 +133,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         fake_cuda.CALLS.clear()
         code = run(config, StopRequest(), heartbeat)
     committed = layout.committed(run_dir)
-    events = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()
+    ]
     exported = load_file(committed[-1].path / "huggingface/model.safetensors")
     return {
         "exit_code": code,
@@ -138,7 +153,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 def _words(case: Case, directory: Path) -> list[str]:
     shutil.copytree(MODEL_DIR, directory / "model")
     config_file = directory / "model/config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": 2}))
+    config_file.write_text(
+        json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": 2})
+    )
     return [
         "trainer.device=cuda",
         f"model.partial_pretrain={directory}/model",
@@ -159,7 +176,9 @@ def _words(case: Case, directory: Path) -> list[str]:
 
 
 def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
-    """Each sum over ranks is read once; in the step of trouble, the first time, its gradient norm is large."""
+    """Each sum over ranks is read once; in the step of trouble, the first time, its gradient
+    norm is large.
+    """
     troubled = [case.trouble_at]
 
     def read(packet: Packet, **derived: Tensor) -> Totals:
@@ -188,10 +207,14 @@ def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
     def agree(agreement: Agreement, *, value: Any, error: str | None, deadline: float) -> list[Any]:
         assert error is None
         written = dict[int, list[Any]]()
-        if isinstance(value, list) and any(record["path"] == layout.DATA for record in value):  # the shards
+        # the shards
+        if isinstance(value, list) and any(record["path"] == layout.DATA for record in value):
             (staging,) = run_dir.glob(f"{layout.STAGING_PREFIX}*")
             for rank in others:
-                copies = [{**record, "path": record["path"].replace("_rank_0", f"_rank_{rank}")} for record in value]
+                copies = [
+                    {**record, "path": record["path"].replace("_rank_0", f"_rank_{rank}")}
+                    for record in value
+                ]
                 written[rank] = [copy for copy in copies if copy not in value]
                 for record, copy in zip(value, copies, strict=True):
                     if copy != record:

@@ -1,4 +1,6 @@
-"""What surrounds the steps of a run on a GPU: saves behind training, validation; and the plan of a step."""
+"""What surrounds the steps of a run on a GPU: saves behind training, validation; and the plan
+of a step.
+"""
 
 from typing import Any
 
@@ -40,7 +42,9 @@ def called(save: dict[str, Any], *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(saves: Saves, name: str) -> None:
+def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(
+    saves: Saves, name: str
+) -> None:
     """Whether all is finite is known before a thread writes it."""
     ((where, count),) = saves[name]["reads"].items()
     assert "trainer/checkpoint/manager.py:_is_finite" in where and count == 2, "one of each save"
@@ -48,8 +52,12 @@ def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(sa
 
 
 @pytest.mark.parametrize("name", ON_CARD)
-def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Saves, name: str) -> None:
-    """Parameters and two moments, a step for each tensor; what is no copy of a snapshot is a batch or its sums."""
+def test_the_state_goes_to_page_locked_memory_beside_the_computation(
+    saves: Saves, name: str
+) -> None:
+    """Parameters and two moments, a step for each tensor; what is no copy of a snapshot is a
+    batch or its sums.
+    """
     save, case = saves[name], SAVES[name]
     copies = [copy for copy in save["copies"] if copy["where"].startswith(SNAPSHOT)]
     assert {(c["way"], c["how"], c["host"], c["stream"] > 0) for c in copies} == {
@@ -58,21 +66,29 @@ def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Save
     num_shards = case.get("fsdp_size", case.get("num_ranks", 8))
     element_bytes = BYTES[case.get("kept", "float32")]
     fractions = 8 * _EXPERTS["num_experts"] * (name == "experts")
-    state = 3 * element_bytes * save["num_trained"] // num_shards + 4 * save["num_tensors"] + fractions
+    state = (
+        3 * element_bytes * save["num_trained"] // num_shards + 4 * save["num_tensors"] + fractions
+    )
     assert sum(copy["bytes"] for copy in copies) == 2 * state, "two saves"
     others = [copy for copy in save["copies"] if copy not in copies]
     assert {(c["way"], c["how"]) for c in others} == {("cpu to cuda", "async")}
     batches = [copy["host"] for copy in others if "trainer/batch.py" in copy["where"]]
-    assert batches == ["pinned"] * 6 * (2 * 2 + 3 * 3), "micro-batches of two steps, and of a validation of 24 samples"
+    assert batches == ["pinned"] * 6 * (2 * 2 + 3 * 3), (
+        "micro-batches of two steps, and of a validation of 24 samples"
+    )
 
 
 @pytest.mark.parametrize("name", ON_CARD)
-def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(saves: Saves, name: str) -> None:
+def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(
+    saves: Saves, name: str
+) -> None:
     in_thread = [call for call in saves[name]["calls"] if call["thread"] == "checkpoint"]
     ready = _copied(saves[name])
     seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
     kinds = ("set_device", "event.synchronize", "write")
-    assert seen == [step for event in ready for step in zip(kinds, [CARD] * 3, (None, event, None), strict=True)]
+    assert seen == [
+        step for event in ready for step in zip(kinds, [CARD] * 3, (None, event, None), strict=True)
+    ]
 
 
 def _copied(save: dict[str, Any]) -> list[int]:
@@ -82,8 +98,14 @@ def _copied(save: dict[str, Any]) -> list[int]:
     on_it = [call for call in calls if call["stream"] == stream]
     kinds = [call["name"] for call in on_it]
     copies, first = kinds.count("copy cuda to cpu") // 2, kinds.index("copy cuda to cpu")
-    assert kinds[first - 1 :] == 2 * ["stream.wait_stream", *["copy cuda to cpu"] * copies, "event.record"]
-    assert all(call["subject"] == 0 for call in on_it if call["name"] == "stream.wait_stream"), "for the computation"
+    assert kinds[first - 1 :] == 2 * [
+        "stream.wait_stream",
+        *["copy cuda to cpu"] * copies,
+        "event.record",
+    ]
+    assert all(call["subject"] == 0 for call in on_it if call["name"] == "stream.wait_stream"), (
+        "for the computation"
+    )
     return [call["subject"] for call in on_it if call["name"] == "event.record"]
 
 
@@ -95,10 +117,16 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
     updates = [index for index, call in enumerate(calls) if call["name"] == "update"]
     for event in _copied(saves[name]):
         recorded = next(
-            i for i, call in enumerate(calls) if call["name"] == "event.record" and call["subject"] == event
+            i
+            for i, call in enumerate(calls)
+            if call["name"] == "event.record" and call["subject"] == event
         )
         update = next(index for index in updates if index > recorded)
-        waited = [call for call in calls[recorded:update] if call["name"] == "event.wait" and call["subject"] == event]
+        waited = [
+            call
+            for call in calls[recorded:update]
+            if call["name"] == "event.wait" and call["subject"] == event
+        ]
         assert [(call["stream"], call["thread"]) for call in waited] == [(0, "MainThread")]
     wrote = [index for index, call in enumerate(calls) if call["name"] == "write"]
     copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
@@ -107,7 +135,9 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
 
 @pytest.mark.parametrize("name", SAVES)
 def test_what_is_written_is_a_copy_in_host_memory(saves: Saves, name: str) -> None:
-    """All of it page-locked where it comes from a card; offloaded state is in host memory already."""
+    """All of it page-locked where it comes from a card; offloaded state is in host memory
+    already.
+    """
     for written in saves[name]["written"]:
         assert written["fake"] == 0 and written["bytes"] > 0
         assert (written["unlocked"] == 0) == (name != "offload")

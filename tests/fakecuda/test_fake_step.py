@@ -1,6 +1,7 @@
 """The step as a GPU would be given it: no card is needed, each operation is seen, none is computed.
 
-What a fake tensor cannot tell (numbers, speed, what a kernel takes) is tested elsewhere, or needs a card.
+What a fake tensor cannot tell (numbers, speed, what a kernel takes) is tested elsewhere, or needs a
+card.
 """
 
 from collections import Counter
@@ -10,7 +11,11 @@ import pytest
 from sweeps import some
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_SLIDING = {"sliding_window": 4, "query_pre_attn_scalar": 64, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING = {
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -91,31 +96,49 @@ def test_no_operation_waits_for_the_device(steps: Steps, name: str) -> None:
     assert step["is_packed"] and step["num_micro_batches"] == 2
     assert step["reads"] == {} and step["waits"] == {}
     assert [copy for copy in step["copies"] if copy["how"] == "blocking"] == []
-    assert [c for c in step["copies"] if c["way"] == "cuda to cpu" and LAYER_INPUTS not in c["where"]] == []
+    assert [
+        c for c in step["copies"] if c["way"] == "cuda to cpu" and LAYER_INPUTS not in c["where"]
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["qwen3", "two share", "replicas", "lora", "offload"])
 def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Steps, name: str) -> None:
     """The batch does; the handful of numbers that goes into the sum over ranks does not."""
     to_card = [copy for copy in steps[name]["copies"] if copy["way"] == "cpu to cuda"]
-    assert sum("trainer/batch.py" in copy["where"] and copy["host"] == "pinned" for copy in to_card) == 2 * 6
+    assert (
+        sum("trainer/batch.py" in copy["where"] and copy["host"] == "pinned" for copy in to_card)
+        == 2 * 6
+    )
     assert all(copy["bytes"] <= 256 for copy in to_card if copy["host"] == "pageable")
 
 
-def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(steps: Steps) -> None:
+def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
+    steps: Steps,
+) -> None:
     """As docs/gpu.md and the plan say: few large ones are better."""
-    back = [copy for copy in steps["offload"]["copies"] if copy["way"] == "cuda to cpu" and copy["where"] == "torch"]
+    back = [
+        copy
+        for copy in steps["offload"]["copies"]
+        if copy["way"] == "cuda to cpu" and copy["where"] == "torch"
+    ]
     waited = [copy for copy in back if copy["how"] == "blocking"]
     assert 2 * len(waited) == len(back) and steps["offload"]["num_micro_batches"] == 2
-    assert {(copy["host"], copy["how"]) for copy in back} == {("pinned", "async"), ("pageable", "blocking")}
+    assert {(copy["host"], copy["how"]) for copy in back} == {
+        ("pinned", "async"),
+        ("pageable", "blocking"),
+    }
 
 
 def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Steps) -> None:
-    """Float32 shards of the layers twice in each micro-batch, all else once, and gradients back: what `plan` counts."""
+    """Float32 shards of the layers twice in each micro-batch, all else once, and gradients
+    back: what `plan` counts.
+    """
     step = steps["offload"]
     moved = Counter[str]()
     for copy in step["copies"]:
-        if not copy["where"].startswith(("trainer/batch.py", "trainer/monitor/packet.py", "trainer/optim/clip.py")):
+        if not copy["where"].startswith(
+            ("trainer/batch.py", "trainer/monitor/packet.py", "trainer/optim/clip.py")
+        ):
             moved[copy["way"]] += copy["bytes"]
     once, layers = step["num_micro_batches"] * 4 // 8, sum(step["layer_numels"])
     assert moved == {
@@ -125,9 +148,13 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Steps) -> Non
 
 
 def test_inputs_of_layers_go_and_come_beside_the_step(steps: Steps) -> None:
-    """Three layers and two micro-batches: the last layer's input is still there when the backward pass begins."""
+    """Three layers and two micro-batches: the last layer's input is still there when the
+    backward pass begins.
+    """
     copies = [copy for copy in steps["layer inputs"]["copies"] if LAYER_INPUTS in copy["where"]]
-    assert Counter((copy["way"], copy["how"], copy["host"], copy["stream"] > 0) for copy in copies) == {
+    assert Counter(
+        (copy["way"], copy["how"], copy["host"], copy["stream"] > 0) for copy in copies
+    ) == {
         ("cuda to cpu", "async", "pinned", True): 2 * 3,
         ("cpu to cuda", "async", "pinned", True): 2 * 2,
     }
@@ -141,22 +168,30 @@ def test_a_value_that_the_host_reads_is_found(steps: Steps) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_ranks_tell_each_other_is_one_sum(steps: Steps, name: str) -> None:
     sums = [c for c in steps[name]["collectives"] if c["dtype"] == "float64"]
-    assert [(c["kind"], c["ranks"]) for c in sums] == [("allreduce", CASES[name].get("num_ranks", 8))]
+    assert [(c["kind"], c["ranks"]) for c in sums] == [
+        ("allreduce", CASES[name].get("num_ranks", 8))
+    ]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "untied", "recompute", "replicas", "qwen3_moe", "lora", "compiled"])
-def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(steps: Steps, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3", "untied", "recompute", "replicas", "qwen3_moe", "lora", "compiled"]
+)
+def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(
+    steps: Steps, name: str
+) -> None:
     step = steps[name]
     assert {c["dtype"] for c in collectives(step, "allgather_base")} == {"bfloat16"}
     assert {c["dtype"] for c in collectives(step, "reduce_scatter_base")} == {"float32"}
     assert {c["ranks"] for c in step["collectives"] if c["dtype"] != "float64"} <= {8, 4}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "untied", "recompute", "qwen3_moe", "lora", "compiled", "two share"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "untied", "recompute", "qwen3_moe", "lora", "compiled", "two share"]
+)
 def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: str) -> None:
-    """Layers are gathered for the forward and again for the backward pass, embeddings and head once; all gradients are
-    reduced once, those of adapters alone where there are any. Counts are those of the toy models: every size divides by
-    8 ranks.
+    """Layers are gathered for the forward and again for the backward pass, embeddings and head
+    once; all gradients are reduced once, those of adapters alone where there are any. Counts are
+    those of the toy models: every size divides by 8 ranks.
     """
     step = steps[name]
     layers, rest = step["layer_numels"], step["num_parameters"] - sum(step["layer_numels"])
@@ -167,15 +202,16 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: st
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "num_forward"), [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)]
+    ("name", "size", "num_forward"),
+    [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)],
 )
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     steps: Steps, name: str, size: int, num_forward: int
 ) -> None:
-    """4 query heads and 2 for keys and values of 64, T positions of which a rank holds T_own: each layer sends queries,
-    keys and values of T_own positions and all heads, and outputs of all positions and its share of heads; the backward
-    pass their gradients, the other way round. Each key head is sent twice where there are four ranks. What is computed
-    again is exchanged again.
+    """4 query heads and 2 for keys and values of 64, T positions of which a rank holds T_own: each
+    layer sends queries, keys and values of T_own positions and all heads, and outputs of all
+    positions and its share of heads; the backward pass their gradients, the other way round. Each
+    key head is sent twice where there are four ranks. What is computed again is exchanged again.
     """
     step, heads, head_size, num_layers = steps[name], 4, 64, len(steps[name]["layer_numels"])
     found, keys, expected = collectives(step, "all_to_all_single"), 2 * max(2, size), 0
@@ -190,20 +226,26 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
 
 @pytest.mark.parametrize("name", ["compiled", "compiled, selective"])
 def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Steps, name: str) -> None:
-    """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew, nothing waits."""
+    """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew,
+    nothing waits.
+    """
     assert steps[name]["num_graphs"] == 2
 
 
 def test_replicas_add_their_gradients_once_a_step(steps: Steps) -> None:
     step = steps["replicas"]
-    assert len(collectives(step, "reduce_scatter_base", ranks=8)) == 2 * 3, "two layers and the rest, twice"
+    assert len(collectives(step, "reduce_scatter_base", ranks=8)) == 2 * 3, (
+        "two layers and the rest, twice"
+    )
     found = collectives(step, "allreduce", dtype="float32")
     assert [c["ranks"] for c in found] == [4] * 3
     assert sum(c["numel"] for c in found) == step["num_parameters"] // 8
 
 
 def test_one_rank_moves_nothing(steps: Steps) -> None:
-    assert [c["kind"] for c in steps["one rank"]["collectives"]] == ["allreduce"], "the sum over ranks, of one"
+    assert [c["kind"] for c in steps["one rank"]["collectives"]] == ["allreduce"], (
+        "the sum over ranks, of one"
+    )
 
 
 def test_one_rank_does_not_divide_its_gradients_by_one(steps: Steps) -> None:
@@ -213,7 +255,9 @@ def test_one_rank_does_not_divide_its_gradients_by_one(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
-def test_kernels_of_a_layer_stay_within_their_budget(steps: Steps, model_type: str, budget: float) -> None:
+def test_kernels_of_a_layer_stay_within_their_budget(
+    steps: Steps, model_type: str, budget: float
+) -> None:
     """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
     more, less = steps[f"{model_type}, three layers"], steps[model_type]
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget

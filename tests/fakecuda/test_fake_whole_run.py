@@ -1,6 +1,8 @@
-"""The whole of a run on a GPU: from its configuration over updates, saves and a validation to its exit code.
+"""The whole of a run on a GPU: from its configuration over updates, saves and a validation to its
+exit code.
 
-What stands for other ranks, and what else is replaced, is listed in `fake_whole_run.py`; the rest is the trainer's own.
+What stands for other ranks, and what else is replaced, is listed in `fake_whole_run.py`; the rest
+is the trainer's own.
 """
 
 from collections import Counter
@@ -15,7 +17,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "documents shared, a rollback": {"sequence_size": 2, "trouble_at": 4},
 }
 EMBEDDINGS, LAYER, NUM_LAYERS, NUM_TENSORS = 4096 * 128, 201_344, 2, 26
-"""Of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads of 32 with biases, tied."""
+"""Of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads of 32
+with biases, tied.
+"""
 PARAMETERS = EMBEDDINGS + NUM_LAYERS * LAYER + 128
 CARD = 3
 SHARED = "documents shared, a rollback"
@@ -57,16 +61,22 @@ def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> None:
-    """Evidence, kept in the step of trouble alone, reads a sum and a count for each of a rank's four documents."""
+    """Evidence, kept in the step of trouble alone, reads a sum and a count for each of a rank's
+    four documents.
+    """
     run = runs[name]
-    assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, "the last of the validation"
+    assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, (
+        "the last of the validation"
+    )
     reads = Counter[tuple[str, str]]()
     for text, number in run["reads"].items():
         phase, _, operation, _, place, *_ = text.split()
         if phase not in ("meet", "load"):
             assert operation == "aten._local_scalar_dense.default"
             reads[phase, place] += number
-    evidence = {("train", "trainer/guard/evidence.py:_sample_losses"): 2 * 4} if name == SHARED else {}
+    evidence = (
+        {("train", "trainer/guard/evidence.py:_sample_losses"): 2 * 4} if name == SHARED else {}
+    )
     assert reads == {("save", "trainer/checkpoint/manager.py:_is_finite"): 2, **evidence}
     assert run["evidence"] == (["step_4.json"] if name == SHARED else [])
 
@@ -75,8 +85,12 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> 
 def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: str) -> None:
     run = runs[name]
     for phase in ("train", "validate"):
-        assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {("cpu to cuda", "async")}
-        batches = [copy for copy in noted(run, "copies", phase) if "trainer/batch.py" in copy["where"]]
+        assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {
+            ("cpu to cuda", "async")
+        }
+        batches = [
+            copy for copy in noted(run, "copies", phase) if "trainer/batch.py" in copy["where"]
+        ]
         assert batches and {copy["host"] for copy in batches} == {"pinned"}
     small = [copy["bytes"] for copy in noted(run, "copies", "train") if copy["host"] == "pageable"]
     assert max(small) <= 256, "numbers of the host in the sum over ranks"
@@ -86,20 +100,24 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: st
     }
     for number in (1, 2):
         size_bytes = sum(copy["bytes"] for copy in saved if copy["phase"] == f"save {number}")
-        assert size_bytes == 12 * PARAMETERS // num_shards(name) + 4 * NUM_TENSORS, "behind training and required alike"
+        assert size_bytes == 12 * PARAMETERS // num_shards(name) + 4 * NUM_TENSORS, (
+            "behind training and required alike"
+        )
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
-    """A step of two micro-batches gathers parameters, which stay, once, reduces gradients twice, and adds up replicas
-    and one vector of numbers once; a save adds up one number.
+    """A step of two micro-batches gathers parameters, which stay, once, reduces gradients twice,
+    and adds up replicas and one vector of numbers once; a save adds up one number.
     """
     run, num_ranks = runs[name], RUNS[name].get("num_ranks", 8)
     for step in range(1, num_steps(name) + 1):
         found = Counter[tuple[str, str, int, str]]()
         for exchange in run["collectives"]:
             if exchange["phase"] == f"train {step}" and exchange["dtype"] != "float64":
-                found[exchange["kind"], exchange["dtype"], exchange["ranks"], exchange["device"]] += exchange["numel"]
+                found[
+                    exchange["kind"], exchange["dtype"], exchange["ranks"], exchange["device"]
+                ] += exchange["numel"]
         shared = found.pop(("all_to_all_single", "bfloat16", 2, "cuda"), 0)
         assert bool(shared) == (name == SHARED), "how much: test_fake_step.py"
         expected = {
@@ -116,26 +134,51 @@ def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(runs: Any, name: str) -> None:
-    """The first save is written by a thread of its own; the last one, with which the run ends, by the main thread."""
-    calls = [call for call in runs[name]["calls"] if not call["thread"].startswith("Dummy")]  # autograd's: torch's care
+def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(
+    runs: Any, name: str
+) -> None:
+    """The first save is written by a thread of its own; the last one, with which the run ends,
+    by the main thread.
+    """
+    # autograd's: torch's care
+    calls = [call for call in runs[name]["calls"] if not call["thread"].startswith("Dummy")]
     threads = {call["thread"] for call in calls}
     assert threads == {"MainThread", "checkpoint", "gpu-sampler"}
     for thread in threads:
-        own = [call for call in calls if call["thread"] == thread and not call["name"].startswith("phase")]
+        own = [
+            call
+            for call in calls
+            if call["thread"] == thread and not call["name"].startswith("phase")
+        ]
         assert own[0]["name"] == "set_device" and {call["device"] for call in own} == {CARD}
-    waits = [(index, call) for index, call in enumerate(calls) if call["name"] == "event.synchronize"]
+    waits = [
+        (index, call) for index, call in enumerate(calls) if call["name"] == "event.synchronize"
+    ]
     assert [call["thread"] for _, call in waits] == ["checkpoint", "MainThread"]
     copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
     (first, _), (last, _) = waits
-    assert max(copies[: len(copies) // 2]) < first < min(copies[len(copies) // 2 :]) <= max(copies) < last
+    assert (
+        max(copies[: len(copies) // 2])
+        < first
+        < min(copies[len(copies) // 2 :])
+        <= max(copies)
+        < last
+    )
     for index, call in waits:
-        recorded = [c for c in calls[:index] if c["name"] == "event.record" and c["subject"] == call["subject"]]
-        assert len(recorded) == 1 and recorded[0]["stream"] > 0, "behind the copies, on their stream"
+        recorded = [
+            c
+            for c in calls[:index]
+            if c["name"] == "event.record" and c["subject"] == call["subject"]
+        ]
+        assert len(recorded) == 1 and recorded[0]["stream"] > 0, (
+            "behind the copies, on their stream"
+        )
 
 
 def test_a_rollback_puts_what_was_saved_on_the_card(runs: Any) -> None:
-    """With the state of the generator of this card; ranks that share documents have written their shards."""
+    """With the state of the generator of this card; ranks that share documents have written
+    their shards.
+    """
     run = runs[SHARED]
     copies = noted(run, "copies", "rollback")
     assert {copy["way"] for copy in copies} == {"cpu to cuda"}

@@ -15,7 +15,9 @@ ACKS = "acks.txt"
 
 
 class Acks(logging.Handler):
-    """Remembers on disk which checkpoints were announced as saved, before anybody can be killed again."""
+    """Remembers on disk which checkpoints were announced as saved, before anybody can be killed
+    again.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Runs the real selection on every state that a power loss may leave, and says where it breaks a promise."""
+"""Runs the real selection on every state that a power loss may leave, and says where it breaks
+a promise.
+"""
 
 import os
 import random
@@ -28,7 +30,9 @@ class Stage:
         self._now: dict[str, Tree] = {}
 
     def show(self, state: Tree) -> Path:
-        """The directory that holds `state`; its files are links, to be replaced or removed but never written into."""
+        """The directory that holds `state`; its files are links, to be replaced or removed but
+        never written into.
+        """
         assert not isinstance(state, bytes), "a state is a directory"
         entries = dict(state)
         for name, tree in self._now.items():
@@ -67,7 +71,8 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a start finds. `step`: continued from, None = a new run. `error`: why it does not start instead.
+    """What a start finds. `step`: continued from, None = a new run. `error`: why it does not start
+    instead.
 
     `torn`: what a checkpoint's name promises whole and is not, with the reason.
     """
@@ -78,7 +83,9 @@ class Outcome:
 
 
 def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
-    """What a resuming run does before it loads. `is_whole` knows the bytes without the code under test."""
+    """What a resuming run does before it loads. `is_whole` knows the bytes without the code
+    under test.
+    """
     try:
         selection = choice.select(run_dir)
     except choice.NoUsableCheckpointError:
@@ -88,10 +95,14 @@ def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
         if info.manifest is None:
             return Outcome(None, "refuses a directory without a manifest")
         if not (problems := verify_files(info.path, info.manifest)):
-            error = "" if is_whole(info.path) else f"took damaged bytes of {info.path.name} for whole"
+            error = (
+                "" if is_whole(info.path) else f"took damaged bytes of {info.path.name} for whole"
+            )
             return Outcome(info.step, error, tuple(torn))
         torn += [f"{info.path.name}: {problem}" for problem in problems]
-    return Outcome(None, "refuses to start, all damaged" if selection.candidates else "", tuple(torn))
+    return Outcome(
+        None, "refuses to start, all damaged" if selection.candidates else "", tuple(torn)
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,9 @@ class Promise:
         if (step := marked_step(operation, MOVED_BACK)) is not None:
             return Promise(step, self.known, frozenset(s for s in self.known if s > step))
         if operation.kind == "rename" and operation.target is not None and self.abandoned:
-            return replace(self, abandoned=self.abandoned - {layout.parse_step(operation.target.name)})
+            return replace(
+                self, abandoned=self.abandoned - {layout.parse_step(operation.target.name)}
+            )
         return self
 
     def broken_by(self, outcome: Outcome) -> str:
@@ -119,7 +132,11 @@ class Promise:
         if outcome.error:
             return outcome.error
         if outcome.step is None:
-            return "" if self.acknowledged is None else f"starts anew, step {self.acknowledged} was acknowledged"
+            return (
+                ""
+                if self.acknowledged is None
+                else f"starts anew, step {self.acknowledged} was acknowledged"
+            )
         if outcome.step in self.abandoned:
             return f"continues from the abandoned step {outcome.step}"
         if self.acknowledged is not None and outcome.step < self.acknowledged:
@@ -129,7 +146,9 @@ class Promise:
 
 @dataclass(frozen=True)
 class Fault:
-    """A state that breaks a promise: why, before which operation the power failed, and what was left."""
+    """A state that breaks a promise: why, before which operation the power failed, and what was
+    left.
+    """
 
     reason: str
     place: str
@@ -145,7 +164,9 @@ def listing(tree: Tree, indent: str = "  ") -> str:
     lines = []
     for name, child in tree:
         if isinstance(child, bytes):
-            lines.append(f"{indent}{name}  {len(child)} bytes" + (f" {child!r}" if len(child) < 20 else ""))
+            lines.append(
+                f"{indent}{name}  {len(child)} bytes" + (f" {child!r}" if len(child) < 20 else "")
+            )
         else:
             lines += [f"{indent}{name}/", *([listing(child, indent + "  ")] if child else [])]
     return "\n".join(lines)
@@ -153,9 +174,11 @@ def listing(tree: Tree, indent: str = "  ") -> str:
 
 @dataclass
 class Report:
-    """Of one log. `reached`: every different state with the promise that held when the power failed last.
+    """Of one log. `reached`: every different state with the promise that held when the power failed
+    last.
 
-    `num_torn` counts the states where a checkpoint's name stands on something broken that was not so at the start.
+    `num_torn` counts the states where a checkpoint's name stands on something broken that was not
+    so at the start.
     """
 
     num_cuts: int = 0
@@ -166,8 +189,8 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.reached)} states at {self.num_cuts} cuts ({self.num_sampled_cuts} sampled), "
-            f"{len(self.faults)} faults, {self.num_torn} torn"
+            f"{len(self.reached)} states at {self.num_cuts} cuts ({self.num_sampled_cuts} "
+            f"sampled), {len(self.faults)} faults, {self.num_torn} torn"
         )
 
 
@@ -175,17 +198,27 @@ class Explorer:
     """Judges all states of any number of logs; a state met before is not looked at again."""
 
     def __init__(
-        self, place: Path, *, is_whole: Callable[[Path], bool], max_combinations: int = 2**14, seed: int = 0
+        self,
+        place: Path,
+        *,
+        is_whole: Callable[[Path], bool],
+        max_combinations: int = 2**14,
+        seed: int = 0,
     ) -> None:
-        """Of a cut with more than `max_combinations`, as many are drawn by `seed`; of others all are looked at."""
+        """Of a cut with more than `max_combinations`, as many are drawn by `seed`; of others
+        all are looked at.
+        """
         self.stage = Stage(place)
         self.outcomes: dict[Tree, Outcome] = {}
         self._is_whole, self._max_combinations, self._seed = is_whole, max_combinations, seed
 
-    def explore(self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise, *, first: int = 0) -> Report:
+    def explore(
+        self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise, *, first: int = 0
+    ) -> Report:
         """Cut `log` before each operation from number `first` on and after the last.
 
-        `root`: the directory it was recorded in, which held `start`; `promise`: what held before the first operation.
+        `root`: the directory it was recorded in, which held `start`; `promise`: what held before
+        the first operation.
         """
         disk, report, chance = Disk(start, root), Report(), random.Random(self._seed)
         is_changed = True
@@ -193,8 +226,12 @@ class Explorer:
             if len(report.faults) >= ENOUGH_FAULTS:
                 break
             if is_changed and cut >= first:
-                place = f"{cut}: {log[cut].kind} {log[cut].path}" if cut < len(log) else "was the end"
-                self._judge(disk, promise, report, chance, place, torn_before=self.outcome(start).torn)
+                place = (
+                    f"{cut}: {log[cut].kind} {log[cut].path}" if cut < len(log) else "was the end"
+                )
+                self._judge(
+                    disk, promise, report, chance, place, torn_before=self.outcome(start).torn
+                )
             if cut < len(log):
                 disk.apply(log[cut])
                 before, promise = promise, promise.after(log[cut])
@@ -219,7 +256,9 @@ class Explorer:
             if report.reached.get(state) == promise:
                 continue
             outcome = self.outcome(state)
-            report.num_torn += state not in report.reached and not set(torn_before).issuperset(outcome.torn)
+            report.num_torn += state not in report.reached and not set(torn_before).issuperset(
+                outcome.torn
+            )
             report.reached[state] = promise
             if reason := promise.broken_by(outcome):
                 report.faults.append(Fault(reason, place, state))

@@ -1,10 +1,12 @@
-"""Every directory state that a power loss may leave, from the log of what a program did to its files.
+"""Every directory state that a power loss may leave, from the log of what a program did to its
+files.
 
 The model is weaker than any real file system (the idea of ALICE and of LevelDB's fault injection):
 - The power fails between any two operations.
 - Bytes written to a file since its last fsync are lost, cut short, zeroed or kept.
-- A creation, rename or removal since the last fsync of its directory is lost or kept, each for itself: a later one may
-  survive an earlier one, and a name may survive while the bytes behind it do not. A rename is one such change.
+- A creation, rename or removal since the last fsync of its directory is lost or kept, each for
+  itself: a later one may survive an earlier one, and a name may survive while the bytes behind it
+  do not. A rename is one such change.
 """
 
 import itertools
@@ -23,7 +25,9 @@ from trainer.checkpoint.fsio import Operation
 Tree: TypeAlias = "bytes | tuple[tuple[str, Tree], ...]"
 """A file is its bytes; a directory is its entries, sorted by name."""
 TimedOperation = tuple[int, Operation]
-"""When it was announced (ns on a clock that all processes of the machine share), and a copy of it."""
+"""When it was announced (ns on a clock that all processes of the machine share), and a copy of
+it.
+"""
 
 PAGE_BYTES = 4096
 WITHOUT_EFFECT = ("close", "phase")
@@ -33,7 +37,8 @@ MOVED_BACK = "moved_back"
 
 @contextmanager
 def recording() -> Iterator[list[TimedOperation]]:
-    """Collect what this process does through `fsio`, and when `layout.commit` and `layout.publish` acknowledge a step.
+    """Collect what this process does through `fsio`, and when `layout.commit` and `layout.publish`
+    acknowledge a step.
 
     From `commit` on a step must not be lost; `publish` repeats it. The list can be pickled.
     """
@@ -61,7 +66,9 @@ def recording() -> Iterator[list[TimedOperation]]:
 
 
 def mark(kind: str, step: int) -> Operation:
-    """ACKNOWLEDGED: from here on `step` must be found. MOVED_BACK: a person pointed back to it, newer ones are void."""
+    """ACKNOWLEDGED: from here on `step` must be found. MOVED_BACK: a person pointed back to it,
+    newer ones are void.
+    """
     return Operation("phase", Path(f"{kind}.{step}"))
 
 
@@ -78,7 +85,9 @@ def merge(*logs: Iterable[TimedOperation]) -> list[Operation]:
 
 
 def coalesced(log: Iterable[Operation]) -> list[Operation]:
-    """The same log with the writes to a file joined until it is synced: a cut between them tells hardly more."""
+    """The same log with the writes to a file joined until it is synced: a cut between them
+    tells hardly more.
+    """
     kept: list[Operation] = []
     pending: dict[Path, bytearray] = {}
     for operation in log:
@@ -92,7 +101,9 @@ def coalesced(log: Iterable[Operation]) -> list[Operation]:
 
 
 def read_tree(path: Path) -> Tree:
-    """What stands on the disk. Raises `OSError` for anything that is neither a file nor a directory."""
+    """What stands on the disk. Raises `OSError` for anything that is neither a file nor a
+    directory.
+    """
     if path.is_symlink() or not path.is_dir():
         return fsio.read_bytes(path)
     return tuple((name, read_tree(path / name)) for name in fsio.list_dir(path))
@@ -108,7 +119,9 @@ class File:
         self.durable, self.pending = self.durable + self.pending, b""
 
     def variants(self) -> list[bytes]:
-        """What may be read after a crash: the pending bytes lost, cut, zeroed, with a hole, or (last) whole."""
+        """What may be read after a crash: the pending bytes lost, cut, zeroed, with a hole, or
+        (last) whole.
+        """
         if not self.pending:
             return [self.durable]
         data, size = self.pending, len(self.pending)
@@ -121,7 +134,9 @@ class File:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of a directory's entries: the name that goes, and the one that comes with what it names."""
+    """One change of a directory's entries: the name that goes, and the one that comes with what
+    it names.
+    """
 
     removed: str | None = None
     added: "tuple[str, Node] | None" = None
@@ -134,7 +149,9 @@ class Change:
 
 
 class Directory:
-    """`durable` entries, the `pending` changes that no fsync has covered yet, and the entries a process sees `now`."""
+    """`durable` entries, the `pending` changes that no fsync has covered yet, and the entries a
+    process sees `now`.
+    """
 
     def __init__(self, entries: "dict[str, Node]") -> None:
         self.durable, self.now = dict(entries), dict(entries)
@@ -149,7 +166,10 @@ class Directory:
 
     def reachable(self) -> "list[Node]":
         """Everything that an entry may name after a crash."""
-        nodes = [*self.durable.values(), *(change.added[1] for change in self.pending if change.added)]
+        nodes = [
+            *self.durable.values(),
+            *(change.added[1] for change in self.pending if change.added),
+        ]
         return list(dict.fromkeys(nodes))
 
     def after(self, kept: Iterable[bool]) -> "dict[str, Node]":
@@ -165,7 +185,9 @@ Node = File | Directory
 
 
 class Disk:
-    """A directory on a disk that forgets: replays operations, and says what a power loss may leave of them."""
+    """A directory on a disk that forgets: replays operations, and says what a power loss may
+    leave of them.
+    """
 
     def __init__(self, start: Tree, root: Path) -> None:
         """`start` is durable; `root` is the directory that the paths of the operations lie in."""
@@ -174,7 +196,9 @@ class Disk:
         self._root, self._path = node, root
 
     def apply(self, operation: Operation) -> None:
-        """Raises `KeyError` or `ValueError` for what could not have happened: the log is not complete."""
+        """Raises `KeyError` or `ValueError` for what could not have happened: the log is not
+        complete.
+        """
         path, kind = operation.path, operation.kind
         if kind in WITHOUT_EFFECT or not self._is_inside(path, kind):
             return
@@ -195,17 +219,25 @@ class Disk:
         return path.is_relative_to(self._path) and (path != self._path or kind == "fsync_dir")
 
     def _change(self, operation: Operation) -> Change:
-        path, target, entries = operation.path, operation.target, self._directory(operation.path.parent).now
+        path, target, entries = (
+            operation.path,
+            operation.target,
+            self._directory(operation.path.parent).now,
+        )
         match operation.kind:
             case "create" | "mkdir":
                 if path.name in entries:
                     raise ValueError(f"{path} exists already")
-                return Change(added=(path.name, File(b"") if operation.kind == "create" else Directory({})))
+                return Change(
+                    added=(path.name, File(b"") if operation.kind == "create" else Directory({}))
+                )
             case "unlink" | "rmdir":
                 return Change(removed=path.name if path.name in entries else _missing(path))
             case "rename":
                 if target is None or target.parent != path.parent:
-                    raise ValueError(f"{path} -> {target}: only renames within one directory are modelled")
+                    raise ValueError(
+                        f"{path} -> {target}: only renames within one directory are modelled"
+                    )
                 return Change(path.name, (target.name, entries[path.name]))
         raise ValueError(f"unknown operation {operation.kind}")
 
@@ -243,7 +275,11 @@ def _missing(path: Path) -> str:
 
 
 def _node(tree: Tree) -> Node:
-    return File(tree) if isinstance(tree, bytes) else Directory({name: _node(child) for name, child in tree})
+    return (
+        File(tree)
+        if isinstance(tree, bytes)
+        else Directory({name: _node(child) for name, child in tree})
+    )
 
 
 def _now(node: Node) -> Tree:

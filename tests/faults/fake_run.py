@@ -12,7 +12,9 @@ from trainer.checkpoint.retention import Retention
 
 @dataclass
 class FakeRun(Run):
-    """`save` follows `trainer.checkpoint.save`; `restart` follows `trainer.checkpoint.start` and the load after it."""
+    """`save` follows `trainer.checkpoint.save`; `restart` follows `trainer.checkpoint.start`
+    and the load after it.
+    """
 
     @property
     def kept(self) -> Retention:

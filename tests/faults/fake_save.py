@@ -1,7 +1,8 @@
-"""Saves without torch, for strace to kill or to fail at any system call: `fake_save.py RUN_DIR STEP KEEP`.
+"""Saves without torch, for strace to kill or to fail at any system call: `fake_save.py RUN_DIR STEP
+KEEP`.
 
-Says on standard output what it has achieved, a line each. After a failed save it frees the space and saves the next
-step, as a run does that goes on training.
+Says on standard output what it has achieved, a line each. After a failed save it frees the space
+and saves the next step, as a run does that goes on training.
 """
 
 import os

@@ -1,11 +1,25 @@
-"""What the CUDA paths need, by the finding of docs/gpu.md that it settles, and how it is removed (see mutations.py)."""
+"""What the CUDA paths need, by the finding of docs/gpu.md that it settles, and how it is
+removed (see mutations.py).
+"""
 
 from safeguards import Mutation
 
-ATTENTION, SHARDING, SNAPSHOT = "model/attention.py", "model/parallelize.py", "checkpoint/snapshot.py"
+ATTENTION, SHARDING, SNAPSHOT = (
+    "model/attention.py",
+    "model/parallelize.py",
+    "checkpoint/snapshot.py",
+)
 MANAGER, RANKS, WORLD = "checkpoint/manager.py", "launch/ranks.py", "runtime/distributed.py"
-KERNEL, STEP, RUN = "numerics/test_cuda_attention.py", "fakecuda/test_fake_step.py", "fakecuda/test_fake_run.py"
-WHOLE, PARALLEL, HEAD = "fakecuda/test_fake_whole_run.py", "numerics/test_parallelize.py", "model/head.py"
+KERNEL, STEP, RUN = (
+    "numerics/test_cuda_attention.py",
+    "fakecuda/test_fake_step.py",
+    "fakecuda/test_fake_run.py",
+)
+WHOLE, PARALLEL, HEAD = (
+    "fakecuda/test_fake_whole_run.py",
+    "numerics/test_parallelize.py",
+    "model/head.py",
+)
 MACHINE, COPY, SPEED = "unit/test_launch_machine.py", "unit/test_snapshot.py", "unit/test_speed.py"
 
 GPU_SAFEGUARDS = (
@@ -47,8 +61,10 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 4: page-locked memory comes in powers of two",
         SNAPSHOT,
-        "            size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES\n",
-        "            size_bytes += max(ALIGNMENT_BYTES, 1 << (shape.numel() * dtype.itemsize - 1).bit_length())\n",
+        "            size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * "
+        "ALIGNMENT_BYTES\n",
+        "            size_bytes += max(ALIGNMENT_BYTES, 1 << (shape.numel() * dtype.itemsize - "
+        "1).bit_length())\n",
         (f"{COPY}::test_one_block_of_the_size_of_the_state_is_page_locked_once",),
     ),
     Mutation(
@@ -70,7 +86,9 @@ GPU_SAFEGUARDS = (
         WORLD,
         '    heartbeat.enter("meet", limit_s=timeout_s)\n',
         "",
-        ("unit/test_launch_hangs.py::test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait",),
+        (
+            "unit/test_launch_hangs.py::test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait",
+        ),
     ),
     Mutation(
         "GPU 7: the first sum over the ranks is not checked",
@@ -98,7 +116,9 @@ GPU_SAFEGUARDS = (
         "runtime/seeding.py",
         "    torch.use_deterministic_algorithms(True)\n",
         "",
-        ("numerics/test_assemble.py::test_an_operation_without_a_deterministic_kernel_is_named_before_training",),
+        (
+            "numerics/test_assemble.py::test_an_operation_without_a_deterministic_kernel_is_named_before_training",
+        ),
     ),
     Mutation(
         "GPU 9: a run does not ask for them",
@@ -112,7 +132,9 @@ GPU_SAFEGUARDS = (
         "runtime/seeding.py",
         '    os.environ.setdefault("NCCL_ALGO", "Ring")\n',
         "",
-        ("numerics/test_assemble.py::test_an_operation_without_a_deterministic_kernel_is_named_before_training",),
+        (
+            "numerics/test_assemble.py::test_an_operation_without_a_deterministic_kernel_is_named_before_training",
+        ),
     ),
     Mutation(
         "GPU 10: groups of the mesh keep torch's half hour",
@@ -180,7 +202,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 17: the gradient of the head's weight is added up in bfloat16",
         HEAD,
-        "        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None\n",
+        "        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained "
+        "else None\n",
         "        grad_weight_VH = torch.zeros_like(weight_VH) if is_trained else None\n",
         ("numerics/test_head.py::test_weight_gradient_sums_its_blocks_in_float32",),
     ),
@@ -188,9 +211,12 @@ GPU_SAFEGUARDS = (
         "GPU 18: what is converted is held whole",
         "model/load.py",
         "        made = group.to_own([found.whole() for found in stored])\n",
-        "        made = group.to_own([found.whole() for found in stored])\n        SourceWeights.held = [*getattr("
+        "        made = group.to_own([found.whole() for found in stored])\n        "
+        "SourceWeights.held = [*getattr("
         'SourceWeights, "held", []), made]  # type: ignore[attr-defined]\n',
-        ("distributed/test_layer_by_layer.py::test_a_rank_holds_no_more_than_one_layer_beside_its_shard",),
+        (
+            "distributed/test_layer_by_layer.py::test_a_rank_holds_no_more_than_one_layer_beside_its_shard",
+        ),
     ),
     Mutation(
         "GPU fine print: attention dropout goes to a kernel without",
@@ -225,14 +251,18 @@ GPU_SAFEGUARDS = (
         "monitor/throughput.py",
         "    fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]\n",
         "    fitting = [name for name in reversed(PEAK_TFLOPS) if name in device_name][-1:]\n",
-        (f"{SPEED}::test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guessed",),
+        (
+            f"{SPEED}::test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guessed",
+        ),
     ),
     Mutation(
         "GPU fine print: eight ranks take as little outside as one",
         "tools/plan/memory.py",
         "        nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)\n",
         "        nccl_gib = 0.0\n",
-        ("unit/test_memory_plan_outside.py::test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine",),
+        (
+            "unit/test_memory_plan_outside.py::test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine",
+        ),
     ),
     Mutation(
         "GPU fine print: a snapshot holds up the computation",
@@ -246,7 +276,9 @@ GPU_SAFEGUARDS = (
         "loop/step.py",
         "    run.checkpoints.before_update()\n",
         "",
-        (f"{RUN}::test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer",),
+        (
+            f"{RUN}::test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer",
+        ),
     ),
     Mutation(
         "GPU fine print: a snapshot is copied before the step is computed",
@@ -273,7 +305,8 @@ GPU_SAFEGUARDS = (
         "GPU fine print: to count replicas a mesh is cut",
         WORLD,
         "        return self.size // self.num_shards\n",
-        '        return self.mesh["ddp"].size() if "ddp" in (self.mesh.mesh_dim_names or ()) else 1\n',
+        '        return self.mesh["ddp"].size() if "ddp" in (self.mesh.mesh_dim_names or ()) else '
+        "1\n",
         ("distributed/test_mesh.py::test_the_number_of_replicas_asks_no_mesh",),
     ),
     Mutation(

@@ -1,7 +1,9 @@
-"""Machines on one machine: namespaces with their own network, host name, processes and /etc/hosts, on one switch.
+"""Machines on one machine: namespaces with their own network, host name, processes and /etc/hosts,
+on one switch.
 
-Each host finds its own name at 127.0.1.1, as on Debian, and the names of the others at their addresses. A host is alive
-as long as the first process of its namespace; killing that kills all it runs. Needs root and iproute2.
+Each host finds its own name at 127.0.1.1, as on Debian, and the names of the others at their
+addresses. A host is alive as long as the first process of its namespace; killing that kills all it
+runs. Needs root and iproute2.
 """
 
 import os
@@ -22,7 +24,11 @@ def why_not() -> str:
     """Why there can be no namespaces here; empty when there can."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
-    if missing := [name for name in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(name) is None]:
+    if missing := [
+        name
+        for name in ("ip", "unshare", "nsenter", "mount", "hostname")
+        if shutil.which(name) is None
+    ]:
         return f"not installed: {', '.join(missing)}"
     try:
         with tempfile.TemporaryDirectory() as directory, network(1, hosts_dir=Path(directory)):
@@ -41,8 +47,12 @@ class Host:
     namespace: int
     switch: int
 
-    def start(self, command: list[str], *, cwd: Path, env: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
-        """A command on this machine; it returns the command's exit code, or -9 when the machine was killed."""
+    def start(
+        self, command: list[str], *, cwd: Path, env: dict[str, str], log: IO[bytes]
+    ) -> "subprocess.Popen[bytes]":
+        """A command on this machine; it returns the command's exit code, or -9 when the machine
+        was killed.
+        """
         inside = self.entering("env", f"--chdir={cwd}", *command)
         return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -65,16 +75,24 @@ class Host:
 
 @contextmanager
 def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
-    """That many hosts, gone with all they run at the end of the block; `hosts_dir` takes their /etc/hosts."""
+    """That many hosts, gone with all they run at the end of the block; `hosts_dir` takes their
+    /etc/hosts.
+    """
     addresses = {f"host{number}": f"{NETWORK}.{number + 1}" for number in range(num_hosts)}
     with _namespaces("--net") as (_, switch), ExitStack() as held:
         _run(switch, "ip", "link", "add", "switch0", "type", "bridge")
         _run(switch, "ip", "link", "set", "switch0", "up")
         hosts = []
         for name in addresses:
-            keeper, namespace = held.enter_context(_namespaces("--net", "--uts", "--pid", "--mount-proc"))
+            keeper, namespace = held.enter_context(
+                _namespaces("--net", "--uts", "--pid", "--mount-proc")
+            )
             hosts.append(Host(name, addresses[name], keeper, namespace, switch))
-            _set_up(hosts[-1], {**addresses, "localhost": "127.0.0.1", name: "127.0.1.1"}, hosts_dir / f"{name}.hosts")
+            _set_up(
+                hosts[-1],
+                {**addresses, "localhost": "127.0.0.1", name: "127.0.1.1"},
+                hosts_dir / f"{name}.hosts",
+            )
         yield hosts
 
 
@@ -82,7 +100,18 @@ def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
     table.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
     name, namespace, switch = host.name, host.namespace, host.switch
     _run(
-        switch, "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", f"/proc/{namespace}/ns/net"
+        switch,
+        "ip",
+        "link",
+        "add",
+        name,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        f"/proc/{namespace}/ns/net",
     )
     _run(switch, "ip", "link", "set", name, "master", "switch0", "up")
     _run(namespace, "ip", "link", "set", "lo", "up")
@@ -96,7 +125,11 @@ def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
 def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """(process that keeps them, pid of their first process); both die when the first does."""
     command = ["unshare", *kinds, "--fork", "sh", "-c", "echo; read ends_with_us"]
-    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes: dict[str, int] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+    }
     with subprocess.Popen(command, **pipes) as keeper:  # type: ignore[call-overload]
         assert keeper.stdin is not None and keeper.stdout is not None
         try:

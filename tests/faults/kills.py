@@ -1,14 +1,17 @@
-"""Kill and preempt real training runs at random moments, as often as asked, and prove each time that nothing is lost.
+"""Kill and preempt real training runs at random moments, as often as asked, and prove each time
+that nothing is lost.
 
-`python tests/faults/kills.py --kills 200 --preemptions 100 --seed 1` writes benchmarks/results/kills.json. A trial is
-fixed by its seed up to the moment within the run, which is the machine's. Each start is the real command with all its
-parts (loader workers in half of them, validation, trackers, report) on a small model; `tests/whole_runs.py` stands for
-the launcher. A run is struck until a start of it is left in peace and ends. It must then have left all that an
-undisturbed run leaves: all numbers of each row but times, final state, histories, report, checkpoints, pointer, end and
-lock. A strike that meets no living rank is repeated.
+`python tests/faults/kills.py --kills 200 --preemptions 100 --seed 1` writes
+benchmarks/results/kills.json. A trial is fixed by its seed up to the moment within the run, which
+is the machine's. Each start is the real command with all its parts (loader workers in half of them,
+validation, trackers, report) on a small model; `tests/whole_runs.py` stands for the launcher. A run
+is struck until a start of it is left in peace and ends. It must then have left all that an
+undisturbed run leaves: all numbers of each row but times, final state, histories, report,
+checkpoints, pointer, end and lock. A strike that meets no living rank is repeated.
 
 `--all-features`: runs on 2 ranks leave updates out and keep a mirror; what kills all ranks kills
-the mirror's process too in half of the trials. It writes benchmarks/results/kills_all_features.json.
+the mirror's process too in half of the trials. It writes
+benchmarks/results/kills_all_features.json.
 """
 
 import argparse
@@ -54,9 +57,15 @@ RECIPES = ((1, 1), (2, 2), (3, 2))
 """Steps between saves, checkpoints kept."""
 FEATURES = ("trainer.guard.rules=[{metric: train/grad_norm, above: 5, do: skip}]",)
 TOTAL_STEPS = 10
-BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
+BASE = (
+    f"trainer.total_training_steps={TOTAL_STEPS}",
+    "trainer.test_freq=3",
+    "trainer.hang_timeout_s=120",
+)
 GONE_WITHIN_S = 30.0
-"""torchrun lets a rank that waits in C code, as for the others at the start, live 30 s after another has left."""
+"""torchrun lets a rank that waits in C code, as for the others at the start, live 30 s after
+another has left.
+"""
 ENDED_WITHIN_S = 120.0
 NOT_STRUCK = "over before the strike"
 TIMED = re.compile(
@@ -68,7 +77,9 @@ COMPARED = ("train", "val")
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to one start of a run: strike a while after a step, or within the next save, or at the run's end."""
+    """What is done to one start of a run: strike a while after a step, or within the next save,
+    or at the run's end.
+    """
 
     seed: int
     how: str
@@ -82,11 +93,18 @@ class Trial:
     def draw(cls, seed: int, world_size: int, how: str) -> "Trial":
         rng = random.Random(seed)
         where = rng.choice(("after a step", "after a step", "in a save", "at the end"))
-        after_s = rng.uniform(0.0, {"after a step": 0.3, "in a save": 0.06, "at the end": 1.0}[where])
+        after_s = rng.uniform(
+            0.0, {"after a step": 0.3, "in a save": 0.06, "at the end": 1.0}[where]
+        )
         everyone = tuple(range(world_size))
-        victims = everyone if how == "preempt" or rng.random() < 0.3 else (rng.randrange(world_size),)
+        victims = (
+            everyone if how == "preempt" or rng.random() < 0.3 else (rng.randrange(world_size),)
+        )
         is_async = str(rng.random() < 0.6).lower()
-        words = (f"data.num_workers={rng.randrange(2)}", f"trainer.checkpoint.async_save={is_async}")
+        words = (
+            f"data.num_workers={rng.randrange(2)}",
+            f"trainer.checkpoint.async_save={is_async}",
+        )
         return cls(seed, how, where, victims, rng.random(), after_s, words)
 
 
@@ -110,12 +128,20 @@ class Run:
 
     def announced(self) -> set[int]:
         """Steps that its last attempt said it had saved."""
-        return {int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())}
+        return {
+            int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())
+        }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of every attempt, also those that no longer count; the last line may be torn by a kill."""
+        """Of every attempt, also those that no longer count; the last line may be torn by a
+        kill.
+        """
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+            if path.exists()
+            else []
+        )
 
     def last_step(self) -> int:
         return max((row["step"] for row in self.rows() if row["kind"] == "train"), default=0)
@@ -134,7 +160,9 @@ class Campaign:
         self.faults: list[str] = []
 
     def run_trial(self, number: int, how: str) -> bool:
-        """Start the current run, disturb it, and check what it left. Findings go to `faults`; whether it was struck."""
+        """Start the current run, disturb it, and check what it left. Findings go to `faults`;
+        whether it was struck.
+        """
         current = self._current = self._current or self._new_run(number)
         trial = Trial.draw(self._seed * 1_000_000 + number, current.world_size, how)
         moment, code = self._disturb(trial, current)
@@ -145,7 +173,10 @@ class Campaign:
             found += _different_ends(current)
             self._current = None
             self.counts["runs completed"] += 1
-        self.faults += [f"trial {number} ({trial}, {moment}, {current.run_dir.name}): {fault}" for fault in found]
+        self.faults += [
+            f"trial {number} ({trial}, {moment}, {current.run_dir.name}): {fault}"
+            for fault in found
+        ]
         return moment != NOT_STRUCK
 
     def _new_run(self, number: int) -> Run:
@@ -159,26 +190,39 @@ class Campaign:
             self._straight[key] = self._root / f"straight_{world_size}_{save_freq}_{keep}"
             straight = Run(self._straight[key], world_size, words, self._straight[key])
             with _with_mirror(straight):
-                code, output = whole_runs.run(world_size, *_words(straight), log=straight.log, timeout_s=ENDED_WITHIN_S)
+                code, output = whole_runs.run(
+                    world_size, *_words(straight), log=straight.log, timeout_s=ENDED_WITHIN_S
+                )
             assert code == EXIT_DONE, output
         self._num_runs += 1
         return Run(self._root / f"run{self._num_runs}", world_size, words, self._straight[key])
 
     def _disturb(self, trial: Trial, current: Run) -> tuple[str, int | None]:
-        """Start all ranks, strike, and wait until they are gone: where the strike fell, and the exit code."""
+        """Start all ranks, strike, and wait until they are gone: where the strike fell, and the
+        exit code.
+        """
         number = signal.SIGKILL if trial.how == "kill" else signal.SIGTERM
         begun_at = layout.read_pointer(current.run_dir).step or 0
         due_step = (
-            TOTAL_STEPS if trial.where == "at the end" else begun_at + 1 + int(trial.steps * (TOTAL_STEPS - begun_at))
+            TOTAL_STEPS
+            if trial.where == "at the end"
+            else begun_at + 1 + int(trial.steps * (TOTAL_STEPS - begun_at))
         )
         words = (*_words(current), *trial.words)
-        with _with_mirror(current), whole_runs.started(current.world_size, *words, log=current.log) as attempt:
+        with (
+            _with_mirror(current),
+            whole_runs.started(current.world_size, *words, log=current.log) as attempt,
+        ):
             is_due = False
             while not is_due and not attempt.is_over():
                 time.sleep(0.005)
                 is_due = f"step {due_step}/" in attempt.output or begun_at >= TOTAL_STEPS
                 is_due &= attempt.can_be_signalled
-            while trial.where == "in a save" and _moment(current.run_dir) == "elsewhere" and not attempt.is_over():
+            while (
+                trial.where == "in a save"
+                and _moment(current.run_dir) == "elsewhere"
+                and not attempt.is_over()
+            ):
                 time.sleep(0.001)
             time.sleep(trial.after_s)
             moment = _moment(current.run_dir) if trial.where != "at the end" else trial.where
@@ -187,7 +231,9 @@ class Campaign:
             attempt.send(number, *trial.victims)
             if trial.how == "kill" and len(trial.victims) == current.world_size and trial.seed % 2:
                 _kill_mirrors()
-            patience_s = random.Random(trial.seed + 1).uniform(0.0, 0.3) if trial.how == "kill" else None
+            patience_s = (
+                random.Random(trial.seed + 1).uniform(0.0, 0.3) if trial.how == "kill" else None
+            )
             code = _gone(attempt, patience_s)
             if code is None:
                 self.faults.append(f"{attempt.output}\n{attempt.stacks()}")
@@ -214,12 +260,18 @@ class Campaign:
             return found
         if code not in ((EXIT_DONE, EXIT_RESUMABLE) if how else (EXIT_DONE,)):
             found.append(f"exit code {code}: {current.log.read_text()[-2000:]}")
-        if "stopped by SIGTERM;" in current.log.read_text():  # before the first step there is nothing to save
+        # before the first step there is nothing to save
+        if "stopped by SIGTERM;" in current.log.read_text():
             return found
         if current.last_step() - step > 1:
             found.append(f"preempted after step {current.last_step()}, {step} would be continued")
-        if not is_given_back(run_dir) or events_file.last_exit_code(run_dir / events_file.FILE_NAME) != code:
-            found.append(f"exit code {code}, but its log says otherwise or its lock is not given back")
+        if (
+            not is_given_back(run_dir)
+            or events_file.last_exit_code(run_dir / events_file.FILE_NAME) != code
+        ):
+            found.append(
+                f"exit code {code}, but its log says otherwise or its lock is not given back"
+            )
         return found
 
 
@@ -251,7 +303,8 @@ def _different_rows(current: Run) -> list[str]:
     for row in current.rows():
         other = expected.get((row["kind"], row["step"]), {})
         if row["kind"] in COMPARED:
-            names = sorted(name for name in other if not TIMED.match(name))  # each attempt's first row has some more
+            # each attempt's first row has some more
+            names = sorted(name for name in other if not TIMED.match(name))
             found += [
                 f"step {row['step']} diverged: {name} {row.get(name)} instead of {other.get(name)}"
                 for name in names
@@ -277,8 +330,15 @@ def _different_ends(current: Run) -> list[str]:
     found = [] if kept == due else [f"checkpoints {kept} instead of {due}"]
     if current.mirror is not None:
         held = look(Storage(current.mirror), "all")
-        if held.pointer != TOTAL_STEPS or TOTAL_STEPS not in held.whole or held.steps != held.whole.keys():
-            found.append(f"mirror: pointer {held.pointer}, whole {sorted(held.whole)} of {sorted(held.steps)}")
+        if (
+            held.pointer != TOTAL_STEPS
+            or TOTAL_STEPS not in held.whole
+            or held.steps != held.whole.keys()
+        ):
+            found.append(
+                f"mirror: pointer {held.pointer}, whole {sorted(held.whole)} of "
+                f"{sorted(held.steps)}"
+            )
     return found
 
 
@@ -292,7 +352,9 @@ def _moment(run_dir: Path) -> str:
 
 
 def _gone(attempt: Attempt, patience_s: float | None) -> int | None:
-    """The exit code. When a rank was killed the others are killed `patience_s` later, as the launcher does."""
+    """The exit code. When a rank was killed the others are killed `patience_s` later, as the
+    launcher does.
+    """
     deadline = time.monotonic() + GONE_WITHIN_S
     if patience_s is not None:
         time.sleep(patience_s)
@@ -312,7 +374,9 @@ def main(argv: list[str]) -> int:
     name = "kills_all_features.json" if arguments.all_features else "kills.json"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-", dir=os.environ.get("KILLS_DIR")) as directory:
-        campaign = Campaign(Path(directory), seed=arguments.seed, has_all_features=arguments.all_features)
+        campaign = Campaign(
+            Path(directory), seed=arguments.seed, has_all_features=arguments.all_features
+        )
         plan = ["kill"] * arguments.kills + ["preempt"] * arguments.preemptions
         random.Random(arguments.seed).shuffle(plan)
         number = 0
@@ -320,7 +384,10 @@ def main(argv: list[str]) -> int:
             while not campaign.run_trial(number := number + 1, how):
                 pass
             if done % 20 == 0 or campaign.faults:
-                print(f"{done}/{len(plan)} {dict(campaign.counts)} faults: {campaign.faults}", flush=True)
+                print(
+                    f"{done}/{len(plan)} {dict(campaign.counts)} faults: {campaign.faults}",
+                    flush=True,
+                )
             if campaign.faults:
                 break
     result = {

@@ -1,12 +1,15 @@
-"""Runs with a mirror on a storage that kills, refuses, cuts and shows late, as often as asked: nothing is lost by it.
+"""Runs with a mirror on a storage that kills, refuses, cuts and shows late, as often as asked:
+nothing is lost by it.
 
-`python tests/faults/mirror_campaign.py` writes benchmarks/results/mirror_faults.json. First one fault of each
-kind at every operation of a run in turn, then runs drawn by seeds: up to eight faults anywhere, while they upload and
-while a machine takes a checkpoint back, and between their saves rotation, a rollback, or the machine lost for good:
-then the run goes on where another took the mirror's. Whenever an upload ends, by itself or not, a machine with an empty
-disk takes what the mirror shows: it must be whole, no older than what was told to be up, of no past that was undone,
-and what a reading of the storage without our code chooses. The storage is one in memory. Last, runs drawn in the same
-way whose processes are real ones and get SIGKILL at any moment, while they upload to a directory or take back from it.
+`python tests/faults/mirror_campaign.py` writes benchmarks/results/mirror_faults.json. First one
+fault of each kind at every operation of a run in turn, then runs drawn by seeds: up to eight faults
+anywhere, while they upload and while a machine takes a checkpoint back, and between their saves
+rotation, a rollback, or the machine lost for good: then the run goes on where another took the
+mirror's. Whenever an upload ends, by itself or not, a machine with an empty disk takes what the
+mirror shows: it must be whole, no older than what was told to be up, of no past that was undone,
+and what a reading of the storage without our code chooses. The storage is one in memory. Last, runs
+drawn in the same way whose processes are real ones and get SIGKILL at any moment, while they upload
+to a directory or take back from it.
 """
 
 import argparse
@@ -72,7 +75,9 @@ class Trial:
             event = self._rng.choice(("", "rotate", "roll back", "lose"))
             if event == "rotate":
                 retention.rotate(self._run_dir, keep=1)
-            elif event == "roll back" and (steps := [info.step for info in layout.committed(self._run_dir)[:-1]]):
+            elif event == "roll back" and (
+                steps := [info.step for info in layout.committed(self._run_dir)[:-1]]
+            ):
                 step = self._roll_back(self._rng.choice(steps))
                 own = self._bring_up(own, step)
             elif event == "lose":
@@ -85,7 +90,9 @@ class Trial:
         files = {name: data + nonce.encode() for name, data in content_of(step).items()}
         staging = layout.staging_dir(self._run_dir, step)
         (staging / "huggingface").mkdir(parents=True)
-        records = tuple(fsio.write_file(staging / name, data, root=staging) for name, data in files.items())
+        records = tuple(
+            fsio.write_file(staging / name, data, root=staging) for name, data in files.items()
+        )
         manifest = replace(manifest_of(step, records), nonce=nonce)
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
         layout.commit(staging, step, nonce=nonce)
@@ -115,7 +122,9 @@ class Trial:
         self._judge(taken)
 
     def _lose(self) -> int | None:
-        """The disk is gone; another machine takes its place, disturbed as any. None: it has nothing to go on from."""
+        """The disk is gone; another machine takes its place, disturbed as any. None: it has
+        nothing to go on from.
+        """
         run_dir = self._machine()
         for _ in range(MAX_TRIES):
             try:
@@ -171,17 +180,27 @@ class Trial:
         return whole[max(steps)] if steps else None
 
     def _whole(self, shown: dict[str, bytes]) -> dict[int, str]:
-        steps = {nonce: parse_manifest(files[MANIFEST]).step for nonce, files in self._saved.items()}
+        steps = {
+            nonce: parse_manifest(files[MANIFEST]).step for nonce, files in self._saved.items()
+        }
         return {
             steps[nonce]: nonce
             for nonce, files in self._saved.items()
-            if all(shown.get(f"global_step_{steps[nonce]}/{name}") == data for name, data in files.items())
+            if all(
+                shown.get(f"global_step_{steps[nonce]}/{name}") == data
+                for name, data in files.items()
+            )
         }
 
     def _roll_back(self, target: int) -> int:
         newer = [info for info in layout.committed(self._run_dir) if info.step > target]
         discarded = [*self._discarded(), *(info.manifest.nonce for info in newer if info.manifest)]
-        entry = {"onset": target, "found_step": newer[-1].step, "target_step": target, "reason": "a spike"}
+        entry = {
+            "onset": target,
+            "found_step": newer[-1].step,
+            "target_step": target,
+            "reason": "a spike",
+        }
         entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "discarded": discarded}
         (self._run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
         layout.publish(self._run_dir, target)
@@ -193,7 +212,11 @@ class Trial:
 
     def _discarded(self) -> list[str]:
         with suppress(FileNotFoundError):
-            return list(json.loads((self._run_dir / "rollbacks.json").read_text())["rollbacks"][0]["discarded"])
+            return list(
+                json.loads((self._run_dir / "rollbacks.json").read_text())["rollbacks"][0][
+                    "discarded"
+                ]
+            )
         return []
 
     def _tell(self, fault: str) -> None:
@@ -235,7 +258,9 @@ class KilledTrial(Trial):
             own = uploader(self._run_dir, self.storage, mirror_keep=self._keep)
             self._kill("uploading", own.sync)
             self._lose_for_trial()
-        return super()._bring_up(uploader(self._run_dir, self.storage, mirror_keep=self._keep), step)
+        return super()._bring_up(
+            uploader(self._run_dir, self.storage, mirror_keep=self._keep), step
+        )
 
     def _machine(self) -> Path:
         run_dir = super()._machine()
@@ -280,7 +305,9 @@ def main(argv: list[str]) -> int:
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # power is not lost here
     started = time.monotonic()
     one_each, drawn, processes = (collections.Counter[str]() for _ in range(3))
-    with tempfile.TemporaryDirectory(prefix="mirror-", dir=os.environ.get("KILLS_DIR")) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="mirror-", dir=os.environ.get("KILLS_DIR")
+    ) as directory:
         faults = list(everywhere(Path(directory), one_each))
         for seed in range(arguments.seed, arguments.seed + arguments.runs):
             trial = Trial(seed, Path(directory, f"seed{seed}"))
@@ -296,7 +323,8 @@ def main(argv: list[str]) -> int:
     result = {
         "command": " ".join(["python tests/faults/mirror_campaign.py", *argv]),
         "seed": arguments.seed,
-        "kills": sum(count for kind, count in struck.items() if kind.startswith("killed")) + processes.total(),
+        "kills": sum(count for kind, count in struck.items() if kind.startswith("killed"))
+        + processes.total(),
         "errors": sum(count for kind, count in struck.items() if not kind.startswith("killed")),
         "one fault at each operation": dict(one_each),
         "runs drawn": arguments.runs,

@@ -1,9 +1,9 @@
-"""The safeguards of checkpoint and resume, and what the CUDA paths need, removed one at a time: the tests named beside
-each must then fail.
+"""The safeguards of checkpoint and resume, and what the CUDA paths need, removed one at a time: the
+tests named beside each must then fail.
 
 `python tests/faults/mutations.py` runs all of them in a copy of the repository and writes
-benchmarks/results/mutations.json; `--only TEXT` runs those with that in their name and replaces their lines.
-test_mutations.py keeps the lists in step with the code.
+benchmarks/results/mutations.json; `--only TEXT` runs those with that in their name and replaces
+their lines. test_mutations.py keeps the lists in step with the code.
 """
 
 import argparse
@@ -28,7 +28,9 @@ MUTATIONS = (*SAFEGUARDS, *GPU_SAFEGUARDS)
 def mutated_copy(mutation: Mutation, target: Path) -> None:
     """The repository as it is, with one safeguard removed."""
     for name in ("trainer", "tests", "conf", "docs"):
-        shutil.copytree(REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "run_sft.sh", "README.md"):
         shutil.copy(REPOSITORY / name, target / name)
     path = target / "trainer" / mutation.file
@@ -38,7 +40,8 @@ def mutated_copy(mutation: Mutation, target: Path) -> None:
 def apply(mutation: Mutation, text: str) -> str:
     if text.count(mutation.old) != 1:
         raise ValueError(
-            f"'{mutation.name}': what it removes stands {text.count(mutation.old)} times in {mutation.file}"
+            f"'{mutation.name}': what it removes stands {text.count(mutation.old)} times in "
+            f"{mutation.file}"
         )
     return text.replace(mutation.old, mutation.new)
 
@@ -51,11 +54,15 @@ def caught_by(mutation: Mutation) -> str | None:
         for test in mutation.tests:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=300", f"tests/{test}"]
             environment = {**os.environ, "PYTHONPATH": str(root)}
-            done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             if done.returncode == 1:
                 return test
             if done.returncode != 0:
-                raise RuntimeError(f"'{mutation.name}': {test} could not run:\n{done.stdout.decode()[-3000:]}")
+                raise RuntimeError(
+                    f"'{mutation.name}': {test} could not run:\n{done.stdout.decode()[-3000:]}"
+                )
     return None
 
 
@@ -63,7 +70,9 @@ def _record(name: str, test: str | None, output: Path, *, minutes: float) -> Non
     """Put what was found into its line of the results; `minutes` are those of this run so far."""
     known = json.loads(output.read_text()) if output.exists() else {}
     lines = {**known.get("failed test by safeguard removed", {}), name: test}
-    lines = {mutation.name: lines[mutation.name] for mutation in MUTATIONS if mutation.name in lines}
+    lines = {
+        mutation.name: lines[mutation.name] for mutation in MUTATIONS if mutation.name in lines
+    }
     result = {
         "command": "python tests/faults/mutations.py",
         "failed test by safeguard removed": lines,
@@ -84,7 +93,10 @@ def main(argv: list[str]) -> int:
             found[mutation.name] = caught_by(mutation)
             minutes = (time.monotonic() - started) / 60
             _record(mutation.name, found[mutation.name], arguments.output, minutes=minutes)
-            print(f"{'MISSED' if found[mutation.name] is None else 'caught'} {mutation.name}", flush=True)
+            print(
+                f"{'MISSED' if found[mutation.name] is None else 'caught'} {mutation.name}",
+                flush=True,
+            )
     missed = [name for name, test in found.items() if test is None]
     print(f"{len(found) - len(missed)} of {len(found)} caught")
     return 1 if missed else 0

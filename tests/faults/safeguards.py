@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/ (a file, or a test
-    of it) must then fail.
+    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/
+    (a file, or a test of it) must then fail.
     """
 
     name: str
@@ -20,7 +20,11 @@ FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoi
 SAVE, MANAGER = "checkpoint/save.py", "checkpoint/manager.py"
 START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
 LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
-RETENTION, ROLLBACK, THIN = "checkpoint/retention.py", "checkpoint/rollback.py", "unit/test_checkpoint_thinning.py"
+RETENTION, ROLLBACK, THIN = (
+    "checkpoint/retention.py",
+    "checkpoint/rollback.py",
+    "unit/test_checkpoint_thinning.py",
+)
 UPLOAD, RESTORE, MIRROR = "mirror/upload.py", "mirror/restore.py", "unit/test_mirror_faults.py"
 CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
 
@@ -28,11 +32,18 @@ SAFEGUARDS = (
     Mutation(
         "no fsync of a file",
         FSIO,
-        '                _announce("fsync", self._path)\n                os.fsync(self._file.fileno())\n',
+        '                _announce("fsync", self._path)\n                '
+        "os.fsync(self._file.fileno())\n",
         "",
         (SYNCED, CRASH),
     ),
-    Mutation("the fsync of a file is only announced", FSIO, "os.fsync(self._file.fileno())", "pass", (SYNCED,)),
+    Mutation(
+        "the fsync of a file is only announced",
+        FSIO,
+        "os.fsync(self._file.fileno())",
+        "pass",
+        (SYNCED,),
+    ),
     Mutation(
         "the fsync of a directory is only announced",
         FSIO,
@@ -205,7 +216,8 @@ SAFEGUARDS = (
     Mutation(
         "rotation takes what the pointer names",
         RETENTION,
-        "steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]",
+        "steps[-keep:] + [step for step in steps if pointed is not None and step <= "
+        "pointed][-keep:]",
         "steps[-keep:]",
         ("unit/test_checkpoint_layout.py",),
     ),
@@ -290,7 +302,8 @@ SAFEGUARDS = (
         "a mirror points to a step before another of its past is gone",
         UPLOAD,
         "                if self._begun != (info.step, manifest.nonce):\n",
-        "                self._point(info.step)\n                if self._begun != (info.step, manifest.nonce):\n",
+        "                self._point(info.step)\n                if self._begun != (info.step, "
+        "manifest.nonce):\n",
         (MIRROR,),
     ),
     Mutation(

@@ -1,4 +1,6 @@
-"""What a save does, operation by operation, as seen on one rank; and what a run directory then holds."""
+"""What a save does, operation by operation, as seen on one rank; and what a run directory then
+holds.
+"""
 
 import re
 import threading
@@ -21,9 +23,11 @@ _NONCE = re.compile(r"\.[0-9a-f]{8}(?=$|[ '/]|\.tmp)")
 
 @dataclass(frozen=True)
 class Point:
-    """The operation number `index` of the `save`-th save of a rank; save 0 is the start, until the first save.
+    """The operation number `index` of the `save`-th save of a rank; save 0 is the start, until the
+    first save.
 
-    `phase` is what it belongs to, `label` says what it is, equal in every run; `is_behind`: training goes on meanwhile.
+    `phase` is what it belongs to, `label` says what it is, equal in every run; `is_behind`:
+    training goes on meanwhile.
     """
 
     rank: int
@@ -66,9 +70,15 @@ class Point:
 
     @property
     def is_key(self) -> bool:
-        """Whether it changes what names say, orders what is durable, or passes a word to the other ranks."""
-        touches_name = any(name in self.label for name in (MANIFEST, layout.POINTER, layout.PUBLISHED))
-        return self.save > 0 and (touches_name or not self.label.startswith(("create ", "write ", "fsync ", "close ")))
+        """Whether it changes what names say, orders what is durable, or passes a word to the
+        other ranks.
+        """
+        touches_name = any(
+            name in self.label for name in (MANIFEST, layout.POINTER, layout.PUBLISHED)
+        )
+        return self.save > 0 and (
+            touches_name or not self.label.startswith(("create ", "write ", "fsync ", "close "))
+        )
 
 
 def plain(text: str) -> str:
@@ -77,7 +87,9 @@ def plain(text: str) -> str:
 
 
 class Watch:
-    """An observer that knows where its rank is, and hands every operation on as a `Point` before it happens."""
+    """An observer that knows where its rank is, and hands every operation on as a `Point`
+    before it happens.
+    """
 
     def __init__(self, rank: int, run_dir: Path, act: Callable[[Point], None]) -> None:
         self._rank, self._run_dir, self._act = rank, run_dir, act
@@ -101,29 +113,41 @@ class Watch:
 
     @staticmethod
     def _is_rotation(operation: Operation) -> bool:
-        return operation.kind in ("rename", "unlink", "rmdir") and layout.POINTER not in operation.path.name
+        return (
+            operation.kind in ("rename", "unlink", "rmdir")
+            and layout.POINTER not in operation.path.name
+        )
 
     def _label(self, operation: Operation) -> str:
-        path = operation.path.relative_to(self._run_dir) if operation.path.is_absolute() else operation.path
+        path = (
+            operation.path.relative_to(self._run_dir)
+            if operation.path.is_absolute()
+            else operation.path
+        )
         target = f" -> {operation.target.name}" if operation.target is not None else ""
         return plain(f"{operation.kind} {path}{target}")
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """All operations but the writes, and of the writes of each file the first, the middle and the last.
+    """All operations but the writes, and of the writes of each file the first, the middle and the
+    last.
 
     Between them the staged file only grows, and nothing reads it.
     """
     kept = []
     for is_write, group in groupby(points, key=lambda point: point.label if point.is_write else ""):
         run = list(group)
-        kept += [run[index] for index in sorted({0, len(run) // 2, len(run) - 1})] if is_write else run
+        kept += (
+            [run[index] for index in sorted({0, len(run) // 2, len(run) - 1})] if is_write else run
+        )
     return kept
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a run directory holds. `steps`: of whole checkpoints; `broken`: what has such a name and is not whole."""
+    """What a run directory holds. `steps`: of whole checkpoints; `broken`: what has such a name
+    and is not whole.
+    """
 
     chosen: int | None
     steps: tuple[int, ...]
@@ -140,5 +164,7 @@ class Survey:
                 steps.append(info.step)
         chosen = choice.select(run_dir).chosen
         visible = (TRACE, ACKS, layout.POINTER, LOCK)
-        leftovers = [n for n in fsio.list_dir(run_dir) if n not in visible and layout.parse_step(n) is None]
+        leftovers = [
+            n for n in fsio.list_dir(run_dir) if n not in visible and layout.parse_step(n) is None
+        ]
         return cls(chosen.step if chosen else None, tuple(steps), tuple(broken), tuple(leftovers))

@@ -1,9 +1,11 @@
-"""Runs on several machines (namespaces of this one) that are cut off, killed, late, alone, and another number of them.
+"""Runs on several machines (namespaces of this one) that are cut off, killed, late, alone, and
+another number of them.
 
-`python tests/faults/several_machines.py` writes benchmarks/results/several_machines.json. Every start is the real
-command under the real launcher on a small model. Each case strikes a run; every machine must leave within the run's
-limits with exit code 0 or 75 (a machine that is killed says nothing); the same command on machines in order must then
-end with 0, with the losses of an undisturbed run: in every bit on as many ranks, within 1e-6 on another number.
+`python tests/faults/several_machines.py` writes benchmarks/results/several_machines.json. Every
+start is the real command under the real launcher on a small model. Each case strikes a run; every
+machine must leave within the run's limits with exit code 0 or 75 (a machine that is killed says
+nothing); the same command on machines in order must then end with 0, with the losses of an
+undisturbed run: in every bit on as many ranks, within 1e-6 on another number.
 """
 
 import argparse
@@ -38,7 +40,9 @@ TOTAL_STEPS = 40
 STRIKE_AT = 12
 DIST_TIMEOUT_S, HANG_TIMEOUT_S = 40, 10
 LIMIT_S = 90.0
-"""For a start to be over: the import of torch, `DIST_TIMEOUT_S`, and half a minute in which the launcher ends a run."""
+"""For a start to be over: the import of torch, `DIST_TIMEOUT_S`, and half a minute in which the
+launcher ends a run.
+"""
 WORDS = (
     f"trainer.dist_timeout_s={DIST_TIMEOUT_S}",
     f"trainer.hang_timeout_s={HANG_TIMEOUT_S}",
@@ -64,9 +68,17 @@ class Cluster:
     killed: set[str] = field(default_factory=set)
 
     def start(self, host: Host) -> None:
-        """The launcher on one machine, as a user starts it: the others under the name of the first."""
+        """The launcher on one machine, as a user starts it: the others under the name of the
+        first.
+        """
         place = {"NNODES": str(len(self.hosts)), "NODE_RANK": str(self.hosts.index(host))}
-        env = {**os.environ, **place, "MASTER_ADDR": self.hosts[0].name, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            **place,
+            "MASTER_ADDR": self.hosts[0].name,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         command = ["bash", str(REPOSITORY / "run_sft.sh"), str(self.num_ranks)]
         if self.has_torchrun:
@@ -75,7 +87,9 @@ class Cluster:
             command = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}", "-m", "trainer"]
         command += [*self.words, f"trainer.default_local_dir={self.run_dir}"]
         with self.log(host).open("ab") as log:
-            self.launchers[host.name] = host.start(command, cwd=self.run_dir.parent, env=env, log=log)
+            self.launchers[host.name] = host.start(
+                command, cwd=self.run_dir.parent, env=env, log=log
+            )
 
     def log(self, host: Host) -> Path:
         return self.run_dir.with_suffix(f".{host.name}.log")
@@ -93,11 +107,16 @@ class Cluster:
     def codes(self) -> dict[str, int | str]:
         """Exit code of each machine's launcher. Raises `TimeoutExpired`."""
         deadline = time.monotonic() + LIMIT_S
-        codes = {name: process.wait(max(0.1, deadline - time.monotonic())) for name, process in self.launchers.items()}
+        codes = {
+            name: process.wait(max(0.1, deadline - time.monotonic()))
+            for name, process in self.launchers.items()
+        }
         return {name: KILLED if name in self.killed else code for name, code in codes.items()}
 
     def outputs(self) -> str:
-        return "\n".join(f"{host.name}:\n{self.log(host).read_text(errors='replace')}" for host in self.hosts)
+        return "\n".join(
+            f"{host.name}:\n{self.log(host).read_text(errors='replace')}" for host in self.hosts
+        )
 
 
 Strike = Callable[[Cluster], None]
@@ -134,7 +153,9 @@ def kill_rank(cluster: Cluster) -> None:
 
 
 def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
-    """The oldest process of a machine with such a command line: not the loader workers that it forks."""
+    """The oldest process of a machine with such a command line: not the loader workers that it
+    forks.
+    """
     subprocess.run(host.entering("pkill", f"-{number.value}", "-o", "-f", pattern), check=True)
 
 
@@ -142,7 +163,8 @@ def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
 class Case:
     """`strike` a run on some machines, and go on with `then`: machines, ranks on each.
 
-    `num_late` machines never come, the last ones or, below 0, the first. `has_torchrun`: as users of torchrun start it.
+    `num_late` machines never come, the last ones or, below 0, the first. `has_torchrun`: as users
+    of torchrun start it.
     """
 
     name: str
@@ -163,14 +185,23 @@ CASES = (
     Case("a machine killed, on with the other", kill_last, then=(1, 4)),
     Case("a machine killed, on with three", kill_last, then=(3, 1)),
     Case("one machine is told to stop", stop_one),
-    Case("a rank killed under torchrun --max-restarts", kill_rank, 1, 4, then=(1, 4), has_torchrun=True),
+    Case(
+        "a rank killed under torchrun --max-restarts",
+        kill_rank,
+        1,
+        4,
+        then=(1, 4),
+        has_torchrun=True,
+    ),
     Case("a machine never comes", None, num_late=1),
     Case("the first machine never comes", None, num_late=-1),
 )
 
 
 class Campaign:
-    """Cases one after the other; the first that nothing disturbs is what the others are compared with."""
+    """Cases one after the other; the first that nothing disturbs is what the others are
+    compared with.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -178,27 +209,39 @@ class Campaign:
         self.straight: Path | None = None
 
     def run(self, case: Case) -> dict[str, Any]:
-        """What came of a case: codes and seconds of the struck start and of the one after it, and what is wrong."""
+        """What came of a case: codes and seconds of the struck start and of the one after it,
+        and what is wrong.
+        """
         run_dir = self.root / f"run{len(list(self.root.glob('*.host0.log')))}"
         codes, struck_s = self._start(run_dir, case.num_hosts, case.num_ranks, case)
         result: dict[str, Any] = {"codes": codes, "seconds": round(struck_s, 1)}
-        faults = [f"exit code {code} of {name}" for name, code in codes.items() if code not in EXPECTED]
+        faults = [
+            f"exit code {code} of {name}" for name, code in codes.items() if code not in EXPECTED
+        ]
         if set(codes.values()) != {0}:
             then, _ = self._start(run_dir, *case.then, None)
             result |= {"then": then, "machines": case.then[0]}
-            faults += [f"then exit code {code} of {name}" for name, code in then.items() if code != 0]
+            faults += [
+                f"then exit code {code} of {name}" for name, code in then.items() if code != 0
+            ]
         if case.strike is None and case.num_late == 0:
             self.straight = run_dir
         if not faults and self.straight:
-            faults += self._differences(run_dir, is_same_size=math.prod(case.then) == case.num_hosts * case.num_ranks)
+            faults += self._differences(
+                run_dir, is_same_size=math.prod(case.then) == case.num_hosts * case.num_ranks
+            )
         return {**result, "faults": faults}
 
     def _start(
         self, run_dir: Path, num_hosts: int, num_ranks: int, case: Case | None
     ) -> tuple[dict[str, int | str], float]:
-        """Exit codes, and the seconds from the strike, or from the start where there is none, to the end."""
+        """Exit codes, and the seconds from the strike, or from the start where there is none,
+        to the end.
+        """
         with network(num_hosts, hosts_dir=self.root) as hosts:
-            cluster = Cluster(hosts, run_dir, num_ranks, self.words, bool(case and case.has_torchrun))
+            cluster = Cluster(
+                hosts, run_dir, num_ranks, self.words, bool(case and case.has_torchrun)
+            )
             num_late = case.num_late if case else 0
             present = hosts[max(0, -num_late) : num_hosts - max(0, num_late)]
             for host in present:
@@ -210,7 +253,9 @@ class Campaign:
             try:
                 return cluster.codes(), time.monotonic() - begun
             except subprocess.TimeoutExpired:
-                return {host.name: f"hangs: {cluster.log(host).read_text()[-3000:]}" for host in present}, LIMIT_S
+                return {
+                    host.name: f"hangs: {cluster.log(host).read_text()[-3000:]}" for host in present
+                }, LIMIT_S
 
     def _differences(self, run_dir: Path, *, is_same_size: bool) -> list[str]:
         assert self.straight is not None
@@ -238,7 +283,9 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name contains this; the results of the others stay")
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; the results of the others stay"
+    )
     parser.add_argument("--keep", type=Path, help="leave the runs and their logs here")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)

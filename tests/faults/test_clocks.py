@@ -1,4 +1,6 @@
-"""Case 22: wrong clocks, time zones and modification times change nothing about what is kept and continued."""
+"""Case 22: wrong clocks, time zones and modification times change nothing about what is kept
+and continued.
+"""
 
 import itertools
 import os
@@ -33,7 +35,9 @@ kernel = rotation.kernel
 
 @dataclass
 class WatchedRun(FakeRun):
-    """Says after each event what it did and what stands in the directory; `before_event` may set the clocks."""
+    """Says after each event what it did and what stands in the directory; `before_event` may
+    set the clocks.
+    """
 
     before_event: Callable[[Path], None] = lambda run_dir: None
     seen: list[tuple[Any, ...]] = field(default_factory=list)
@@ -52,7 +56,9 @@ class WatchedRun(FakeRun):
             result = event()
         finally:
             pointer = layout.read_pointer(self.run_dir).raw
-            self.seen.append((event.__name__, self.step, result, pointer, sorted(os.listdir(self.run_dir))))
+            self.seen.append(
+                (event.__name__, self.step, result, pointer, sorted(os.listdir(self.run_dir)))
+            )
         return result
 
 
@@ -109,16 +115,18 @@ def test_the_date_in_a_manifest_is_for_people(
     monkeypatch.setattr(
         checkpoint_fakes,
         "manifest_of",
-        lambda step, files: replace(intact(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z"),
+        lambda step, files: replace(
+            intact(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z"
+        ),
     )
     save(memory_dir, 10, 20, 30)
     for _ in range(20):
         clocks(memory_dir)
         (memory_dir / layout.POINTER).unlink(missing_ok=True)
         assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
-        assert [path.name for path in retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())] == [
-            "global_step_10"
-        ]
+        assert [
+            path.name for path in retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())
+        ] == ["global_step_10"]
 
 
 def test_a_lock_does_not_age(memory_dir: Path, clocks: Callable[[Path], None]) -> None:

@@ -1,4 +1,6 @@
-"""Cases 16 to 18: every damage to any file of a checkpoint is found and named, and the previous one is continued."""
+"""Cases 16 to 18: every damage to any file of a checkpoint is found and named, and the previous
+one is continued.
+"""
 
 import os
 import random
@@ -28,7 +30,9 @@ NUM_OTHERS = short_or_full(2, full=6)
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run directory with two checkpoints as two ranks saved them, in memory; tests leave it as they found it."""
+    """A run directory with two checkpoints as two ranks saved them, in memory; tests leave it
+    as they found it.
+    """
     shared = Path("/dev/shm")
     place = tmp_path_factory.mktemp("real")
     if os.access(shared, os.W_OK):
@@ -43,7 +47,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def save_on_two_ranks(place: Path) -> None:
-    """The only place that knows how a real save is started: steps `OLD` and `NEW` into `place / "run"`."""
+    """The only place that knows how a real save is started: steps `OLD` and `NEW` into `place /
+    "run"`.
+    """
     source = write_model_config(place / "model", vocab_size=163, intermediate_size=97)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (place / "model" / name).write_text(f'{{"stands for": "{name}"}}')
@@ -66,13 +72,17 @@ class Start:
 
 
 def start_of(run_dir: Path, *touched: str) -> Start:
-    """What a start does; of the newest checkpoint only the `touched` files are read, no other has changed."""
+    """What a start does; of the newest checkpoint only the `touched` files are read, no other
+    has changed.
+    """
     selection = choice.select(run_dir)
     said = [note for note in selection.notes if "passed over" in note]
     for info in selection.candidates:
         assert info.manifest is not None
         files = tuple(
-            r for r in info.manifest.files if info.step == NEW and (not touched or r.path.startswith(touched))
+            r
+            for r in info.manifest.files
+            if info.step == NEW and (not touched or r.path.startswith(touched))
         )
         problems = verify_files(info.path, replace(info.manifest, files=files))
         said += [f"{info.path.name}: {problem}" for problem in problems]
@@ -82,24 +92,42 @@ def start_of(run_dir: Path, *touched: str) -> Start:
 
 
 def require_found(run_dir: Path, what: str, *names: str) -> None:
-    """The damage to one of these files is named, and the older checkpoint continued unless only the export is hurt."""
+    """The damage to one of these files is named, and the older checkpoint continued unless only
+    the export is hurt.
+    """
     start = start_of(run_dir, *names)
     is_export_only = what.startswith(layout.HUGGINGFACE) or (
         bool(names) and all(layout.is_export(name) for name in names)
     )
-    assert start.step == (NEW if is_export_only else OLD), f"{what}: continued from {start.step}; {start.said}"
+    assert start.step == (NEW if is_export_only else OLD), (
+        f"{what}: continued from {start.step}; {start.said}"
+    )
     is_named = not names or any(Path(name).name in start.said for name in names)
     assert is_named and layout.step_dir_name(NEW) in start.said, f"{what}: {start.said}"
 
 
 def test_the_real_checkpoint_is_whole_and_has_every_kind_of_file(real: Path) -> None:
     names = files_of(real)
-    ranks = [f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("extra_state", "model", "optim") for rank in (0, 1)]
-    beside = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    ranks = [
+        f"{kind}_world_size_2_rank_{rank}.pt"
+        for kind in ("extra_state", "model", "optim")
+        for rank in (0, 1)
+    ]
+    beside = [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     exported = [f"huggingface/{name}" for name in (*beside, "model.safetensors")]
     assert names == sorted([*ranks, *exported, layout.DATA, layout.FSDP_CONFIG, MANIFEST])
     for info in layout.checkpoints(real):
-        assert info.manifest is not None and info.published and verify_files(info.path, info.manifest) == []
+        assert (
+            info.manifest is not None
+            and info.published
+            and verify_files(info.path, info.manifest) == []
+        )
     assert start_of(real) == Start(NEW, "")
 
 
@@ -144,7 +172,9 @@ OTHERS = (truncate, zero_4_kib, zero_64_kib, empty, append, shift)
 
 
 @contextmanager
-def damaged(path: Path, damage: Callable[[bytearray, random.Random], None], chance: random.Random) -> Iterator[None]:
+def damaged(
+    path: Path, damage: Callable[[bytearray, random.Random], None], chance: random.Random
+) -> Iterator[None]:
     """The file is changed in place and restored at the end."""
     original = path.read_bytes()
     changed = bytearray(original)
@@ -161,7 +191,9 @@ def damaged(path: Path, damage: Callable[[bytearray, random.Random], None], chan
             file.truncate(len(original))
 
 
-def test_every_change_of_bytes_in_every_file_is_found(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_change_of_bytes_in_every_file_is_found(
+    real: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     num_found = 0
     for name in files_of(real):
         for damage, count in ((flip, NUM_FLIPS), *((other, NUM_OTHERS) for other in OTHERS)):
@@ -191,7 +223,11 @@ def test_a_missing_file_is_found(real: Path) -> None:
         with moved(root / name, real / "aside"):
             require_found(real, f"{name} is missing", name)
             (root / name).mkdir()
-            require_found(real, f"{name} is an empty directory", *([] if name == layout.HUGGINGFACE else [name]))
+            require_found(
+                real,
+                f"{name} is an empty directory",
+                *([] if name == layout.HUGGINGFACE else [name]),
+            )
             (root / name).rmdir()
     assert start_of(real) == Start(NEW, "")
 
@@ -223,7 +259,12 @@ def test_a_file_of_another_rank_or_step_is_found(real: Path) -> None:
 
 def test_a_file_that_does_not_belong_there_changes_nothing(real: Path) -> None:
     root = real / layout.step_dir_name(NEW)
-    for name in ("model_world_size_4_rank_3.pt", "huggingface/model-00001-of-00002.safetensors", ".nfs01", "core"):
+    for name in (
+        "model_world_size_4_rank_3.pt",
+        "huggingface/model-00001-of-00002.safetensors",
+        ".nfs01",
+        "core",
+    ):
         shutil.copyfile(root / layout.DATA, root / name)
         assert start_of(real) == Start(NEW, "")
         (root / name).unlink()
@@ -242,11 +283,15 @@ MARKS: dict[str, Callable[[Path], object]] = {
     "as written": lambda run_dir: None,
     "of the newest missing": lambda run_dir: mark_of(run_dir, 30).unlink(),
     "all missing": lambda run_dir: [mark_of(run_dir, step).unlink() for step in STEPS],
-    "with bytes in them": lambda run_dir: [mark_of(run_dir, step).write_bytes(b"x\0") for step in STEPS],
+    "with bytes in them": lambda run_dir: [
+        mark_of(run_dir, step).write_bytes(b"x\0") for step in STEPS
+    ],
 }
 FAULTS_OF_OTHERS: dict[str, Callable[[Path], object]] = {
     "no other fault": lambda run_dir: None,
-    "newest has a flipped bit": lambda run_dir: (run_dir / "global_step_30" / layout.DATA).write_bytes(b"data 31"),
+    "newest has a flipped bit": lambda run_dir: (
+        run_dir / "global_step_30" / layout.DATA
+    ).write_bytes(b"data 31"),
     "newest is cut short": lambda run_dir: os.truncate(run_dir / "global_step_30" / layout.DATA, 3),
     "newest has no manifest": lambda run_dir: lose_manifest(run_dir / "global_step_30"),
     "newest is deleted": lambda run_dir: shutil.rmtree(run_dir / "global_step_30"),
@@ -280,7 +325,9 @@ def mark_of(run_dir: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("other", FAULTS_OF_OTHERS)
 @pytest.mark.parametrize("marks", MARKS)
-def test_a_damaged_pointer_or_mark_never_means_step_0(memory_dir: Path, marks: str, other: str) -> None:
+def test_a_damaged_pointer_or_mark_never_means_step_0(
+    memory_dir: Path, marks: str, other: str
+) -> None:
     for number, (pointer, text) in enumerate(POINTERS.items()):
         run_dir = memory_dir / str(number)
         run_dir.mkdir()
@@ -292,7 +339,8 @@ def test_a_damaged_pointer_or_mark_never_means_step_0(memory_dir: Path, marks: s
             (run_dir / layout.POINTER).unlink()
         else:
             (run_dir / layout.POINTER).write_bytes(text)
-        expected = 30 if other == "no other fault" else 20  # the newest whole one: no pointer names an older one
+        # the newest whole one: no pointer names an older one
+        expected = 30 if other == "no other fault" else 20
         trainer = FakeRun(run_dir, keep=3)
         assert trainer.restart() == expected, f"pointer: {pointer}"
         assert layout.read_pointer(run_dir).step == expected and mark_of(run_dir, expected).exists()
@@ -307,7 +355,9 @@ def test_a_pointer_that_is_no_file(memory_dir: Path, kind: str) -> None:
     if kind == "a directory":
         pointer.mkdir()
     else:
-        pointer.symlink_to(memory_dir / ("global_step_10/data.pt" if kind == "a link" else "nothing"))
+        pointer.symlink_to(
+            memory_dir / ("global_step_10/data.pt" if kind == "a link" else "nothing")
+        )
     selection = choice.select(memory_dir)
     assert selection.chosen is not None and selection.chosen.step == 30
     assert selection.notes[0].startswith("WARNING")
@@ -319,7 +369,9 @@ def test_a_pointer_moved_back_falls_back_to_older_ones_only(memory_dir: Path, ma
     MARKS[marks](memory_dir)
     (memory_dir / layout.POINTER).write_bytes(b"20")
     if "missing" in marks:
-        assert FakeRun(memory_dir, keep=3).restart() == 30, "taken for one whose pointer was not yet moved"
+        assert FakeRun(memory_dir, keep=3).restart() == 30, (
+            "taken for one whose pointer was not yet moved"
+        )
         return
     (memory_dir / "global_step_20" / layout.DATA).write_bytes(b"data 21")
     assert FakeRun(memory_dir, keep=3).restart() == 10

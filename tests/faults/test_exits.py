@@ -1,4 +1,6 @@
-"""Every exit code, with loader workers alive: the run leaves soon after its cause and gives back what it holds."""
+"""Every exit code, with loader workers alive: the run leaves soon after its cause and gives
+back what it holds.
+"""
 
 import errno
 import functools
@@ -21,7 +23,11 @@ LEFT_WITHIN_S = 30.0
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return (*tiny_model(tmp_path_factory.mktemp("exits")), "data.num_workers=1", "trainer.total_training_steps=4")
+    return (
+        *tiny_model(tmp_path_factory.mktemp("exits")),
+        "data.num_workers=1",
+        "trainer.total_training_steps=4",
+    )
 
 
 def wait_for(text: str, attempt: Attempt, timeout_s: float = 60.0) -> None:
@@ -39,7 +45,8 @@ def assert_given_back(run_dir: Path, code: int) -> None:
     assert events and events[-1]["kind"] == "end" and events[-1]["exit_code"] == code, events[-1:]
 
 
-# every code of the table ----------------------------------------------------------------------------------------------
+# every code of the table
+# ----------------------------------------------------------------------------------------------
 
 
 def crash_in_third_step() -> None:
@@ -72,14 +79,23 @@ def impatient(before: Callable[[], None] | None = None) -> None:
         before()
 
 
-FULL_DISK = functools.partial(impatient, functools.partial(refuse, errno.ENOSPC, kind="write", name=".staging_global"))
+FULL_DISK = functools.partial(
+    impatient, functools.partial(refuse, errno.ENOSPC, kind="write", name=".staging_global")
+)
 CODES: dict[int, tuple[tuple[str, ...], Callable[[], None] | None]] = {
     0: ((), None),
     1: ((), crash_in_third_step),
     2: (("trainer.guard.rules=[nonsense]",), None),
     65: (("data.val_files={rows}",), None),
     73: ((), FULL_DISK),
-    75: (("trainer.max_time=1s", "trainer.total_training_steps=100000", "optim.lr_warmup_steps_ratio=0"), None),
+    75: (
+        (
+            "trainer.max_time=1s",
+            "trainer.total_training_steps=100000",
+            "optim.lr_warmup_steps_ratio=0",
+        ),
+        None,
+    ),
     76: (("trainer.guard.rules=[{metric: train/loss, above: 0, do: stop}]",), None),
 }
 
@@ -94,7 +110,9 @@ def test_every_exit_code_with_a_loader_worker(
     changes = tuple(change.replace("{rows}", str(tmp_path / "rows.jsonl")) for change in changes)
     run_dir = tmp_path / "run"
     place = f"trainer.default_local_dir={run_dir}"
-    with started(num_ranks, *words, place, *changes, log=tmp_path / "log", before=before) as attempt:
+    with started(
+        num_ranks, *words, place, *changes, log=tmp_path / "log", before=before
+    ) as attempt:
         assert attempt.wait(90) == code, attempt.output
         assert ("Traceback" in attempt.output) == (code == 1), attempt.output
     if code not in (2, 65):  # refused before the run directory is touched
@@ -102,7 +120,8 @@ def test_every_exit_code_with_a_loader_worker(
         assert (run_dir / "report.html").exists() == (code in (0, 76))
 
 
-# a save that the run ends with fails ----------------------------------------------------------------------------------
+# a save that the run ends with fails
+# ----------------------------------------------------------------------------------
 
 SLOW = ("trainer.total_training_steps=400", "trainer.save_freq=200", "trainer.test_freq=-1")
 SYNC = "trainer.checkpoint.async_save=false"
@@ -116,11 +135,16 @@ def leave_it(run_dir: Path) -> None:
     pass
 
 
-NO_INODES = functools.partial(impatient, functools.partial(refuse, errno.ENOSPC, kind="mkdir", name="global"))
-READ_ONLY = functools.partial(
-    impatient, functools.partial(refuse, errno.EROFS, kind="mkdir create rename unlink", name="global")
+NO_INODES = functools.partial(
+    impatient, functools.partial(refuse, errno.ENOSPC, kind="mkdir", name="global")
 )
-ENDINGS: dict[str, tuple[tuple[str, ...], Callable[[], None], Callable[[Path], None] | None, int]] = {
+READ_ONLY = functools.partial(
+    impatient,
+    functools.partial(refuse, errno.EROFS, kind="mkdir create rename unlink", name="global"),
+)
+ENDINGS: dict[
+    str, tuple[tuple[str, ...], Callable[[], None], Callable[[Path], None] | None, int]
+] = {
     "last save, full disk": ((), FULL_DISK, None, 73),
     "last save, no inodes": ((), NO_INODES, None, 73),
     "last save, read-only disk": ((), READ_ONLY, None, 73),
@@ -140,7 +164,9 @@ ENDINGS: dict[str, tuple[tuple[str, ...], Callable[[], None], Callable[[Path], N
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_run_whose_save_fails_ends(words: tuple[str, ...], tmp_path: Path, ending: str) -> None:
-    """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker ignores SIGTERM."""
+    """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker
+    ignores SIGTERM.
+    """
     changes, before, disturb, code = ENDINGS[ending]
     run_dir = tmp_path / "run"
     place = f"trainer.default_local_dir={run_dir}"

@@ -1,8 +1,9 @@
-"""Case 2, SIGKILL right before an operation of a real save: the old checkpoint or the new one, never neither.
+"""Case 2, SIGKILL right before an operation of a real save: the old checkpoint or the new one,
+never neither.
 
-Here: of each phase a sample of the operations of rank 0 that change a name, order what is durable or pass a word (every
-one with `pytest --full`), the two around the commit among them, and a sample of all others on both ranks.
-`python tests/faults/failpoints.py` strikes at all of them.
+Here: of each phase a sample of the operations of rank 0 that change a name, order what is durable
+or pass a word (every one with `pytest --full`), the two around the commit among them, and a sample
+of all others on both ranks. `python tests/faults/failpoints.py` strikes at all of them.
 """
 
 import json
@@ -40,7 +41,9 @@ def sample(points: list[Point]) -> list[Point]:
 
 
 def kill_all(matrix: Matrix, points: list[Point], place: Path) -> None:
-    """All cases, also after a fault; the latest is trained on to the end, with `--full` also the earliest."""
+    """All cases, also after a fault; the latest is trained on to the end, with `--full` also
+    the earliest.
+    """
     in_order = sorted(points, key=lambda point: (point.is_after_commit, point.index))
     resumed, found = short_or_full(in_order[-1:], full=[in_order[0], in_order[-1]]), []
     for number, point in enumerate(points):
@@ -49,16 +52,26 @@ def kill_all(matrix: Matrix, points: list[Point], place: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["open", "shards", "export", "commit", "publish", "rotate"])
-def test_killed_before_an_operation_of_rank_0_that_others_see(sync: Matrix, memory_dir: Path, phase: str) -> None:
-    points = [point for point in sync.points if point.is_key and point.rank == 0 and point.phase == phase]
+def test_killed_before_an_operation_of_rank_0_that_others_see(
+    sync: Matrix, memory_dir: Path, phase: str
+) -> None:
+    points = [
+        point for point in sync.points if point.is_key and point.rank == 0 and point.phase == phase
+    ]
     assert len(points) >= 3
     sampled = some(points, NUM_OF_PHASE)
-    kept = [point for point in points if point in sampled or point.is_commit or point.is_commit_sync]
+    kept = [
+        point for point in points if point in sampled or point.is_commit or point.is_commit_sync
+    ]
     kill_all(sync, kept, memory_dir)
 
 
-def test_killed_before_any_other_operation_of_a_start_or_a_save(sync: Matrix, memory_dir: Path) -> None:
-    kill_all(sync, sample([p for p in thinned(sync.points) if not p.is_key or p.rank > 0]), memory_dir)
+def test_killed_before_any_other_operation_of_a_start_or_a_save(
+    sync: Matrix, memory_dir: Path
+) -> None:
+    kill_all(
+        sync, sample([p for p in thinned(sync.points) if not p.is_key or p.rank > 0]), memory_dir
+    )
 
 
 def test_killed_in_a_save_behind_training(scene: Scene, memory_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""The short form of kills.py: kills and preemptions at random moments of real runs; nothing lost, changed or left."""
+"""The short form of kills.py: kills and preemptions at random moments of real runs; nothing
+lost, changed or left.
+"""
 
 import random
 import shutil
@@ -23,7 +25,9 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
 
 
-def test_nothing_is_lost_by_kills_and_preemptions(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost_by_kills_and_preemptions(
+    campaign: Campaign, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = ["kill"] * NUM_KILLS + ["preempt"] * NUM_PREEMPTIONS
     random.Random(SEED).shuffle(plan)
     number = 0
@@ -48,7 +52,9 @@ def recount(run_dir: Path) -> None:
 def lose_validation(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(line for line in lines if not ('"kind":"val"' in line and '"step":3,' in line)))
+    metrics.write_text(
+        "".join(line for line in lines if not ('"kind":"val"' in line and '"step":3,' in line))
+    )
 
 
 def damage(run_dir: Path) -> None:
@@ -64,13 +70,25 @@ def shorten_history(run_dir: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "diverged": (diverge, "diverged: train/loss"),
     "another number": (recount, "diverged: data/token_imbalance None instead of"),
-    "lost": (lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"), "announced"),
+    "lost": (
+        lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"),
+        "announced",
+    ),
     "damaged": (damage, "is not whole"),
     "validation lost": (lose_validation, "validation of step 3, val/loss"),
     "history ends early": (shorten_history, "training_history.csv"),
-    "pointer older": (lambda run_dir: (run_dir / layout.POINTER).write_text("3"), "step to continue from"),
-    "no report": (lambda run_dir: (run_dir / "report.html").unlink(), "what else the directory holds"),
-    "left over": (lambda run_dir: (run_dir / ".staging_x").mkdir(), "what else the directory holds"),
+    "pointer older": (
+        lambda run_dir: (run_dir / layout.POINTER).write_text("3"),
+        "step to continue from",
+    ),
+    "no report": (
+        lambda run_dir: (run_dir / "report.html").unlink(),
+        "what else the directory holds",
+    ),
+    "left over": (
+        lambda run_dir: (run_dir / ".staging_x").mkdir(),
+        "what else the directory holds",
+    ),
     "no end": (lambda run_dir: (run_dir / "events.jsonl").write_text(""), "exit code in its log"),
     "lock left": (lambda run_dir: (run_dir / LOCK).write_text("{}"), "lock given back"),
 }

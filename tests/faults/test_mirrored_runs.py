@@ -1,4 +1,6 @@
-"""Runs with a mirror, with the process that keeps it: a machine that is lost, S3, a launcher that is killed."""
+"""Runs with a mirror, with the process that keeps it: a machine that is lost, S3, a launcher
+that is killed.
+"""
 
 import os
 import shutil
@@ -35,7 +37,9 @@ def train(*words: str, log: Path) -> tuple[int | None, str]:
 
 
 def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")]
+    rows = [
+        row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")
+    ]
     return [(row["step"], row["kind"], *(row.get(name) for name in NUMBERS)) for row in rows]
 
 
@@ -47,17 +51,28 @@ def adapters(base: Path) -> tuple[str, ...]:
 
 def is_result(path: Path) -> bool:
     """Whether a file of a checkpoint is the same in any run that trained the same."""
-    return ("huggingface" in path.parts and path.is_file()) or path.name.startswith(("model_world", "optim_world"))
+    return ("huggingface" in path.parts and path.is_file()) or path.name.startswith(
+        ("model_world", "optim_world")
+    )
 
 
 @pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
-def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path: Path, is_lora: bool) -> None:
+def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(
+    tmp_path: Path, is_lora: bool
+) -> None:
     tiny = whole_runs.tiny_model(tmp_path / "tiny")
     words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
     words += adapters(tmp_path / "tiny" / "model") if is_lora else ()
     straight, lost = tmp_path / "straight", tmp_path / "lost"
-    assert whole_runs.run(2, *words, f"trainer.default_local_dir={straight}", log=tmp_path / "log")[0] == 0
-    own = (*words, f"trainer.default_local_dir={lost}", f"trainer.checkpoint.mirror=file://{tmp_path}/mirror")
+    assert (
+        whole_runs.run(2, *words, f"trainer.default_local_dir={straight}", log=tmp_path / "log")[0]
+        == 0
+    )
+    own = (
+        *words,
+        f"trainer.default_local_dir={lost}",
+        f"trainer.checkpoint.mirror=file://{tmp_path}/mirror",
+    )
     assert train(*own, "trainer.stop_at_step=4", log=tmp_path / "log")[0] == 75
     identity = (lost / "run.json").read_text()
     shutil.rmtree(lost)
@@ -88,10 +103,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_s3_holds_a_run_and_gives_it_back(bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_s3_holds_a_run_and_gives_it_back(
+    bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={bucket}"])
+    config = load_config(
+        [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={bucket}"]
+    )
     save(run_dir, 2)
     with mirrored(config, NodeLayout()) as refusal:
         assert refusal is None
@@ -105,8 +124,15 @@ def test_s3_holds_a_run_and_gives_it_back(bucket: str, tmp_path: Path, capfd: py
 
     listed = boto3.client("s3").list_objects_v2(Bucket="runs")["Contents"]
     names = {entry["Key"].split("/")[1] for entry in listed}
-    assert names == {"run.json", "latest_checkpointed_iteration.txt", "global_step_4", "global_step_8"}
-    other = load_config([*config_words(run_dir, "s3://nosuch/toy"), "trainer.default_local_dir=none"])
+    assert names == {
+        "run.json",
+        "latest_checkpointed_iteration.txt",
+        "global_step_4",
+        "global_step_8",
+    }
+    other = load_config(
+        [*config_words(run_dir, "s3://nosuch/toy"), "trainer.default_local_dir=none"]
+    )
     with mirrored(other, NodeLayout()) as refusal:
         assert refusal == 2
     assert "cannot write s3://nosuch/toy/run.json" in capfd.readouterr().err
@@ -129,7 +155,9 @@ with mirrored(load_config(sys.argv[1:]), NodeLayout()) as refusal:
 
 def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     words = config_words(tmp_path / "run", f"file://{tmp_path}/mirror")
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, *words], stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *words], stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None and launcher.stdout.readline() == "None\n"
     (child,) = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid, signal.SIGKILL)
@@ -147,7 +175,9 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
 ) -> None:
     """A process stands for the upload: it would take a minute, or ends at once."""
     end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
-    (stands_for := tmp_path / "upload").write_text(f"#!/bin/bash\nprintf 1 >&$4\ncat > /dev/null\n{end}\n")
+    (stands_for := tmp_path / "upload").write_text(
+        f"#!/bin/bash\nprintf 1 >&$4\ncat > /dev/null\n{end}\n"
+    )
     stands_for.chmod(0o755)
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
     monkeypatch.setattr(mirroring, "REPEAT_S", 0.0)
@@ -160,7 +190,8 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
         with mirrored(config, NodeLayout()) as refusal:
             assert refusal is None
             if way == "a signal":
-                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # only this thread blocks it
+                # only this thread blocks it
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert signal.sigtimedwait(heeded_signals(), 0) is None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -177,7 +208,9 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(
     monkeypatch.setattr(mirroring, "RESTART_AFTER_S", (0.0,))
     run_dir, before = tmp_path / "run", set(psutil.Process().children())
     run_dir.mkdir()
-    with mirrored(load_config(config_words(run_dir, f"file://{tmp_path}/mirror")), NodeLayout()) as refusal:
+    with mirrored(
+        load_config(config_words(run_dir, f"file://{tmp_path}/mirror")), NodeLayout()
+    ) as refusal:
         assert refusal is None
         (first,) = set(psutil.Process().children()) - before
         first.kill()
@@ -185,7 +218,10 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(
         while not (tmp_path / "mirror" / "global_step_2" / "manifest.json").exists():
             time.sleep(0.05)
     said = capfd.readouterr().err
-    assert f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "does not hold" not in said
+    assert (
+        f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said
+        and "does not hold" not in said
+    )
     assert set(psutil.Process().children()) <= before
 
 
@@ -196,6 +232,11 @@ def test_an_upload_process_that_is_killed_before_the_run_is_named(
     (stands_for := tmp_path / "upload").write_text("#!/bin/bash\nkill -9 $$\n")
     stands_for.chmod(0o755)
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
-    with mirrored(load_config(config_words(tmp_path / "run", "file:///mirror")), NodeLayout()) as refusal:
+    with mirrored(
+        load_config(config_words(tmp_path / "run", "file:///mirror")), NodeLayout()
+    ) as refusal:
         assert refusal == 1
-    assert "ERROR: the process that uploads to file:///mirror was killed by SIGKILL" in capfd.readouterr().err
+    assert (
+        "ERROR: the process that uploads to file:///mirror was killed by SIGKILL"
+        in capfd.readouterr().err
+    )

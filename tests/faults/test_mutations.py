@@ -1,4 +1,6 @@
-"""The list of safeguards stays in step with the code; running them all is a command (see mutations.py)."""
+"""The list of safeguards stays in step with the code; running them all is a command (see
+mutations.py).
+"""
 
 import ast
 

@@ -1,4 +1,5 @@
-"""Ranks that read different files, or files that change while a run starts, never train a mixture of them.
+"""Ranks that read different files, or files that change while a run starts, never train a mixture
+of them.
 
 Each rank has a working directory of its own, as machines have, and all share the run directory.
 """
@@ -54,20 +55,30 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("machine")
     tiny_model(root)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / "model")).save_pretrained(root / "model")
-    (root / "data.jsonl").write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[:NUM_ROWS]))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / "model")).save_pretrained(
+        root / "model"
+    )
+    (root / "data.jsonl").write_text(
+        "".join(TRAIN_FILE.read_text().splitlines(keepends=True)[:NUM_ROWS])
+    )
     (root / "chat.jinja").write_text(TEMPLATE)
     return root
 
 
 def other_rows(root: Path) -> None:
     """As many other ones."""
-    (root / "data.jsonl").write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[NUM_ROWS : 2 * NUM_ROWS]))
+    (root / "data.jsonl").write_text(
+        "".join(TRAIN_FILE.read_text().splitlines(keepends=True)[NUM_ROWS : 2 * NUM_ROWS])
+    )
 
 
 def other_weights(root: Path) -> None:
     file = root / "model" / "model.safetensors"
-    save_file({name: value + 0.05 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: value + 0.05 for name, value in load_file(file).items()},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def other_tokenizer(root: Path) -> None:
@@ -103,7 +114,11 @@ def machines_of(machine: Path, root: Path, count: int) -> list[Path]:
 
 
 def words_of(machine: Path, root: Path) -> tuple[str, ...]:
-    small = [word for word in tiny_model(machine) if word.startswith(("model.fsdp", "trainer.device", "data.train_b"))]
+    small = [
+        word
+        for word in tiny_model(machine)
+        if word.startswith(("model.fsdp", "trainer.device", "data.train_b"))
+    ]
     return (*small, *WORDS, f"trainer.default_local_dir={root}/run")
 
 
@@ -122,20 +137,30 @@ def enter_machine(root: Path) -> None:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(tmp_path: Path, machine: Path, what: str) -> None:
+def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(
+    tmp_path: Path, machine: Path, what: str
+) -> None:
     machines = machines_of(machine, tmp_path, 2)
     CHANGES[what](machines[1])
     with started(
-        2, *words_of(machine, tmp_path), log=tmp_path / "log", before=partial(enter_machine, tmp_path)
+        2,
+        *words_of(machine, tmp_path),
+        log=tmp_path / "log",
+        before=partial(enter_machine, tmp_path),
     ) as attempt:
         code = attempt.wait(LIMIT_S)
         ended_at = time.monotonic()
         output = attempt.output
     assert code == EXIT_USAGE, output
-    assert re.search(rf"^  {what}: \w+ on \S+ \(rank 0\), \w+ on \S+ \(rank 1\)$", output, re.MULTILINE), output
+    assert re.search(
+        rf"^  {what}: \w+ on \S+ \(rank 0\), \w+ on \S+ \(rank 1\)$", output, re.MULTILINE
+    ), output
     assert "Fix: " in output and "Traceback" not in output
     assert {process.exitcode for process in attempt.ranks} == {EXIT_USAGE}, "every rank refuses"
-    assert ended_at - max(float((tmp_path / f"met.{rank}").read_text()) for rank in (0, 1)) < REFUSED_WITHIN_S
+    assert (
+        ended_at - max(float((tmp_path / f"met.{rank}").read_text()) for rank in (0, 1))
+        < REFUSED_WITHIN_S
+    )
     assert not list((tmp_path / "run").glob("*"))
 
 
@@ -146,18 +171,27 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path: Path, machin
     assert code == EXIT_DONE, output
 
 
-def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp_path: Path, machine: Path) -> None:
+def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(
+    tmp_path: Path, machine: Path
+) -> None:
     machines = machines_of(machine, tmp_path, 2)
     for change in CHANGES.values():
         change(machines[1])
     port = str(free_port())
     launchers = []
     for number, directory in enumerate(machines):
-        place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "NNODES": "2",
+            "NODE_RANK": str(number),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         env = {**os.environ, **place, "PYTHONPATH": str(REPOSITORY)}
         command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
         with (tmp_path / f"log{number}").open("wb") as log:
-            launchers.append(subprocess.Popen(command, cwd=directory, env=env, stdout=log, stderr=log))
+            launchers.append(
+                subprocess.Popen(command, cwd=directory, env=env, stdout=log, stderr=log)
+            )
     try:
         met_at = wait_until_met(launchers)
         codes = [launcher.wait(LIMIT_S) for launcher in launchers]
@@ -179,7 +213,9 @@ def wait_until_met(launchers: list["subprocess.Popen[bytes]"]) -> float:
     waiting = list(launchers)
     while waiting and time.monotonic() < deadline:
         is_early = len(waiting) == len(launchers)
-        assert not is_early or all(launcher.poll() is None for launcher in launchers), "ended before the meeting"
+        assert not is_early or all(launcher.poll() is None for launcher in launchers), (
+            "ended before the meeting"
+        )
         if phase_of_rank(waiting[0]) == "meet" or launchers[0].poll() is not None:
             waiting.pop(0)
         time.sleep(0.01)
@@ -190,7 +226,10 @@ def phase_of_rank(launcher: "subprocess.Popen[bytes]") -> str | None:
     """The phase that the launcher's one rank last reported; None before that."""
     with contextlib.suppress(OSError):
         links = list(Path(f"/proc/{launcher.pid}/fd").iterdir())
-        files = sorted((link for link in links if "sft-status" in os.readlink(link)), key=lambda link: int(link.name))
+        files = sorted(
+            (link for link in links if "sft-status" in os.readlink(link)),
+            key=lambda link: int(link.name),
+        )
         if len(files) == 2:
             beat = unpack_beat(Status(":".join(map(str, files))).beat(0))
             return None if beat is None else beat.phase
@@ -221,7 +260,9 @@ def reversed_rows(path: Path) -> str:
     return "".join(reversed(path.read_text().splitlines(keepends=True)))
 
 
-def change_at(root: Path, change: Callable[[Path], None], moment: int | str, *, is_late: bool) -> None:
+def change_at(
+    root: Path, change: Callable[[Path], None], moment: int | str, *, is_late: bool
+) -> None:
     from trainer.data import token_cache
 
     token_cache.HASHED_BYTES = 1000
@@ -288,8 +329,14 @@ def test_data_that_changes_while_a_run_starts_is_refused_or_trained_as_first_rea
     data = root / "data.jsonl"
     first_content = data.read_bytes()
     num_hashed = -(-len(first_content) // 1000)
-    numbers = {"first row": num_hashed + 1, "middle": num_hashed + NUM_ROWS // 2, "last row": num_hashed + NUM_ROWS}
-    before = partial(change_at, tmp_path, change, numbers.get(str(moment), moment), is_late=moment == "meet")
+    numbers = {
+        "first row": num_hashed + 1,
+        "middle": num_hashed + NUM_ROWS // 2,
+        "last row": num_hashed + NUM_ROWS,
+    }
+    before = partial(
+        change_at, tmp_path, change, numbers.get(str(moment), moment), is_late=moment == "meet"
+    )
     code, output = run(num_ranks, *words, log=tmp_path / "log", before=before)
     assert (tmp_path / "changed").exists() and "Traceback" not in output, output
     if code == EXIT_DONE:
@@ -297,9 +344,13 @@ def test_data_that_changes_while_a_run_starts_is_refused_or_trained_as_first_rea
     elif code == EXIT_USAGE:
         assert moment == "meet" and "  training data: " in output
     else:
-        assert code == EXIT_BAD_DATA and "'data.jsonl' changed while its rows were prepared" in output, output
+        assert (
+            code == EXIT_BAD_DATA and "'data.jsonl' changed while its rows were prepared" in output
+        ), output
     data.write_bytes(first_content)
-    assert fingerprint(root, words) == fingerprint(root, words, "data.cache_dir=other"), "nothing else was kept"
+    assert fingerprint(root, words) == fingerprint(root, words, "data.cache_dir=other"), (
+        "nothing else was kept"
+    )
 
 
 def change_weights(data: Path) -> None:
@@ -312,7 +363,8 @@ def empty_tokenizer_config(data: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("change", "name"), [(change_weights, "model.safetensors"), (empty_tokenizer_config, "tokenizer_config.json")]
+    ("change", "name"),
+    [(change_weights, "model.safetensors"), (empty_tokenizer_config, "tokenizer_config.json")],
 )
 def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
     tmp_path: Path, machine: Path, change: Callable[[Path], None], name: str, num_ranks: int
@@ -321,5 +373,7 @@ def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
     before = partial(change_at, tmp_path, change, "load", is_late=False)
     code, output = run(num_ranks, *words_of(machine, tmp_path), log=tmp_path / "log", before=before)
     assert code == EXIT_USAGE and "Traceback" not in output, output
-    assert f"model.partial_pretrain='model' changed while this run read them: {name} changed" in output
+    assert (
+        f"model.partial_pretrain='model' changed while this run read them: {name} changed" in output
+    )
     assert rows(tmp_path / "run") == []

@@ -1,4 +1,6 @@
-"""A run that is stopped or killed at a chosen place, and started again, leaves what an undisturbed one leaves."""
+"""A run that is stopped or killed at a chosen place, and started again, leaves what an
+undisturbed one leaves.
+"""
 
 import functools
 import json
@@ -15,7 +17,12 @@ from whole_runs import run, tiny_model
 from trainer.tracking import read_metrics
 
 STEPS = 8
-RECIPE = ("trainer.total_training_steps=8", "trainer.test_freq=4", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=2")
+RECIPE = (
+    "trainer.total_training_steps=8",
+    "trainer.test_freq=4",
+    "trainer.save_freq=3",
+    "trainer.max_ckpt_to_keep=2",
+)
 Start = Callable[..., tuple[int | None, str]]
 
 
@@ -27,7 +34,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def straight(base: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "straight"
-    code, output = run(1, *base, f"trainer.default_local_dir={run_dir}", log=run_dir.with_suffix(".log"))
+    code, output = run(
+        1, *base, f"trainer.default_local_dir={run_dir}", log=run_dir.with_suffix(".log")
+    )
     assert code == 0, output
     return run_dir
 
@@ -111,7 +120,9 @@ SCENARIOS: dict[str, list[Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_validation_is_lost_by_a_stop(start: Start, straight: Path, tmp_path: Path, scenario: str) -> None:
+def test_no_validation_is_lost_by_a_stop(
+    start: Start, straight: Path, tmp_path: Path, scenario: str
+) -> None:
     for stop in SCENARIOS[scenario]:
         code, output = start(stop)
         assert code == 75, output
@@ -119,8 +130,12 @@ def test_no_validation_is_lost_by_a_stop(start: Start, straight: Path, tmp_path:
     assert code == 0, output
     found = compare_runs(straight, tmp_path / "run", steps=STEPS)
     assert found.differences == [] and found.num_validations == 2
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(row["step"] for row in rows if row["kind"] == "val") == [4, 8], "a validation that was not due"
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert sorted(row["step"] for row in rows if row["kind"] == "val") == [4, 8], (
+        "a validation that was not due"
+    )
 
 
 def test_a_stop_with_early_stopping_owed_ends_early(start: Start, tmp_path: Path) -> None:
@@ -130,7 +145,11 @@ def test_a_stop_with_early_stopping_owed_ends_early(start: Start, tmp_path: Path
     for _ in range(2):
         code, output = start(learn_nothing, *early)
         assert code == 0, output
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "val"] == [2, 4]
+    assert [
+        row["step"]
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if row["kind"] == "val"
+    ] == [2, 4]
     assert not (tmp_path / "run" / "global_step_6").exists()
 
 
@@ -147,7 +166,9 @@ def test_a_complete_run_with_a_gap_in_its_metrics_says_so(start: Start, tmp_path
     assert start()[0] == 0
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith(('{"step":2,', '{"step":3,'))))
+    path.write_text(
+        "".join(line for line in lines if not line.startswith(('{"step":2,', '{"step":3,')))
+    )
     code, output = start()
     assert code == 0 and "nothing to do" in output
     assert "metrics.jsonl lacks the rows of steps 2-3, which are lost" in output
@@ -157,7 +178,8 @@ def _snapshot(run_dir: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in run_dir.rglob("*")}
 
 
-# killed at its end ----------------------------------------------------------------------------------------------------
+# killed at its end --------------------------------------------------------------------------------
+# --------------------
 
 
 def kill_before(place: str, name: str) -> None:
@@ -200,12 +222,17 @@ def test_a_run_killed_at_its_end_is_tidied(
     assert code == 0 and "already complete" in output and _snapshot(tmp_path / "run") == before
 
 
-def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(start: Start, straight: Path, tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(
+    start: Start, straight: Path, tmp_path: Path
+) -> None:
     """It gives back the lock, by which the next start would have known that the run was killed."""
     assert start(functools.partial(_killed, tmp_path / "run", ENDS["before the report"]))[0] == 1
     assert start(_fail_to_begin)[0] == 1
     code, output = start()
-    assert code == 0 and "was the last step, but the run did not end: its report is not written" in output
+    assert (
+        code == 0
+        and "was the last step, but the run did not end: its report is not written" in output
+    )
     assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == []
 
 
@@ -223,12 +250,20 @@ def _killed(run_dir: Path, place: tuple[str, str]) -> None:
     kill_before(*place)
 
 
-# what is said, and what is logged last --------------------------------------------------------------------------------
+# what is said, and what is logged last
+# --------------------------------------------------------------------------------
 
 
 def test_the_last_save_and_the_last_validation_are_timed(straight: Path) -> None:
-    rows = {row["kind"]: row for row in read_metrics(straight / "metrics.jsonl") if row["step"] == STEPS}
-    assert rows["end"].keys() >= {"time/train/checkpoint_s", "time/train/eval_s", "ckpt/save_s", "ckpt/bytes"}
+    rows = {
+        row["kind"]: row for row in read_metrics(straight / "metrics.jsonl") if row["step"] == STEPS
+    }
+    assert rows["end"].keys() >= {
+        "time/train/checkpoint_s",
+        "time/train/eval_s",
+        "ckpt/save_s",
+        "ckpt/bytes",
+    }
     assert "train/loss" in rows["train"] and rows["end"]["ckpt/age_steps"] == 0
 
 
@@ -242,11 +277,22 @@ def test_a_lost_log_is_said_at_resume(start: Start, tmp_path: Path, loss: str) -
 
 
 def test_a_full_disk_has_room_again_with_fewer_checkpoints(start: Start, tmp_path: Path) -> None:
-    """What the message advises works: old checkpoints go before room is asked for, and never the newest."""
-    assert start(functools.partial(stop_in_step, 7), "trainer.save_freq=1", "trainer.max_ckpt_to_keep=5")[0] == 75
-    code, output = start(functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=5")
+    """What the message advises works: old checkpoints go before room is asked for, and never
+    the newest.
+    """
+    assert (
+        start(
+            functools.partial(stop_in_step, 7), "trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"
+        )[0]
+        == 75
+    )
+    code, output = start(
+        functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=5"
+    )
     assert code == 73 and "or keep fewer than the 5 here: lower trainer.max_ckpt_to_keep" in output
-    code, output = start(functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=1")
+    code, output = start(
+        functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=1"
+    )
     assert code == 0, output
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_8"]
 

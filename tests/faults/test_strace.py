@@ -1,4 +1,5 @@
-"""Cases 3, 11 and 12 without trusting our own failpoints: strace kills or fails a save at its system calls.
+"""Cases 3, 11 and 12 without trusting our own failpoints: strace kills or fails a save at its
+system calls.
 
 Here at a sample of them that has every kind; at each with `pytest --full`.
 """
@@ -43,7 +44,8 @@ ERRORS = {
 class Call:
     """The `number`-th system call called `name` (from 1) of the program.
 
-    `role`: the path it is about, the same in every run of the program. `is_saving`: before `layout.commit` returns.
+    `role`: the path it is about, the same in every run of the program. `is_saving`: before
+    `layout.commit` returns.
     """
 
     name: str
@@ -64,13 +66,16 @@ class Ended:
 
 
 class Program:
-    """Runs `fake_save.py` under strace; its start is always the same, so that system calls can be counted."""
+    """Runs `fake_save.py` under strace; its start is always the same, so that system calls can
+    be counted.
+    """
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self._environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(Path(psutil.__file__).parents[1]),  # `-S` leaves out where packages are installed
+            # `-S` leaves out where packages are installed
+            "PYTHONPATH": str(Path(psutil.__file__).parents[1]),
             "PYTHONPYCACHEPREFIX": str(place / "bytecode"),
         }
         self._num_runs = 0
@@ -89,12 +94,25 @@ class Program:
 
     def run(self, run_dir: Path, *, keep: int, calls: str, injection: str = "") -> Ended:
         trace = run_dir.with_suffix(".trace")
-        strace = ["strace", "-qq", "-y", "-o", str(trace), "-e", "signal=none", "-e", f"trace={calls}"]
-        if "signal=" not in injection:  # with a filter in the kernel, which loses signals, other calls cost nothing
+        strace = [
+            "strace",
+            "-qq",
+            "-y",
+            "-o",
+            str(trace),
+            "-e",
+            "signal=none",
+            "-e",
+            f"trace={calls}",
+        ]
+        # with a filter in the kernel, which loses signals, other calls cost nothing
+        if "signal=" not in injection:
             strace += ["-f", "--seccomp-bpf"]
         inject = ["-e", f"inject={injection}"] if injection else []
         ended = self._run([*strace, *inject, sys.executable, "-S", "-B"], run_dir, keep=keep)
-        lines = [re.sub(r"^\d+ +", "", line) for line in trace.read_text(errors="replace").splitlines()]
+        lines = [
+            re.sub(r"^\d+ +", "", line) for line in trace.read_text(errors="replace").splitlines()
+        ]
         return Ended(ended.code, ended.said, ended.warned, lines)
 
     def _run(self, command: list[str], run_dir: Path, *, keep: int) -> Ended:
@@ -113,7 +131,9 @@ class Program:
 def program(memory_dir: Path) -> Program:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
-    probe = subprocess.run(["strace", "-qq", "-o", os.devnull, "true"], capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        ["strace", "-qq", "-o", os.devnull, "true"], capture_output=True, text=True, check=False
+    )
     if probe.returncode != 0:
         pytest.skip(f"strace may not trace here: {probe.stderr.strip()}")
     program = Program(memory_dir)
@@ -143,23 +163,35 @@ def calls_of_a_save(program: Program, *, keep: int) -> list[Call]:
 
 
 def sampled(calls: list[Call]) -> list[Call]:
-    """Of each kind of call a few; all of those that give a checkpoint its name or take the word of its end."""
-    few = [call for kind in CALLS for call in some([c for c in calls if c.name == kind], NUM_OF_KIND)]
+    """Of each kind of call a few; all of those that give a checkpoint its name or take the word
+    of its end.
+    """
+    few = [
+        call for kind in CALLS for call in some([c for c in calls if c.name == kind], NUM_OF_KIND)
+    ]
     return [call for call in calls if call in few or call.name == "rename"]
 
 
 def role_of(line: str, run_dir: Path) -> str:
-    """The path below the run directory that a traced call names first, without the random part of its name."""
+    """The path below the run directory that a traced call names first, without the random part
+    of its name.
+    """
     match = re.search(rf"{re.escape(str(run_dir))}([^\">]*)", line)
     return re.sub(r"\.[0-9a-f]{8}\b", "", f"run{match[1]}") if match else ""
 
 
 def require_good_start(run_dir: Path, said: list[str], what: str) -> None:
-    """What was acknowledged is found; a restart leaves nothing behind, and the next save succeeds."""
-    acknowledged = max([OLD, *(int(line.split()[1]) for line in said if line.startswith("committed"))])
+    """What was acknowledged is found; a restart leaves nothing behind, and the next save
+    succeeds.
+    """
+    acknowledged = max(
+        [OLD, *(int(line.split()[1]) for line in said if line.startswith("committed"))]
+    )
     outcome = start_from(run_dir, is_whole=is_whole)
     assert not outcome.error and not outcome.torn, f"{what}: {outcome}"
-    assert outcome.step is not None and outcome.step >= acknowledged, f"{what}: {outcome}, was told {said}"
+    assert outcome.step is not None and outcome.step >= acknowledged, (
+        f"{what}: {outcome}, was told {said}"
+    )
     run = FakeRun(run_dir, keep=1)
     assert run.restart() == outcome.step, what
     run.save()
@@ -176,12 +208,16 @@ def test_a_kill_at_a_system_call_of_a_save(program: Program, keep: int) -> None:
         injection = f"{call.name}:signal=SIGKILL:when={call.number}"
         ended = program.run(run_dir, keep=keep, calls=call.name, injection=injection)
         assert ended.code == -signal.SIGKILL, f"{call}: not killed, {ended}"
-        assert role_of(ended.trace[-1], run_dir) == call.role, f"{call}: killed at {ended.trace[-1]}"
+        assert role_of(ended.trace[-1], run_dir) == call.role, (
+            f"{call}: killed at {ended.trace[-1]}"
+        )
         require_good_start(run_dir, ended.said, f"killed at {call}, keep={keep}")
 
 
 def test_an_error_of_a_system_call_of_a_save(program: Program) -> None:
-    """Before the commit it fails the save; after it, it is a warning. Both name the path, and the next save is good."""
+    """Before the commit it fails the save; after it, it is a warning. Both name the path, and
+    the next save is good.
+    """
     calls = calls_of_a_save(program, keep=1)
     assert sum(call.is_saving for call in calls) > 30
     for call in sampled(calls):
@@ -189,11 +225,15 @@ def test_an_error_of_a_system_call_of_a_save(program: Program) -> None:
         injection = f"{call.name}:error={ERRORS[call.name]}:when={call.number}"
         ended = program.run(run_dir, keep=1, calls=call.name, injection=injection)
         what = f"{ERRORS[call.name]} at {call}: {ended.said} {ended.warned}"
-        assert any("(INJECTED)" in line and role_of(line, run_dir) == call.role for line in ended.trace), what
+        assert any(
+            "(INJECTED)" in line and role_of(line, run_dir) == call.role for line in ended.trace
+        ), what
         assert ended.code == 0 and "Traceback" not in ended.warned, what
         first, *_, last = ended.said
         assert first.startswith("failed" if call.is_saving else f"committed {NEW}"), what
         assert last == f"settled {NEW + 1 if call.is_saving else NEW}", what
         complaint = re.sub(r"\.[0-9a-f]{8}\b", "", first if call.is_saving else ended.warned)
-        assert f"{run_dir}{call.role.removeprefix('run')}" in complaint, f"the path is not named: {what}"
+        assert f"{run_dir}{call.role.removeprefix('run')}" in complaint, (
+            f"the path is not named: {what}"
+        )
         require_good_start(run_dir, ended.said, what)

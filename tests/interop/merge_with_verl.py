@@ -1,7 +1,7 @@
 """Merge our checkpoints with verl's own merger: VERL_PYTHON merge_with_verl.py JOBS.
 
-JOBS is JSON: a list of [global_step_N, target, reference]. With a reference, a directory with an exported model, verl's
-merger compares instead of writing; otherwise that is null.
+JOBS is JSON: a list of [global_step_N, target, reference]. With a reference, a directory with an
+exported model, verl's merger compares instead of writing; otherwise that is null.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Prepare rows with TRL and write its token ids and labels: VERL_PYTHON prepare_with_trl.py DIR.
 
-DIR/jobs.json has for each name the model's directory, the rows, TRL's options, and a chat template of TRL's by name.
-Writes NAME.jsonl for each job, with labels as the data collator makes them, before the shift, and NAME.jinja for each
-template.
+DIR/jobs.json has for each name the model's directory, the rows, TRL's options, and a chat template
+of TRL's by name. Writes NAME.jsonl for each job, with labels as the data collator makes them,
+before the shift, and NAME.jinja for each template.
 """
 
 import json
@@ -42,7 +42,13 @@ def trainer_of(directory: Path, job: dict[str, Any]) -> trl.SFTTrainer:
     config = AutoConfig.from_pretrained(job["model"], num_hidden_layers=1)
     return trl.SFTTrainer(
         model=AutoModelForCausalLM.from_config(config),
-        args=trl.SFTConfig(output_dir=str(directory / "out"), report_to=[], use_cpu=True, bf16=False, **job["options"]),
+        args=trl.SFTConfig(
+            output_dir=str(directory / "out"),
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            **job["options"],
+        ),
         train_dataset=datasets.Dataset.from_list(job["rows"], on_mixed_types="use_json"),
         processing_class=tokenizer,
     )

@@ -21,11 +21,17 @@ from trainer.run.inputs import prepare_data_alone
 
 pytestmark = [
     pytest.mark.verl,
-    pytest.mark.skipif("VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with TRL"),
+    pytest.mark.skipif(
+        "VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with TRL"
+    ),
 ]
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 NUM_ROWS, NUM_TOOL_ROWS, NUM_FEW = 200, 200, 20
-TOOLS = {"weather": ("city", "unit"), "search": ("query", "limit"), "convert": ("amount", "currency", "to")}
+TOOLS = {
+    "weather": ("city", "unit"),
+    "search": ("query", "limit"),
+    "convert": ("amount", "currency", "to"),
+}
 SHORT = 66
 NOT_SUPERVISED = -100
 Rows = list[dict[str, Any]]
@@ -39,7 +45,9 @@ def quickstart() -> Rows:
 def gsm8k() -> Rows:
     rows = map(json.loads, GSM8K.read_text().splitlines()[:NUM_ROWS]) if GSM8K.exists() else ()
     said = [("user", "question"), ("assistant", "answer")]
-    return [{"messages": [{"role": role, "content": row[key]} for role, key in said]} for row in rows]
+    return [
+        {"messages": [{"role": role, "content": row[key]} for role, key in said]} for row in rows
+    ]
 
 
 def tool_conversations() -> Rows:
@@ -48,7 +56,9 @@ def tool_conversations() -> Rows:
 
 
 def tool_conversation(rng: random.Random) -> dict[str, Any]:
-    """One to three requests, each with a call, its result and an answer; some calls leave arguments out."""
+    """One to three requests, each with a call, its result and an answer; some calls leave
+    arguments out.
+    """
     names = rng.sample(sorted(TOOLS), 2)
     messages: Rows = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
     for turn in range(rng.randint(1, 3)):
@@ -56,17 +66,31 @@ def tool_conversation(rng: random.Random) -> dict[str, Any]:
         given = TOOLS[name][: rng.randint(1, len(TOOLS[name]))]
         call = {"name": name, "arguments": {key: f"{key} {rng.randint(1, 99)}" for key in given}}
         messages += [
-            {"role": "user", "content": f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please."},
-            {"role": "assistant", "content": rng.choice(["", "A moment."]), "tool_calls": [{"function": call}]},
+            {
+                "role": "user",
+                "content": f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please.",
+            },
+            {
+                "role": "assistant",
+                "content": rng.choice(["", "A moment."]),
+                "tool_calls": [{"function": call}],
+            },
             {"role": "tool", "name": name, "content": json.dumps({"result": rng.randint(1, 999)})},
             {"role": "assistant", "content": f"It is {rng.randint(1, 999)}."},
         ]
-    return {"messages": messages, "tools": [{"type": "function", "function": schema(name)} for name in names]}
+    return {
+        "messages": messages,
+        "tools": [{"type": "function", "function": schema(name)} for name in names],
+    }
 
 
 def schema(name: str) -> dict[str, Any]:
     properties = {key: {"type": "string"} for key in TOOLS[name]}
-    return {"name": name, "description": f"To {name}.", "parameters": {"type": "object", "properties": properties}}
+    return {
+        "name": name,
+        "description": f"To {name}.",
+        "parameters": {"type": "object", "properties": properties},
+    }
 
 
 def job(rows: Rows, template: str | None = None, **options: Any) -> dict[str, Any]:
@@ -76,7 +100,9 @@ def job(rows: Rows, template: str | None = None, **options: Any) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as JOB.jsonl."""
+    """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as
+    JOB.jsonl.
+    """
     directory = tmp_path_factory.mktemp("trl")
     tools = tool_conversations()
     jobs = {
@@ -92,7 +118,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = "".join(json.dumps(row) + "\n" for row in found["rows"])
         (directory / f"{name}.rows.jsonl").write_text(lines)
     script = Path(__file__).with_name("prepare_with_trl.py")
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PYTHONSAFEPATH")
+    }
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "home"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [os.environ["VERL_PYTHON"], str(script), str(directory)],
@@ -115,7 +145,9 @@ class Row:
 
 def rows_there(prepared: Path, name: str) -> list[Row]:
     rows = map(json.loads, (prepared / f"{name}.jsonl").read_text().splitlines())
-    return [Row(row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows]
+    return [
+        Row(row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows
+    ]
 
 
 def samples_here(prepared: Path, name: str, template: str | None = None) -> Samples:
@@ -151,7 +183,11 @@ def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path) -> None:
     assert len(newline) == 1
     for own, other in zip(here, there, strict=True):
         assert own.ids == other.ids
-        different = [i for i, pair in enumerate(zip(own.mask, other.mask, strict=True)) if len(set(pair)) == 2]
+        different = [
+            i
+            for i, pair in enumerate(zip(own.mask, other.mask, strict=True))
+            if len(set(pair)) == 2
+        ]
         supervised = [i for i, is_kept in enumerate(own.mask) if is_kept]
         assert different == [supervised[0] - 1, supervised[-1] + 1]
         assert all(other.mask[i] and own.ids[i] == newline[0] for i in different)

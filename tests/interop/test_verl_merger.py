@@ -24,7 +24,9 @@ from trainer.loop.fit import fit
 
 pytestmark = [
     pytest.mark.verl,
-    pytest.mark.skipif("VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with verl"),
+    pytest.mark.skipif(
+        "VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with verl"
+    ),
 ]
 STEP = 2
 CASES = {"shards": (2, -1, True), "replicas": (4, 2, True), "untied": (3, -1, False)}
@@ -44,21 +46,29 @@ def save(world: Any, run_dir: Path, source: Any) -> None:
 
 
 def write_model(path: Path, **changes: Any) -> Any:
-    """A model directory with a tokenizer, which the merger copies; rows that no world size divides."""
+    """A model directory with a tokenizer, which the merger copies; rows that no world size
+    divides.
+    """
     source = write_model_config(path, vocab_size=163, intermediate_size=97, **changes)
     words = models.WordLevel({"<unk>": 0, "hello": 1, "</s>": 3}, unk_token="<unk>")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>", unk_token="<unk>").save_pretrained(
-        path
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(path)
     return source
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in directory.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def run_in_verl(script: str, *arguments: str) -> None:
-    """Run a script of this directory with the interpreter that has verl; fails with what it printed last."""
+    """Run a script of this directory with the interpreter that has verl; fails with what it
+    printed last.
+    """
     directory = Path(__file__).parent
     result = subprocess.run(
         [os.environ["VERL_PYTHON"], str(directory / script), *arguments],
@@ -85,14 +95,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for each case, written by one process: verl takes longer to import than to merge."""
+    """A directory for each case, written by one process: verl takes longer to import than to
+    merge.
+    """
     root = tmp_path_factory.mktemp("theirs")
     merge(*((checkpoint, root / name, None) for name, checkpoint in checkpoints.items()))
     return root
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_shards_equal_the_export(checkpoints: dict[str, Path], all_merged: Path, case: str) -> None:
+def test_merged_shards_equal_the_export(
+    checkpoints: dict[str, Path], all_merged: Path, case: str
+) -> None:
     checkpoint, merged = checkpoints[case], all_merged / case
     theirs, ours = tensors(merged), tensors(checkpoint / "huggingface")
     assert set(theirs) == set(ours), "a tied head is in neither"
@@ -105,6 +119,8 @@ def test_merged_shards_equal_the_export(checkpoints: dict[str, Path], all_merged
 
 
 def test_verl_finds_the_export_equal_to_the_shards(checkpoints: dict[str, Path]) -> None:
-    """The merger's own comparison: `python -m verl.model_merger test`; a head that is tied, and one that is not."""
+    """The merger's own comparison: `python -m verl.model_merger test`; a head that is tied, and
+    one that is not.
+    """
     compared = (checkpoints["shards"], checkpoints["untied"])
     merge(*((checkpoint, Path("unused"), checkpoint / "huggingface") for checkpoint in compared))

@@ -1,7 +1,8 @@
-"""Imports single files of an installed verl without its heavy dependencies; for the scripts run by VERL_PYTHON.
+"""Imports single files of an installed verl without its heavy dependencies; for the scripts run by
+VERL_PYTHON.
 
-`import verl` needs ray, tensordict and omegaconf. None of them takes part in merging a checkpoint: empty packages
-with verl's own paths stand in for the `__init__.py` files.
+`import verl` needs ray, tensordict and omegaconf. None of them takes part in merging a checkpoint:
+empty packages with verl's own paths stand in for the `__init__.py` files.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""The features that may meet in a run, their values, and what is refused: as words of the command line."""
+"""The features that may meet in a run, their values, and what is refused: as words of the
+command line.
+"""
 
 import json
 import shutil
@@ -46,7 +48,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
 }
 """The first value of each is taken where nothing new can meet."""
 REFUSED: list[tuple[Row, str]] = [
-    ({"sequence": "2", "attention": "per_document"}, "documents of this model cannot be split over ranks"),
+    (
+        {"sequence": "2", "attention": "per_document"},
+        "documents of this model cannot be split over ranks",
+    ),
     ({"sequence": "2", "family": "qwen3_next"}, "would have to see all tokens of a document"),
     ({"trained": "lora", "new_tokens": "two"}, "LoRA would leave the rows of new tokens untrained"),
 ]
@@ -58,7 +63,20 @@ BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
 SHAPES |= {"llama": {"tie_word_embeddings": True}}
-WORDS = ("red", "seven", "paper", "lamp", "river", "stone", "quick", "north", "glass", "apple", "cloud", "ten")
+WORDS = (
+    "red",
+    "seven",
+    "paper",
+    "lamp",
+    "river",
+    "stone",
+    "quick",
+    "north",
+    "glass",
+    "apple",
+    "cloud",
+    "ten",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,11 @@ class Places:
         if not path.exists():
             model = AutoModelForCausalLM.from_pretrained(self.model(family))
             config = LoraConfig(
-                r=4, lora_alpha=8, target_modules=list(ADAPTED), init_lora_weights=False, task_type="CAUSAL_LM"
+                r=4,
+                lora_alpha=8,
+                target_modules=list(ADAPTED),
+                init_lora_weights=False,
+                task_type="CAUSAL_LM",
             )
             get_peft_model(model, config).save_pretrained(path)
         return path
@@ -103,7 +125,10 @@ def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
         return " ".join(WORDS[(number * 5 + k * (number + 1)) % len(WORDS)] for k in range(count))
 
     def turns(row: int) -> list[dict[str, str]]:
-        pairs = [(text(row + k, 2 + k), text(2 * row + k + 1, 2 + (row + 2 * k) % 5)) for k in range(1 + row % 3)]
+        pairs = [
+            (text(row + k, 2 + k), text(2 * row + k + 1, 2 + (row + 2 * k) % 5))
+            for k in range(1 + row % 3)
+        ]
         if row % 2:
             pairs[0] = (f"{NEW_TOKENS[0]} note {NEW_TOKENS[1]}", pairs[0][1])
         both = (("user", "assistant") for _ in pairs)
@@ -116,14 +141,22 @@ def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
     return [turns(row) for row in range(first, first + count)]
 
 
-CHATS = {"main": _chats(0, 8), "first": _chats(8, 5), "second": _chats(13, 3), "held": _chats(16, 3)}
+CHATS = {
+    "main": _chats(0, 8),
+    "first": _chats(8, 5),
+    "second": _chats(13, 3),
+    "held": _chats(16, 3),
+}
 SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
 """Files, and how often an epoch trains their rows."""
 
 
 def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, float]) -> list[str]:
     """`limits` has the gradient norms beyond which updates are clipped and left out."""
-    parts = [f"{{files: {places.data(name)}, repeat: {repeat}}}" for name, repeat in SOURCES[row["sources"]].items()]
+    parts = [
+        f"{{files: {places.data(name)}, repeat: {repeat}}}"
+        for name, repeat in SOURCES[row["sources"]].items()
+    ]
     held = [f"{{files: {places.data('held')}}}"]
     held += [f"{{files: {places.data('second')}}}"] if row["sources"] == "two" else []
     tokens = -(-max_length // int(row["sequence"]))
@@ -210,7 +243,9 @@ def fixed_words(places: Places) -> list[str]:
 def ranks_of(row: Row) -> tuple[int, int]:
     """How many train, and how many go on after the kill."""
     num_ranks = int(row["ranks"])
-    return num_ranks, {"the same": num_ranks, "fewer": num_ranks // 2, "more": num_ranks + 2}[row["resumed on"]]
+    return num_ranks, {"the same": num_ranks, "fewer": num_ranks // 2, "more": num_ranks + 2}[
+        row["resumed on"]
+    ]
 
 
 def refused_rows() -> list[tuple[Row, str]]:
@@ -220,6 +255,8 @@ def refused_rows() -> list[tuple[Row, str]]:
 
 
 def source_rows(row: Row) -> list[tuple[str, list[dict[str, str]]]]:
-    """(Source, conversation) of every row, source by source, as ids count them; "" where there is but one source."""
+    """(Source, conversation) of every row, source by source, as ids count them; "" where there
+    is but one source.
+    """
     names = SOURCES[row["sources"]]
     return [(name if len(names) > 1 else "", chat) for name in names for chat in CHATS[name]]

@@ -1,4 +1,6 @@
-"""One meeting of features: a run of the real command beside its definition, then as a kill left it and resumed."""
+"""One meeting of features: a run of the real command beside its definition, then as a kill left
+it and resumed.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -38,12 +40,16 @@ from trainer.tracking import read_metrics
 MAX_LENGTH, KILLED_IN, SEED = 96, 4, 1
 ROW_MULTIPLE, NOISE = 64, 0.1
 LOOSE = {"float32": 1.0, "bfloat16": 3e2, "bfloat16 parameters": 1e5}
-"""Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming stays bit-equal."""
+"""Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming
+stays bit-equal.
+"""
 LOOSE_BETWEEN = 1e2
 """Rounding at random falls alike on any number of ranks but where a sum's last digit decides."""
 MEASURED = ("train/loss", "train/grad_norm")
 LIMITS = {"loss": 1e-6, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
-"""Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the norm in float32."""
+"""Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the
+norm in float32.
+"""
 
 
 @dataclass
@@ -63,24 +69,33 @@ class Found:
         self.expect(error <= limit, f"{where}: off by {error:.1e}, allowed {limit:.0e}")
 
 
-def encoded(row: Row, chat: list[dict[str, str]], source: str, tokenizer: Any) -> Iterator[Document]:
+def encoded(
+    row: Row, chat: list[dict[str, str]], source: str, tokenizer: Any
+) -> Iterator[Document]:
     """The samples of a conversation as the quickstart's template writes it."""
     turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
     trained = turns[-1:] if row["train_on"] == "last" else turns
     for among in [[number] for number in trained] if row["turns"] == "apart" else [trained]:
         text, spans = "", list[tuple[int, int]]()
-        for number, message in enumerate(chat[: among[-1] + 1] if row["turns"] == "apart" else chat):
+        for number, message in enumerate(
+            chat[: among[-1] + 1] if row["turns"] == "apart" else chat
+        ):
             text += f"<|im_start|>{message['role']}\n"
             if number in among:
                 spans.append((len(text), len(text) + len(message["content"]) + len("<|im_end|>")))
             text += f"{message['content']}<|im_end|>\n"
         tokens = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        mask = [any(start <= first < end for start, end in spans) for first, _ in tokens["offset_mapping"]]
+        mask = [
+            any(start <= first < end for start, end in spans)
+            for first, _ in tokens["offset_mapping"]
+        ]
         yield Document(tokens["input_ids"], mask, source)
 
 
 def cut(document: Document, row: Row, max_length: int) -> Document:
-    part = {"error": slice(None), "left": slice(-max_length, None), "right": slice(max_length)}[row["truncation"]]
+    part = {"error": slice(None), "left": slice(-max_length, None), "right": slice(max_length)}[
+        row["truncation"]
+    ]
     return replace(document, ids=document.ids[part], mask=document.mask[part])
 
 
@@ -98,7 +113,9 @@ def defined(row: Row, places: Places) -> tuple[Definition, int]:
     if row["new_tokens"] == "two":
         tokenizer.add_special_tokens({"additional_special_tokens": list(NEW_TOKENS)})
         dtype = torch.bfloat16 if is_rounded and row["trained"] == "all" else torch.float32
-        new_rows = rows_of_new_tokens(load(path).to(dtype).double(), tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)))
+        new_rows = rows_of_new_tokens(
+            load(path).to(dtype).double(), tokenizer.convert_tokens_to_ids(list(NEW_TOKENS))
+        )
     samples = [list(encoded(row, chat, source, tokenizer)) for source, chat in source_rows(row)]
     held = [("held", chat) for chat in CHATS["held"]]
     held += [("second", chat) for chat in CHATS["second"]] if row["sources"] == "two" else []
@@ -121,7 +138,9 @@ def defined(row: Row, places: Places) -> tuple[Definition, int]:
         frozen=FROZEN if row["trained"] == "some" else (),
         is_rounded=is_rounded,
         steps=[[document for number in rows for document in samples[number]] for rows in order],
-        validation=[cut(d, row, max_length) for d in validation] if row["validation"] == "on" else [],
+        validation=[cut(d, row, max_length) for d in validation]
+        if row["validation"] == "on"
+        else [],
         test_freq=TEST_FREQ,
         lr=LR,
         loss=row["loss"],
@@ -133,7 +152,9 @@ def defined(row: Row, places: Places) -> tuple[Definition, int]:
 
 
 def rows_of_new_tokens(model: Any, ids: list[int]) -> Tensor:
-    """The mean of the trained tokens' rows with noise that the run's seed draws: [weights, new rows, hidden]."""
+    """The mean of the trained tokens' rows with noise that the run's seed draws: [weights, new
+    rows, hidden].
+    """
     first = min(ids)
     num_new = -(-(max(ids) + 1) // ROW_MULTIPLE) * ROW_MULTIPLE - first
     texts = {number: f"row {number}" for number in range(first, first + num_new)}
@@ -143,7 +164,9 @@ def rows_of_new_tokens(model: Any, ids: list[int]) -> Tensor:
         mean, spread = weight.detach().mean(0), weight.detach().std(0, correction=0)
         mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
         keys = [seeding.key("new token", SEED, text, which) for _, text in sorted(texts.items())]
-        noise = [torch.randn(mean.shape, generator=torch.Generator().manual_seed(key)) for key in keys]
+        noise = [
+            torch.randn(mean.shape, generator=torch.Generator().manual_seed(key)) for key in keys
+        ]
         found.append(torch.stack([mean + NOISE * spread * one for one in noise]))
     return torch.stack(found).double()
 
@@ -152,7 +175,9 @@ def limits_of(row: Row, definition: Definition) -> dict[str, float]:
     """Norms at which some update is clipped or left out, well apart from those of this run."""
     if row["clipping"] == "never" and row["guard"] == "quiet":
         return {}
-    norms = sorted({rows["train/grad_norm"] for rows in train(definition).train.values()}, reverse=True)
+    norms = sorted(
+        {rows["train/grad_norm"] for rows in train(definition).train.values()}, reverse=True
+    )
     limits = {"clip": norms[-1] / 2} if row["clipping"] == "hit" else {}
     return limits | ({"skip": math.sqrt(norms[0] * norms[1])} if row["guard"] == "skips" else {})
 
@@ -162,7 +187,9 @@ def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found
     found = Found()
     definition, max_length = defined(row, places)
     limits = limits_of(row, definition)
-    definition = replace(definition, max_norm=limits.get("clip", math.inf), skip_above=limits.get("skip", math.inf))
+    definition = replace(
+        definition, max_norm=limits.get("clip", math.inf), skip_above=limits.get("skip", math.inf)
+    )
     words = words_of(row, places, max_length=max_length, limits=limits)
     num_ranks, num_later = ranks_of(row)
     later = run_dir.with_name(f"{run_dir.name}_resumed")
@@ -173,40 +200,64 @@ def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found
     compare(found, row, definition, expected, run_dir, "from the start")
     if num_later == 1:
         words += ["model.ulysses_sequence_parallel_size=1", "model.fsdp_config.fsdp_size=-1"]
-        words += [f"data.max_token_len_per_gpu={max_length}"] if row["micro-batches"] == "tokens" else []
+        words += (
+            [f"data.max_token_len_per_gpu={max_length}"] if row["micro-batches"] == "tokens" else []
+        )
     end = ranks.run(num_later, *words, run_dir=later)
     goes_on = "continuing at step 3" in end.output
-    if found.expect(end.code == EXIT_DONE and goes_on, f"resumed: exit code {end.code}: {end.output[-1500:]}"):
+    if found.expect(
+        end.code == EXIT_DONE and goes_on, f"resumed: exit code {end.code}: {end.output[-1500:]}"
+    ):
         compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
         if num_later == num_ranks:
             found.faults += compare_runs(run_dir, later, steps=total_steps).differences
         else:
-            straight = {step: {key: r[key] for key in MEASURED} for step, r in logged(run_dir, "train").items()}
+            straight = {
+                step: {key: r[key] for key in MEASURED}
+                for step, r in logged(run_dir, "train").items()
+            }
             between = f"{row['states']} between numbers of ranks"
-            compare_rows(found, logged(later, "train"), straight, between, LOOSE_BETWEEN, "other ranks")
+            compare_rows(
+                found, logged(later, "train"), straight, between, LOOSE_BETWEEN, "other ranks"
+            )
     return found
 
 
-def compare(found: Found, row: Row, definition: Definition, expected: Outcome, run_dir: Path, where: str) -> None:
+def compare(
+    found: Found, row: Row, definition: Definition, expected: Outcome, run_dir: Path, where: str
+) -> None:
     """Metrics and trained parameters of a whole run."""
     states = row["states"]
     for kind, rows in (("train", expected.train), ("val", expected.val)):
-        ours, wanted = logged(run_dir, kind), {step: values for step, values in rows.items() if values}
+        ours, wanted = (
+            logged(run_dir, kind),
+            {step: values for step, values in rows.items() if values},
+        )
         found.expect(ours.keys() == wanted.keys(), f"{where}: {kind} rows of steps {sorted(ours)}")
         compare_rows(found, ours, wanted, states, LOOSE[states], where)
-    after = exported(run_dir / f"global_step_{len(definition.steps)}" / "huggingface", definition, expected)
+    after = exported(
+        run_dir / f"global_step_{len(definition.steps)}" / "huggingface", definition, expected
+    )
     odd = sorted(after.keys() ^ expected.after.keys())
     found.expect(not odd, f"{where}: exported with another name: {odd}")
     for name in after.keys() & expected.after.keys():
-        error = (after[name] - expected.after[name]).norm() / (expected.after[name] - expected.before[name]).norm()
-        found.note(f"update, {states}", error.item(), LIMITS["update"] * LOOSE[states], f"{where}, {name}")
+        error = (after[name] - expected.after[name]).norm() / (
+            expected.after[name] - expected.before[name]
+        ).norm()
+        found.note(
+            f"update, {states}", error.item(), LIMITS["update"] * LOOSE[states], f"{where}, {name}"
+        )
 
 
 def logged(run_dir: Path, kind: str) -> Rows:
-    return {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == kind}
+    return {
+        row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == kind
+    }
 
 
-def compare_rows(found: Found, ours: Rows, wanted: Rows, states: str, loose: float, where: str) -> None:
+def compare_rows(
+    found: Found, ours: Rows, wanted: Rows, states: str, loose: float, where: str
+) -> None:
     """Every number of `wanted`; what is counted, and the rate, must be equal."""
     for step in ours.keys() & wanted.keys():
         for key, value in wanted[step].items():
@@ -214,7 +265,9 @@ def compare_rows(found: Found, ours: Rows, wanted: Rows, states: str, loose: flo
             if not found.expect(key in ours[step], f"{place} is missing"):
                 continue
             error = abs(ours[step][key] - value) / max(abs(value), 1e-9)
-            measure = next((name for name in ("router_loss", "loss", "grad_norm") if name in key), None)
+            measure = next(
+                (name for name in ("router_loss", "loss", "grad_norm") if name in key), None
+            )
             if measure is not None and step == 1 and "val" not in key:
                 found.note(f"{measure} of step 1", error, LIMITS[measure], place)
             elif measure is not None:
@@ -226,7 +279,9 @@ def compare_rows(found: Found, ours: Rows, wanted: Rows, states: str, loose: flo
 def exported(path: Path, definition: Definition, expected: Outcome) -> dict[str, Tensor]:
     """The trained parameters as plain transformers or peft loads them."""
     model = load(path) if definition.adapter is None else load(definition.model, path)
-    named = {name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()}
+    named = {
+        name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()
+    }
     return {name: named[name] for name in named.keys() & expected.after.keys()}
 
 
@@ -235,7 +290,9 @@ def refused(row: Row, reason: str, places: Places, run_dir: Path, ranks: Command
     found = Found()
     words = words_of(row, places, max_length=MAX_LENGTH, limits={})
     end: CommandEnd = ranks.run(ranks_of(row)[0], *words, run_dir=run_dir)
-    found.expect(end.code == EXIT_USAGE, f"exit code {end.code} in place of a refusal: {end.output[-1500:]}")
+    found.expect(
+        end.code == EXIT_USAGE, f"exit code {end.code} in place of a refusal: {end.output[-1500:]}"
+    )
     found.expect(reason in end.output, f"the refusal does not say '{reason}': {end.output[-1500:]}")
     found.expect(not end.has_prepared, "refused only after data was prepared")
     return found

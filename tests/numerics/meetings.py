@@ -13,11 +13,17 @@ SEED = 1
 
 def trials(seed: int) -> list[tuple[Row, str]]:
     """Rows with the reason for which they are refused; first those that train."""
-    return [(row, "") for row in covering_rows(FEATURES, excluded=EXCLUDED, seed=seed)] + refused_rows()
+    return [
+        (row, "") for row in covering_rows(FEATURES, excluded=EXCLUDED, seed=seed)
+    ] + refused_rows()
 
 
 def attempt(row: Row, reason: str, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
     try:
-        return refused(row, reason, places, run_dir, ranks) if reason else tried(row, places, run_dir, ranks)
+        return (
+            refused(row, reason, places, run_dir, ranks)
+            if reason
+            else tried(row, places, run_dir, ranks)
+        )
     except Exception:
         return Found([traceback.format_exc()])

@@ -1,6 +1,8 @@
-"""Training as it is defined, with plain transformers, peft and torch in float64: nothing of the trainer's own.
+"""Training as it is defined, with plain transformers, peft and torch in float64: nothing of the
+trainer's own.
 
-One document per forward pass, eager attention, the loss over the supervised tokens of the whole global batch.
+One document per forward pass, eager attention, the loss over the supervised tokens of the whole
+global batch.
 """
 
 import math
@@ -74,15 +76,25 @@ def train(definition: Definition) -> Outcome:
         elif definition.is_rounded and parameter.requires_grad:
             parameter.data = parameter.data.bfloat16().double()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    outcome, optimizer = Outcome(before=copied(named)), PlainOptimizer(model, named, definition.optimizer)
+    outcome, optimizer = (
+        Outcome(before=copied(named)),
+        PlainOptimizer(model, named, definition.optimizer),
+    )
     fractions_E: Tensor | float = 0.0
     for step, documents in enumerate(definition.steps, start=1):
         model.train()
         row, objective, fractions_E = measured(model, documents, definition, fractions_E)
         objective.backward()
         for parameter in named.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        norm = torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None]).sum().sqrt().item()
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+        norm = (
+            torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None])
+            .sum()
+            .sqrt()
+            .item()
+        )
         lr = lr_at(step, len(definition.steps), definition)
         if norm <= definition.skip_above:
             optimizer.step(lr, scale=min(1.0, definition.max_norm / norm))
@@ -95,7 +107,9 @@ def train(definition: Definition) -> Outcome:
 
 
 def load(path: Path, adapter: Path | None = None, new_rows: Tensor | None = None) -> Any:
-    """transformers' model in float64, with an adapter that peft trains, or with a longer vocabulary."""
+    """transformers' model in float64, with an adapter that peft trains, or with a longer
+    vocabulary.
+    """
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
     if new_rows is not None:
@@ -137,8 +151,12 @@ def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
     return losses * losses.detach().neg().exp() if loss == "dft" else losses
 
 
-def judged(model: Any, documents: Iterable[Document], loss: str, **asked: Any) -> Iterator[tuple[Document, Any, ...]]:
-    """(document, (cross-entropy, trained loss) of its supervised tokens, number of hits, what the model gave)."""
+def judged(
+    model: Any, documents: Iterable[Document], loss: str, **asked: Any
+) -> Iterator[tuple[Document, Any, ...]]:
+    """(document, (cross-entropy, trained loss) of its supervised tokens, number of hits, what
+    the model gave).
+    """
     for document in documents:
         output = model(input_ids=torch.tensor([document.ids]), use_cache=False, **asked)
         where = torch.tensor(document.mask[1:])
@@ -154,8 +172,17 @@ def measured(
     """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
     routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
-    is_routed = bool(coefficient and any(p.requires_grad for p in routers) and definition.has_router_loss)
-    found = list(judged(model, documents, definition.loss, **({"output_router_logits": True} if is_routed else {})))
+    is_routed = bool(
+        coefficient and any(p.requires_grad for p in routers) and definition.has_router_loss
+    )
+    found = list(
+        judged(
+            model,
+            documents,
+            definition.loss,
+            **({"output_router_logits": True} if is_routed else {}),
+        )
+    )
     objective = torch.cat([losses for _, (_, losses), *_ in found]).sum() / supervised(documents)
     row = summary(found, "train")
     if definition.loss != "cross_entropy":
@@ -163,13 +190,16 @@ def measured(
     row["train/total_token_count"] = sum(len(document.ids) for document in documents)
     if is_routed:
         layers = [
-            torch.cat(logits_TE) for logits_TE in zip(*(output.router_logits for *_, output in found), strict=True)
+            torch.cat(logits_TE)
+            for logits_TE in zip(*(output.router_logits for *_, output in found), strict=True)
         ]
         mean_E = torch.stack([logits.softmax(-1).mean(0) for logits in layers]).mean(0)
         router_loss = (fractions_E * mean_E).sum() * len(mean_E)
         objective = objective + coefficient * router_loss
         row["moe/router_loss"] = router_loss.item()
-        chosen = torch.cat([logits.topk(model.config.num_experts_per_tok).indices.flatten() for logits in layers])
+        chosen = torch.cat(
+            [logits.topk(model.config.num_experts_per_tok).indices.flatten() for logits in layers]
+        )
         fractions_E = chosen.bincount(minlength=len(mean_E)) / sum(map(len, layers))
     return row, objective, fractions_E
 
@@ -179,7 +209,9 @@ def supervised(documents: Iterable[Document]) -> int:
 
 
 def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str, float]:
-    """Cross-entropy and hits over all tokens, and that of each source that has some where there are several."""
+    """Cross-entropy and hits over all tokens, and that of each source that has some where there
+    are several.
+    """
     count = supervised(document for document, *_ in found)
     sums, tokens = Counter[str](), Counter[str]()
     for document, (losses, _), *_ in found:
@@ -204,14 +236,18 @@ class PlainOptimizer:
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter], kind: str) -> None:
         self.parameters = list(named.values())
-        outside = {id(p) for p in ends(model)} if kind == "muon" else {id(p) for p in self.parameters}
+        outside = (
+            {id(p) for p in ends(model)} if kind == "muon" else {id(p) for p in self.parameters}
+        )
         decayed = [p for name, p in named.items() if is_decayed(name, p)]
         self.matrices = [p for p in decayed if id(p) not in outside]
         own = {id(p) for p in self.matrices}
         rest = [p for p in self.parameters if id(p) not in own]
         ids = {id(p) for p in decayed}
         groups = [[p for p in rest if (id(p) in ids) == is_one] for is_one in (True, False)]
-        settings = [{"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0), strict=True) if g]
+        settings = [
+            {"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0), strict=True) if g
+        ]
         self.adamw = torch.optim.AdamW(settings, betas=BETAS, eps=EPS) if settings else None
         self.momenta = [torch.zeros_like(p) for p in self.matrices]
 
@@ -227,7 +263,9 @@ class PlainOptimizer:
         for weight, momentum in zip(self.matrices, self.momenta, strict=True):
             assert weight.grad is not None
             momentum.lerp_(weight.grad, 0.05)
-            update = orthogonal(torch.lerp(weight.grad, momentum, 0.95)) * (0.2 * max(weight.shape[-2:]) ** 0.5)
+            update = orthogonal(torch.lerp(weight.grad, momentum, 0.95)) * (
+                0.2 * max(weight.shape[-2:]) ** 0.5
+            )
             weight -= lr * (update + DECAY * weight)
 
 

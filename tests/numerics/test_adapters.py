@@ -1,4 +1,6 @@
-"""LoRA against peft's own forward pass and autograd in a plain loop, in every way of running; refusals; costs."""
+"""LoRA against peft's own forward pass and autograd in a plain loop, in every way of running;
+refusals; costs.
+"""
 
 import json
 import shutil
@@ -31,14 +33,17 @@ def write_adapter(model: Any, path: Path, **settings: Any) -> str:
     """One that adds something from the start."""
     torch.manual_seed(5)
     config = LoraConfig(
-        **({"r": 3, "lora_alpha": 8, "target_modules": "all-linear"} | settings), init_lora_weights=False
+        **({"r": 3, "lora_alpha": 8, "target_modules": "all-linear"} | settings),
+        init_lora_weights=False,
     )
     get_peft_model(model, config).save_pretrained(path)
     return str(path)
 
 
 def plain_model(path: str, **settings: Any) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32, **settings)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path), dtype=torch.float32, **settings
+    )
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
@@ -48,11 +53,16 @@ def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path: Path, is_tied: bo
     losses, norms, *_ = plain_transformers(model, path)
     ways: dict[int, dict[str, dict[str, Any]]] = {
         1: {"one rank": {}, "one document": {"is_packed": False}},
-        2: {"micro-batches": {"max_samples": 1}, "recomputed": {"enable_gradient_checkpointing": True}},
+        2: {
+            "micro-batches": {"max_samples": 1},
+            "recomputed": {"enable_gradient_checkpointing": True},
+        },
         4: {"fewer rows than ranks": {}},
     }
     for num_ranks, variants in ways.items() if is_tied else [(1, {"one rank": {}})]:
-        variants = {name: changes | {"lora_adapter_path": path} for name, changes in variants.items()}
+        variants = {
+            name: changes | {"lora_adapter_path": path} for name, changes in variants.items()
+        }
         for name, found in run_ranks(each, num_ranks, train, model, variants)[0].items():
             assert relative(found[0], losses) < 1e-5, name
             assert relative(found[1], norms) < 1e-5, name
@@ -83,9 +93,15 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
     [
         ({"lora_rank": 4, "target_modules": ["nope"]}, "nope.* names no layer of this model"),
         ({"lora_rank": 4, "target_modules": ["qproj"]}, "did you mean 'q_proj'"),
-        ({"lora_rank": 4, "target_modules": "q_proj"}, r"whole names\. model\.target_modules=\[q_proj\]"),
+        (
+            {"lora_rank": 4, "target_modules": "q_proj"},
+            r"whole names\. model\.target_modules=\[q_proj\]",
+        ),
         ({"lora_rank": 4, "target_modules": "("}, "no regular expression"),
-        ({"lora_rank": 4, "target_modules": ["norm"]}, "'model.norm' cannot be adapted: it is no linear layer"),
+        (
+            {"lora_rank": 4, "target_modules": ["norm"]},
+            "'model.norm' cannot be adapted: it is no linear layer",
+        ),
         ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings and the output head"),
         ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings and the output head"),
         ({"freeze": ["layers.7"]}, "'layers.7' is in the name of no parameter"),
@@ -97,7 +113,9 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_trained_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     model = write_model_config(tmp_path / "model")
     if path := changes.get("lora_adapter_path"):
         changes = changes | {"lora_adapter_path": str(tmp_path / path)}
@@ -111,7 +129,10 @@ def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path: 
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path)
     parts = packed_lm.ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)
-    with pytest.raises(ConfigError, match=r"is a model of several parts, .* full fine-tuning, or model.freeze, trains"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is a model of several parts, .* full fine-tuning, or model.freeze, trains",
+    ):
         assemble.require_parts(model_config(lora_rank=4), parts)
     with pytest.raises(ConfigError, match="of several parts, whose vocabulary cannot grow"):
         new_tokens.extended(str(tmp_path), ["<|new|>"], tmp_path / "cache")
@@ -122,7 +143,10 @@ def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None
     """As peft writes those of a model with experts."""
     model = write_model_config(tmp_path / "model")
     write_adapter(plain_model(model.path), tmp_path / "adapter", target_parameters=[])
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_parameters"] == []
+    assert (
+        json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_parameters"]
+        == []
+    )
     assemble.require_parts(model_config(lora_adapter_path=str(tmp_path / "adapter")), model)
 
 
@@ -142,7 +166,9 @@ MIXTURES = {
     "qwen3_next": "shared_expert",
     "solar_open": "shared_experts",
 }
-"""With the name of a dense or shared MLP, whose layers peft takes for experts where they are target modules."""
+"""With the name of a dense or shared MLP, whose layers peft takes for experts where they are
+target modules.
+"""
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 EXPERT_NAMES, ROUTER_NAMES = {"experts"}, {"router", "gate", "shared_expert_gate"}
 
@@ -156,7 +182,9 @@ def on_meta(source: packed_lm.ModelSource, **changes: Any) -> Any:
 
 def adapted(model: Any) -> set[str]:
     """Full names of its layers with an adapter."""
-    return {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    return {
+        name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name
+    }
 
 
 def adapted_by_plain_peft(source: packed_lm.ModelSource, settings: dict[str, Any]) -> set[str]:
@@ -172,7 +200,9 @@ def family(tmp_path: Path) -> Callable[..., packed_lm.ModelSource]:
 
     def of(name: str, **changes: Any) -> packed_lm.ModelSource:
         family_config(name, **changes).save_pretrained(tmp_path / name)
-        return packed_lm.ModelSource(str(tmp_path / name), random_weights=True, trust_remote_code=False)
+        return packed_lm.ModelSource(
+            str(tmp_path / name), random_weights=True, trust_remote_code=False
+        )
 
     return of
 
@@ -186,7 +216,9 @@ def test_all_linear_takes_what_can_be_adapted(family: Any, name: str) -> None:
     assert not parts & (EXPERT_NAMES | ROUTER_NAMES | {"lm_head"})
     if name in MIXTURES:
         ends = {f"{MIXTURES[name]}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
-        assert all(any(layer.endswith(end) for layer in layers) for end in ends), "a dense or shared MLP is left out"
+        assert all(any(layer.endswith(end) for layer in layers) for end in ends), (
+            "a dense or shared MLP is left out"
+        )
     else:
         assert "in_proj" in parts and not parts & {"out_proj", "x_proj", "dt_proj", "conv1d"}
     assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
@@ -198,8 +230,16 @@ def test_all_linear_takes_what_can_be_adapted(family: Any, name: str) -> None:
         ("qwen3_next", ["shared_expert.gate_proj"], {"shared_expert.gate_proj"}),
         ("qwen3_next", ["q_proj", "down_proj"], {"q_proj", "shared_expert.down_proj"}),
         ("deepseek_v3", ["gate_proj"], {"mlp.gate_proj", "shared_experts.gate_proj"}),
-        ("deepseek_v3", r".*\.shared_experts\.(up|down)_proj", {"shared_experts.up_proj", "shared_experts.down_proj"}),
-        ("deepseek_v3", r".*\.(o_proj|up_proj)", {"o_proj", "mlp.up_proj", "shared_experts.up_proj"}),
+        (
+            "deepseek_v3",
+            r".*\.shared_experts\.(up|down)_proj",
+            {"shared_experts.up_proj", "shared_experts.down_proj"},
+        ),
+        (
+            "deepseek_v3",
+            r".*\.(o_proj|up_proj)",
+            {"o_proj", "mlp.up_proj", "shared_experts.up_proj"},
+        ),
         ("llama4_text", ["router"], None),
         ("qwen2_moe", ["shared_expert_gate"], {"shared_expert_gate"}),
     ],
@@ -229,16 +269,24 @@ def test_lists_and_patterns_name_dense_and_shared_layers(
         ("deepseek_v3", ["mlp.experts"], "takes in experts"),
         ("mixtral", ["w1", "w2", "w3"], "takes in experts"),
         ("deepseek_v3", ["gate"], "it is no linear layer but a DeepseekV3TopkRouter"),
-        ("mamba2", ["in_proj", "out_proj"], r"mixer\.out_proj' cannot be adapted: the fused kernels of Mamba"),
+        (
+            "mamba2",
+            ["in_proj", "out_proj"],
+            r"mixer\.out_proj' cannot be adapted: the fused kernels of Mamba",
+        ),
         ("mamba", ["x_proj"], "fused kernels of Mamba"),
         ("mamba2", ["conv1d"], "fused kernels of Mamba"),
         ("deepseek_v4", ["o_a_proj"], "DeepseekV4GroupedLinear is not one matrix product"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(family: Any, name: str, targets: Any, message: str) -> None:
+def test_what_cannot_be_adapted_is_refused(
+    family: Any, name: str, targets: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         on_meta(family(name), target_modules=targets)
-    assert "PEFT" not in str(refusal.value) and "Fix: model.target_modules=all-linear" in str(refusal.value)
+    assert "PEFT" not in str(refusal.value) and "Fix: model.target_modules=all-linear" in str(
+        refusal.value
+    )
 
 
 def test_all_linear_leaves_routers_and_experts_as_they_are(family: Any) -> None:
@@ -246,16 +294,24 @@ def test_all_linear_leaves_routers_and_experts_as_they_are(family: Any) -> None:
         model = on_meta(family(name))
         parts = {part for layer in adapted(model) for part in layer.split(".")}
         assert not parts & (EXPERT_NAMES - {"experts"} | ROUTER_NAMES), name
-        assert "not adapted: experts, routers" in lora_layers.summary(model, rank=4, targets="all-linear")
+        assert "not adapted: experts, routers" in lora_layers.summary(
+            model, rank=4, targets="all-linear"
+        )
 
 
 def test_the_start_says_which_layers_are_adapted(family: Any) -> None:
-    model = on_meta(family("deepseek_v3"), target_modules=["q_proj", "k_proj", "o_proj", "gate_proj"])
+    model = on_meta(
+        family("deepseek_v3"), target_modules=["q_proj", "k_proj", "o_proj", "gate_proj"]
+    )
     said = lora_layers.summary(model, rank=4, targets=["q_proj", "k_proj", "o_proj", "gate_proj"])
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_all = sum(p.numel() for p in model.parameters())
-    assert said.startswith("LoRA: rank 4 on o_proj (2), mlp.gate_proj, shared_experts.gate_proj (1 each); ")
-    assert f"{num_trained:,} of {num_all:,} parameters train ({num_trained / num_all:.1%}); " in said
+    assert said.startswith(
+        "LoRA: rank 4 on o_proj (2), mlp.gate_proj, shared_experts.gate_proj (1 each); "
+    )
+    assert (
+        f"{num_trained:,} of {num_all:,} parameters train ({num_trained / num_all:.1%}); " in said
+    )
     assert said.endswith("not adapted: experts, routers; no layer is called q_proj or k_proj")
 
 
@@ -263,7 +319,11 @@ def exported(source: packed_lm.ModelSource, path: Path) -> str:
     """An adapter as the trainer writes one, that adds something."""
     model = on_meta(source, partial_pretrain=source.path, lora_rank=3)
     torch.manual_seed(5)
-    tensors = {peft_name(n): 0.05 * torch.randn(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
+    tensors = {
+        peft_name(n): 0.05 * torch.randn(p.shape)
+        for n, p in model.named_parameters()
+        if ".lora_" in n
+    }
     path.mkdir()
     save_file(tensors, path / ADAPTER_WEIGHTS)
     (path / ADAPTER_CONFIG).write_text(json.dumps(adapters.settings(model), default=str))
@@ -271,8 +331,11 @@ def exported(source: packed_lm.ModelSource, path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mamba2"])
-def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family: Any, tmp_path: Path, name: str) -> None:
-    source = family(name, initializer_range=0.05)  # with larger weights a router's choice may turn on the last bit
+def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(
+    family: Any, tmp_path: Path, name: str
+) -> None:
+    # with larger weights a router's choice may turn on the last bit
+    source = family(name, initializer_range=0.05)
     path = exported(source, tmp_path / "adapter")
     losses, norms, *_ = plain_transformers(source, path)
     ways: dict[int, dict[str, dict[str, Any]]] = {
@@ -291,7 +354,9 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family: Any) -
     source = family("qwen2_moe")
     model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
-    with pytest.raises(ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"):
+    with pytest.raises(
+        ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"
+    ):
         shards.load_model(model, [saved], Path("global_step_2"))
 
 
@@ -299,8 +364,14 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family: Any) -
     ("words", "message"),
     [
         (["model.lora_rank=8"], "LoRA .* needs pretrained weights"),
-        (["model.lora_rank=8", "model.partial_pretrain=x", "model.freeze=[norm]"], "LoRA freezes the whole model"),
-        (["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"], "rows of new tokens untrained"),
+        (
+            ["model.lora_rank=8", "model.partial_pretrain=x", "model.freeze=[norm]"],
+            "LoRA freezes the whole model",
+        ),
+        (
+            ["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"],
+            "rows of new tokens untrained",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other(words: list[str], message: str) -> None:
@@ -314,10 +385,15 @@ def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         source.require_adapters(model_config(lora_rank=8))
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"freeze": ["embed", r"layers\.[01]\."]}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_rank": 4}, {"freeze": ["embed", r"layers\.[01]\."]}], ids=str
+)
 def test_operations_are_those_that_torch_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Of eager attention, which computes the whole square."""
-    model, num_tokens = write_model_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=False), 64
+    model, num_tokens = (
+        write_model_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=False),
+        64,
+    )
     built: Any = packed_lm.build_on_meta(model, packed_lm.read_config(model), is_packed=True)
     adapters.choose_trained(built, model_config(**changes))
     plain = plain_model(model.path, attn_implementation="eager")
@@ -330,7 +406,10 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path, changes: dict[st
         plain(input_ids=torch.zeros(1, num_tokens, dtype=torch.long)).logits.sum().backward()
     cost = flops.step_flops(built)
     assert cost is not None
-    ours = num_tokens * (cost.per_token + cost.per_loss_token) + num_tokens**2 * cost.per_squared_length
+    ours = (
+        num_tokens * (cost.per_token + cost.per_loss_token)
+        + num_tokens**2 * cost.per_squared_length
+    )
     assert ours == pytest.approx(counted.get_total_flops(), rel=0.03)
 
 
@@ -344,18 +423,23 @@ def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path: Path) -> N
     ]
     words.append("model.fsdp_config.param_dtype=bfloat16")
     lora, part = (
-        plan_memory(load_config([*words, word]), 2) for word in ("model.lora_rank=4", "model.freeze=[layers]")
+        plan_memory(load_config([*words, word]), 2)
+        for word in ("model.lora_rank=4", "model.freeze=[layers]")
     )
     for plan in (lora, part):
         frozen = plan.num_parameters - plan.num_trained
         assert plan.device_bytes[FROZEN] == pytest.approx(frozen * 2 / 2, rel=0.01)
-        assert plan.device_bytes["optimizer state"] == pytest.approx(plan.num_trained * 8 / 2, rel=0.05)
+        assert plan.device_bytes["optimizer state"] == pytest.approx(
+            plan.num_trained * 8 / 2, rel=0.05
+        )
     assert lora.host_bytes["copy of an asynchronous save"] < part.device_bytes[FROZEN]
     assert part.host_bytes["copy of an asynchronous save"] > part.device_bytes[FROZEN]
 
 
 @pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])
-def test_adapters_are_scaled_as_configured(tmp_path: Path, changes: dict[str, Any], scale: float) -> None:
+def test_adapters_are_scaled_as_configured(
+    tmp_path: Path, changes: dict[str, Any], scale: float
+) -> None:
     model = on_meta(write_model_config(tmp_path), lora_rank=4, lora_alpha=6, **changes)
     adapted_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert adapted_layers and all([*layer.scaling.values()] == [scale] for layer in adapted_layers)

@@ -1,10 +1,12 @@
-"""Every family of models: loaded bit-equal to transformers, its loss and gradients as plain, exported whole.
+"""Every family of models: loaded bit-equal to transformers, its loss and gradients as plain,
+exported whole.
 
-Our side loads a tiny random model, sharded, and runs three documents: together where the family is packed, and each
-alone, with empty micro-batches in between; the other side is `from_pretrained` with eager attention, one document per
-forward. The loss that is compared is the cross-entropy alone: the router loss that some mixtures of experts add
-follows the step before. How each family runs is what the table of docs/models.md says, from a run of its own
-(`tests/support_table.py`, which also tries what is too dear here).
+Our side loads a tiny random model, sharded, and runs three documents: together where the family is
+packed, and each alone, with empty micro-batches in between; the other side is `from_pretrained`
+with eager attention, one document per forward. The loss that is compared is the cross-entropy
+alone: the router loss that some mixtures of experts add follows the step before. How each family
+runs is what the table of docs/models.md says, from a run of its own (`tests/support_table.py`,
+which also tries what is too dear here).
 """
 
 import json
@@ -25,15 +27,41 @@ from transformers import AutoModelForCausalLM, logging
 NAMES = (*FAMILIES, *VARIANTS)
 TRIED = read_results()["families"]
 DOZEN = (
-    *("llama", "gpt2", "gemma3_text", "granite", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss", "qwen3_next"),
+    *(
+        "llama",
+        "gpt2",
+        "gemma3_text",
+        "granite",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gemma2",
+        "gpt_oss",
+        "qwen3_next",
+    ),
     *("mamba2", "falcon_h1", "lfm2"),
 )
 CASES = [pytest.param(1, name, id=f"{name}, 1 rank") for name in NAMES]
 CASES += [pytest.param(2, name, id=f"{name}, 2 ranks") for name in DOZEN]
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 FULL_LOGITS = {
-    *("beam", "cohere", "cohere2", "cohere2_moe", "gemma2", "gemma3n_text", "gemma4_text", "granite", "granite_swa"),
-    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoehybrid attention", "granitemoeshared"),
+    *(
+        "beam",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "gemma2",
+        "gemma3n_text",
+        "gemma4_text",
+        "granite",
+        "granite_swa",
+    ),
+    *(
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoehybrid attention",
+        "granitemoeshared",
+    ),
     *(
         "hyperclovax",
         "inkling_text",
@@ -69,7 +97,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(root: Path) -> dict[int, dict[str, Any]]:
-    return {size: run_ranks(run_all, size, root, names, timeout_s=400)[0] for size, names in ((1, NAMES), (2, DOZEN))}
+    return {
+        size: run_ranks(run_all, size, root, names, timeout_s=400)[0]
+        for size, names in ((1, NAMES), (2, DOZEN))
+    }
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
@@ -82,7 +113,9 @@ def test_loss_and_gradients_equal_plain_transformers(
     assert (result["how"], result["reason"]) == (TRIED[name]["how"], TRIED[name]["reason"]), again
     if result["how"] == REFUSED:
         return
-    assert result["forward"] == ("_forward_full_logits" if name in FULL_LOGITS else "_forward_fused")
+    assert result["forward"] == (
+        "_forward_full_logits" if name in FULL_LOGITS else "_forward_fused"
+    )
     assert (result["quadratic cost"] > 0) == ("num_attention_heads" not in FAMILIES.get(name, {}))
     assert result["loss error"] < 1e-6
     assert result["norm error"] < 1e-5
@@ -95,19 +128,31 @@ def test_loss_and_gradients_equal_plain_transformers(
 def test_the_export_is_what_transformers_would_save(
     results: dict[int, dict[str, Any]], root: Path, num_ranks: int, name: str
 ) -> None:
-    """The same names, bits and configuration as in the files of transformers; a dozen (with `--full` all) load."""
+    """The same names, bits and configuration as in the files of transformers; a dozen (with
+    `--full` all) load.
+    """
     assert isinstance(results[num_ranks][name], dict), results[num_ranks][name]
     export = root / f"{name}-export-{num_ranks}"
     ours, theirs = (load_file(path / "model.safetensors") for path in (export, root / name))
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
-    config, their_config = (json.loads((path / "config.json").read_text()) for path in (export, root / name))
+    config, their_config = (
+        json.loads((path / "config.json").read_text()) for path in (export, root / name)
+    )
     assert config.pop("torch_dtype") == "float32"
     assert config | {"dtype": "float32"} == their_config
     if name in DOZEN or sweeps.is_full():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            export, dtype=torch.float32, output_loading_info=True
+        )
         model, report = loaded
         assert not any(report.values()), report
-        original = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).state_dict()
+        original = AutoModelForCausalLM.from_pretrained(
+            root / name, dtype=torch.float32
+        ).state_dict()
         assert original.keys() == model.state_dict().keys()
-        assert [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, original[key])] == []
+        assert [
+            key
+            for key, tensor in model.state_dict().items()
+            if not torch.equal(tensor, original[key])
+        ] == []

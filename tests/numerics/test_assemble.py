@@ -1,4 +1,6 @@
-"""From a config.json to a model that trains, or to words that help: what is refused, what `auto` falls back to."""
+"""From a config.json to a model that trains, or to words that help: what is refused, what
+`auto` falls back to.
+"""
 
 import logging
 import os
@@ -40,14 +42,22 @@ class Lines(logging.Handler):
 
 
 def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tuple[str, list[str]]:
-    """(how documents run, or why not; what is said) with an attention that leaks on one of the ranks."""
+    """(how documents run, or why not; what is said) with an attention that leaks on one of the
+    ranks.
+    """
     logger, lines = logging.getLogger("trainer"), Lines()
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
-    leaking = _leaking(attention.packed_attention) if world.rank == faulty_rank else attention.packed_attention
+    leaking = (
+        _leaking(attention.packed_attention)
+        if world.rank == faulty_rank
+        else attention.packed_attention
+    )
     with patch.object(attention, "packed_attention", leaking):
         try:
-            model: Any = build_model(model_config(attention=choice), source, world=world, seed=1, max_length=64)
+            model: Any = build_model(
+                model_config(attention=choice), source, world=world, seed=1, max_length=64
+            )
         except ConfigError as error:
             return f"refused: {error}", lines.lines
     loss = model(pack(ToySamples(), [0])).loss_sum
@@ -73,26 +83,40 @@ def errors(kind: str) -> Exception:
 REFUSALS = ("kernel", "value", "not there")
 
 
-def built_with_errors(world: Any, source: ModelSource, failing_rank: int, kinds: list[str]) -> dict[str, str]:
-    """{kind of error that attention raises on a rank: how documents run, or the type of the error that got out}."""
+def built_with_errors(
+    world: Any, source: ModelSource, failing_rank: int, kinds: list[str]
+) -> dict[str, str]:
+    """{kind of error that attention raises on a rank: how documents run, or the type of the
+    error that got out}.
+    """
     found = {}
     for kind in kinds:
         error = errors(kind)
-        attend = attention.packed_attention if world.rank != failing_rank else Mock(side_effect=error)
+        attend = (
+            attention.packed_attention if world.rank != failing_rank else Mock(side_effect=error)
+        )
         with patch.object(attention, "packed_attention", attend):
             try:
-                model = build_model(model_config(attention="auto"), source, world=world, seed=1, max_length=64)
+                model = build_model(
+                    model_config(attention="auto"), source, world=world, seed=1, max_length=64
+                )
                 found[kind] = "packed" if model.is_packed else "one by one"
             except Exception as raised:
                 found[kind] = type(raised).__name__
     return found
 
 
-def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(tmp_path: Path) -> None:
-    """A card that is full, lost or without a compiler is none of packing: `auto` would train several times slower."""
+def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
+    tmp_path: Path,
+) -> None:
+    """A card that is full, lost or without a compiler is none of packing: `auto` would train
+    several times slower.
+    """
     source = write_model_config(tmp_path)
     (found,) = run_ranks(built_with_errors, 1, source, 0, kinds := [*REFUSALS, *sorted(OTHERS)])
-    assert found == {kind: "one by one" if kind in REFUSALS else type(errors(kind)).__name__ for kind in kinds}
+    assert found == {
+        kind: "one by one" if kind in REFUSALS else type(errors(kind)).__name__ for kind in kinds
+    }
 
 
 OTHERS = ("memory", "device", "peer", "compiler", "tracing", "mistake")
@@ -100,13 +124,17 @@ OTHERS = ("memory", "device", "peer", "compiler", "tracing", "mistake")
 
 def fails_on_one_rank(world: Any, source: ModelSource) -> None:
     with (
-        patch.object(attention, "packed_attention", Mock(side_effect=errors("memory"))) if world.rank else nullcontext()
+        patch.object(attention, "packed_attention", Mock(side_effect=errors("memory")))
+        if world.rank
+        else nullcontext()
     ):
         build_model(model_config(), source, world=world, seed=1, max_length=64)
 
 
 def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> None:
-    """Its process ends, and the launcher the others; it told them its error where they did not listen, for a minute."""
+    """Its process ends, and the launcher the others; it told them its error where they did not
+    listen, for a minute.
+    """
     with started_ranks(fails_on_one_rank, 2, write_model_config(tmp_path)) as ranks:
         (process, receiver) = ranks[1]
         assert receiver.poll(30), "it waits for the other rank"
@@ -115,9 +143,13 @@ def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> N
     assert not is_ok and "OutOfMemoryError: CUDA out of memory" in text and process.exitcode == 1
 
 
-def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(tmp_path: Path) -> None:
+def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(built, 2, write_model_config(tmp_path), 1, "auto")
-    warning = "WARNING: packed documents fail the self-check: the loss of Qwen2ForCausalLM differs by"
+    warning = (
+        "WARNING: packed documents fail the self-check: the loss of Qwen2ForCausalLM differs by"
+    )
     for outcome, lines in found:
         assert outcome == "one by one"
         assert any(line.startswith(warning) for line in lines)
@@ -125,7 +157,9 @@ def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(t
 
 
 def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
-    """What becomes of a model under `trainer.deterministic`, with an operation in it that has no such kernel or not."""
+    """What becomes of a model under `trainer.deterministic`, with an operation in it that has
+    no such kernel or not.
+    """
 
     def scattering(*args: Any, **kwargs: Any) -> Any:
         if not is_possible:
@@ -136,30 +170,43 @@ def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
     seeding.use_deterministic_kernels()
     with patch.object(attention, "packed_attention", scattering):
         try:
-            build_model(model_config(attention="packed"), source, world=world, seed=1, max_length=64)
+            build_model(
+                model_config(attention="packed"), source, world=world, seed=1, max_length=64
+            )
         except ConfigError as error:
             return str(error)
     return f"built with {os.environ['CUBLAS_WORKSPACE_CONFIG']} {os.environ['NCCL_ALGO']} {os.environ['NCCL_PROTO']}"
 
 
-def test_an_operation_without_a_deterministic_kernel_is_named_before_training(tmp_path: Path) -> None:
+def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
+    tmp_path: Path,
+) -> None:
     source = write_model_config(tmp_path)
     assert run_ranks(deterministic, 2, source, True) == ["built with :4096:8 Ring Simple"] * 2
     for refusal in run_ranks(deterministic, 2, source, False):
-        assert refusal.startswith("self-check failed: trainer.deterministic=true is not possible with Qwen2ForCausalLM")
-        assert "here: put_ does not have a deterministic implementation; model.attention=per_document may" in refusal
+        assert refusal.startswith(
+            "self-check failed: trainer.deterministic=true is not possible with Qwen2ForCausalLM"
+        )
+        assert (
+            "here: put_ does not have a deterministic implementation; model.attention=per_document "
+            "may" in refusal
+        )
 
 
 def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
     for outcome, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
-        assert outcome.startswith("refused: self-check failed: the loss of Qwen2ForCausalLM differs by")
+        assert outcome.startswith(
+            "refused: self-check failed: the loss of Qwen2ForCausalLM differs by"
+        )
         assert "model.attention=per_document may help" in outcome
 
 
 def test_an_architecture_that_fails_both_ways_is_refused(tmp_path: Path) -> None:
     source = write_model_config(tmp_path, "granite", logits_scaling=4.0, initializer_range=0.5)
     (outcome, _), *_ = run_ranks(built_unknown_logits, 1, source)
-    assert outcome.startswith("refused: self-check failed: the loss of GraniteForCausalLM differs by")
+    assert outcome.startswith(
+        "refused: self-check failed: the loss of GraniteForCausalLM differs by"
+    )
     assert outcome.endswith("; it cannot be trained here")
 
 
@@ -174,12 +221,17 @@ def _encoder(path: Path, model_type: str) -> ModelSource:
 
 def test_an_encoder_is_refused_since_its_tokens_see_later_ones(tmp_path: Path) -> None:
     (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "camembert"), -1, "auto")
-    assert outcome.startswith("refused: self-check failed: the logits of CamembertForCausalLM change with tokens that")
+    assert outcome.startswith(
+        "refused: self-check failed: the logits of CamembertForCausalLM change with tokens that"
+    )
 
 
 def test_a_parameter_that_becomes_shared_with_the_head_is_refused(tmp_path: Path) -> None:
     (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "bert"), -1, "auto")
-    assert outcome.startswith("refused:") and "BertLMHeadModel shares parameters between layers" in outcome
+    assert (
+        outcome.startswith("refused:")
+        and "BertLMHeadModel shares parameters between layers" in outcome
+    )
 
 
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
@@ -194,15 +246,27 @@ def test_layers_that_share_parameters_are_refused(tmp_path: Path, family: str) -
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 
 
-@pytest.mark.parametrize("words", [["t5"], ["llama", "model.attention=packed", "data.max_length=4096"]])
+@pytest.mark.parametrize(
+    "words", [["t5"], ["llama", "model.attention=packed", "data.max_length=4096"]]
+)
 def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[str]) -> None:
-    AutoConfig.for_model(words[0], **(_DYNAMIC if words[0] == "llama" else {})).save_pretrained(tmp_path)
+    AutoConfig.for_model(words[0], **(_DYNAMIC if words[0] == "llama" else {})).save_pretrained(
+        tmp_path
+    )
     (tmp_path / "tokenizer.json").write_text("{}")
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
-    found = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", f"data.train_files={rows}"]
+    found = [
+        f"model.partial_pretrain={tmp_path}",
+        "model.random_weights=true",
+        f"data.train_files={rows}",
+    ]
     with (
         patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
-        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
+        patch.object(
+            inputs.AutoTokenizer,
+            "from_pretrained",
+            side_effect=AssertionError("a tokenizer is read"),
+        ),
         pytest.raises(ConfigError, match=r"an encoder with a decoder|cannot be packed"),
     ):
         inputs.prepare_inputs(load_config([*found, *words[1:]]), progress=lambda: None)

@@ -25,13 +25,19 @@ def bounds(seqlens: tuple[int, ...] = SEQLENS, device: str = "cpu") -> dict[str,
     return {"cu_seq_lens_q": cu_seqlens_D1, "max_length_q": max(seqlens), "lengths": lengths}
 
 
-def inputs(num_heads: int, num_key_heads: int, num_tokens: int = T, head_size: int = K) -> list[Tensor]:
+def inputs(
+    num_heads: int, num_key_heads: int, num_tokens: int = T, head_size: int = K
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_heads)
-    shapes = [(1, heads, num_tokens, head_size) for heads in (num_heads, num_key_heads, num_key_heads)]
+    shapes = [
+        (1, heads, num_tokens, head_size) for heads in (num_heads, num_key_heads, num_key_heads)
+    ]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None) -> Tensor:
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
+) -> Tensor:
     """softmax(q k / sqrt(K) + mask) v over all tokens at once; [1, T, N, K]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -54,7 +60,12 @@ def test_values_and_gradients_equal_dense_attention(
     ours = [t.requires_grad_() for t in inputs(num_heads, num_key_heads)]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     output, weights = packed_attention(
-        nn.Identity(), *ours, attention_mask=None, scaling=scaling, sliding_window=window, **bounds()
+        nn.Identity(),
+        *ours,
+        attention_mask=None,
+        scaling=scaling,
+        sliding_window=window,
+        **bounds(),
     )
     expected = dense(*theirs, scaling=scaling, window=window)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -69,7 +80,9 @@ def test_values_and_gradients_equal_dense_attention(
 
 def test_a_window_of_one_sees_only_itself() -> None:
     query, key, value = inputs(4, 4)
-    output, _ = packed_attention(nn.Identity(), query, key, value, None, sliding_window=1, **bounds())
+    output, _ = packed_attention(
+        nn.Identity(), query, key, value, None, sliding_window=1, **bounds()
+    )
     torch.testing.assert_close(output, value.transpose(1, 2))
 
 
@@ -108,7 +121,9 @@ def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass
 
 
 def test_a_chunk_is_a_document_of_its_own() -> None:
-    """No mask is built, so the layer's type alone tells that tokens of one chunk do not see the one before."""
+    """No mask is built, so the layer's type alone tells that tokens of one chunk do not see the
+    one before.
+    """
     module: Any = nn.Identity()
     module.layer_idx = 1
     module.config = config = SimpleNamespace(
@@ -117,7 +132,9 @@ def test_a_chunk_is_a_document_of_its_own() -> None:
     attention.mark_chunks(module)
     tensors = inputs(4, 2)
     chunked, _ = packed_attention(module, *tensors, None, **bounds())
-    expected, _ = packed_attention(nn.Identity(), *tensors, None, **bounds((1, 5, 2, 1, 5, 5, 2, 3)))
+    expected, _ = packed_attention(
+        nn.Identity(), *tensors, None, **bounds((1, 5, 2, 1, 5, 5, 2, 3))
+    )
     assert torch.equal(chunked, expected)
     module = nn.Identity()
     module.layer_idx, module.config = 0, config
@@ -133,12 +150,20 @@ def test_a_chunk_is_a_document_of_its_own() -> None:
 def test_one_document_per_call_equals_the_groups_with_caps_and_sinks(
     softcap: float | None, sinks: list[float] | None, window: int | None
 ) -> None:
-    """What a GPU runs in place of its kernel, against what a CPU runs, which is held against float64 elsewhere."""
-    settings = {"softcap": softcap, "s_aux": None if sinks is None else torch.tensor(sinks), "sliding_window": window}
+    """What a GPU runs in place of its kernel, against what a CPU runs, which is held against
+    float64 elsewhere.
+    """
+    settings = {
+        "softcap": softcap,
+        "s_aux": None if sinks is None else torch.tensor(sinks),
+        "sliding_window": window,
+    }
     module = nn.Identity()
     on_cpu, _ = packed_attention(module, *inputs(4, 2), None, **settings, **bounds())
     assert attention.OBSTACLE not in vars(module)
-    on_gpu, _ = packed_attention(module, *inputs(4, 2), None, device_type="cuda", **settings, **bounds())
+    on_gpu, _ = packed_attention(
+        module, *inputs(4, 2), None, device_type="cuda", **settings, **bounds()
+    )
     torch.testing.assert_close(on_cpu, on_gpu, rtol=1e-5, atol=1e-6)
     assert vars(module)[attention.OBSTACLE] == ("soft caps" if sinks is None else "sinks")
 
@@ -146,8 +171,12 @@ def test_one_document_per_call_equals_the_groups_with_caps_and_sinks(
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (8, 2)])
-def test_the_packed_kernel_equals_its_twin(num_heads: int, num_key_heads: int, window: int | None) -> None:
-    """bf16 on CUDA: both round, so both are held against the twin in fp32, the kernel at most twice as far off."""
+def test_the_packed_kernel_equals_its_twin(
+    num_heads: int, num_key_heads: int, window: int | None
+) -> None:
+    """bf16 on CUDA: both round, so both are held against the twin in fp32, the kernel at most
+    twice as far off.
+    """
     seqlens = (1, 130, 5, 64)
     exact = [t.cuda() for t in inputs(num_heads, num_key_heads, sum(seqlens), 64)]
     rounded = [t.to(torch.bfloat16) for t in exact]
@@ -156,11 +185,17 @@ def test_the_packed_kernel_equals_its_twin(num_heads: int, num_key_heads: int, w
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         settings = bounds(seqlens, "cuda")
         if len(results) == 1:
-            output = attention._per_document(nn.Identity(), *leaves, settings["lengths"], Scoring(64**-0.5, window), "")
+            output = attention._per_document(
+                nn.Identity(), *leaves, settings["lengths"], Scoring(64**-0.5, window), ""
+            )
         else:
-            output, _ = packed_attention(nn.Identity(), *leaves, attention_mask=None, sliding_window=window, **settings)
+            output, _ = packed_attention(
+                nn.Identity(), *leaves, attention_mask=None, sliding_window=window, **settings
+            )
         output.float().square().sum().backward()
-        results.append([output.detach().float(), *(t.grad.float() for t in leaves if t.grad is not None)])
+        results.append(
+            [output.detach().float(), *(t.grad.float() for t in leaves if t.grad is not None)]
+        )
     for kernel, twin, reference in zip(*results, strict=True):
         error, twin_error = ((x - reference).norm() / reference.norm() for x in (kernel, twin))
         assert error < 2e-2 and error < 2 * twin_error + 1e-3

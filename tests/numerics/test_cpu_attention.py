@@ -16,14 +16,22 @@ SEQLENS = (1, 30, 28, 7, 64, 29, 1, 17)
 N, M, K = 4, 2, 16
 
 
-def leaves(*, num_tokens: int, value_size: int = K, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def leaves(
+    *, num_tokens: int, value_size: int = K, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = [(1, N, num_tokens, K), (1, M, num_tokens, K), (1, M, num_tokens, value_size)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, seqlens: tuple[int, ...], scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    *,
+    seqlens: tuple[int, ...],
+    scoring: Scoring,
 ) -> Tensor:
     key, value = (x.repeat_interleave(N // M, dim=1) for x in (key, value))
     outputs = []
@@ -42,19 +50,32 @@ def one_by_one(
 
 
 def errors(
-    tensors: list[Tensor], seqlens: tuple[int, ...], window: int | None = None, softcap: float | None = None
+    tensors: list[Tensor],
+    seqlens: tuple[int, ...],
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> list[float]:
-    """Relative errors (Frobenius) of output and gradients of the grouped products; a fourth tensor is of sinks."""
+    """Relative errors (Frobenius) of output and gradients of the grouped products; a fourth
+    tensor is of sinks.
+    """
     exact = [x.detach().double().requires_grad_() for x in tensors]
     groups = DocumentGroups(seqlens, num_query_heads=N, num_key_heads=M)
     scoring = Scoring(0.3, window, softcap, tensors[3] if len(tensors) > 3 else None)
     output = grouped_attention(*tensors[:3], groups, scoring)
-    expected = one_by_one(*exact[:3], exact[3] if len(exact) > 3 else None, seqlens=seqlens, scoring=scoring)
-    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    expected = one_by_one(
+        *exact[:3], exact[3] if len(exact) > 3 else None, seqlens=seqlens, scoring=scoring
+    )
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(
+        output.dtype
+    )
     output.backward(direction)
     expected.backward(direction.double())
     pairs = [(output, expected), *((x.grad, y.grad) for x, y in zip(tensors, exact, strict=True))]
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs if a is not None and b is not None]
+    return [
+        ((a.double() - b).norm() / b.norm()).item()
+        for a, b in pairs
+        if a is not None and b is not None
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 2, 5, 64, 1000])
@@ -87,7 +108,9 @@ def test_caps_and_sinks_and_their_gradients(
     if has_sinks:
         tensors.append(torch.tensor([-1.0, 0.5, 2.0, 4.0]).to(dtype).requires_grad_())
     found = errors(tensors, SEQLENS, window, softcap)
-    assert len(found) == 4 + has_sinks and max(found) < (1e-6 if dtype == torch.float32 else 2e-2), found
+    assert len(found) == 4 + has_sinks and max(found) < (
+        1e-6 if dtype == torch.float32 else 2e-2
+    ), found
 
 
 def test_values_may_be_narrower_than_keys() -> None:
@@ -115,7 +138,9 @@ def test_documents_of_a_group_are_alike_and_none_is_left_out() -> None:
 
 
 def test_padding_gets_no_gradient_and_gives_none() -> None:
-    """A padded place repeats the last token: its output must not count, or that token would be learnt from twice."""
+    """A padded place repeats the last token: its output must not count, or that token would be
+    learnt from twice.
+    """
     seqlens = (11, 10)
     query, key, value = leaves(num_tokens=sum(seqlens))
     groups = DocumentGroups(seqlens, num_query_heads=N, num_key_heads=M)
@@ -127,7 +152,9 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
 
 
 def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents() -> None:
-    """A window that hides nothing needs no mask of its own: one for each length would fill the memory of a long run."""
+    """A window that hides nothing needs no mask of its own: one for each length would fill the
+    memory of a long run.
+    """
     grouped._mask.cache_clear()
     keys = torch.zeros(1, 1, K)
     for length in range(1, 700):

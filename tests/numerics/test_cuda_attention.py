@@ -1,4 +1,5 @@
-"""What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on the real one's terms.
+"""What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on
+the real one's terms.
 
 The stand-in computes in float32, document by document.
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
@@ -36,8 +37,28 @@ from trainer.tools.plan.memory import plan_memory
 
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
 NAMES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi", "phi3", "olmo2", "granite", "cohere", "qwen3_moe"),
-    *("deepseek_v3", "gpt2", "gpt_neox", "opt", "granitemoehybrid attention", "minicpm3", "nemotron"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "olmo2",
+        "granite",
+        "cohere",
+        "qwen3_moe",
+    ),
+    *(
+        "deepseek_v3",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "granitemoehybrid attention",
+        "minicpm3",
+        "nemotron",
+    ),
     *("stablelm", "phi3 longrope unreached", "llama dynamic unreached", *WITHOUT_KERNEL),
 )
 
@@ -53,17 +74,23 @@ class Kernel:
         given = self.__signature__.bind(*args, **kwargs).arguments
         query, key, value = (given[name] for name in ("query", "key", "value"))
         bounds, (left, _) = (given["cu_seq_q"], given["cu_seq_k"]), given["window_size"]
-        insist(query, key, value, *bounds, window=given["window_size"], enable_gqa=given["enable_gqa"])
+        insist(
+            query, key, value, *bounds, window=given["window_size"], enable_gqa=given["enable_gqa"]
+        )
         groups = query.shape[1] // key.shape[1]
         seqlens = given["cu_seq_q"].diff().tolist()
         assert given["max_q"] == given["max_k"] == max(seqlens) and sum(seqlens) == len(query)
         window = None if left == -1 else left + 1
         outputs = []
-        for q, k, v in zip(*(x.float().transpose(0, 1).split(seqlens, 1) for x in (query, key, value)), strict=True):
+        for q, k, v in zip(
+            *(x.float().transpose(0, 1).split(seqlens, 1) for x in (query, key, value)), strict=True
+        ):
             distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
             mask = (distance >= 0) & (distance < (window or len(query)))
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given["scale"]))
+            outputs.append(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given["scale"])
+            )
         return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
 
 
@@ -71,30 +98,52 @@ class Kernel:
 def on_cuda() -> Iterator[Kernel]:
     """Packed attention takes its tensors for those of a GPU."""
     kernel, as_cuda = Kernel(), partial(packed_attention, device_type="cuda")
-    with patch.object(varlen, "varlen_attn", kernel), patch.object(attention, "packed_attention", as_cuda):
+    with (
+        patch.object(varlen, "varlen_attn", kernel),
+        patch.object(attention, "packed_attention", as_cuda),
+    ):
         yield kernel
 
 
-SIZES = [(64, 64), (192, 128), (12, 8), (8, 12), (20, 20), (256, 256), (252, 256), (264, 264), (288, 32)]
+SIZES = [
+    (64, 64),
+    (192, 128),
+    (12, 8),
+    (8, 12),
+    (20, 20),
+    (256, 256),
+    (252, 256),
+    (264, 264),
+    (288, 32),
+]
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
-def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(size: int, value_size: int, window: int | None) -> None:
-    """Values that are narrower than queries (MLA), sizes that are no multiple of 8, sizes above 256."""
+def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(
+    size: int, value_size: int, window: int | None
+) -> None:
+    """Values that are narrower than queries (MLA), sizes that are no multiple of 8, sizes above
+    256.
+    """
     generator = torch.Generator().manual_seed(size)
     shapes = [(1, heads, T, wide) for heads, wide in ((4, size), (2, size), (2, value_size))]
     ours = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     with on_cuda() as kernel:
-        output, _ = attention.packed_attention(nn.Identity(), *ours, None, sliding_window=window, **bounds(SEQLENS))
+        output, _ = attention.packed_attention(
+            nn.Identity(), *ours, None, sliding_window=window, **bounds(SEQLENS)
+        )
     assert kernel.num_calls == (max(size, value_size) <= 256)
     expected = dense(*theirs, scaling=size**-0.5, window=window)
     assert output.shape == expected.shape == (1, T, 4, value_size)
     direction = torch.randn(expected.shape, generator=generator)
     output.backward(direction.bfloat16())
     expected.backward(direction.double())
-    for found, reference in [(output, expected), *((o.grad, t.grad) for o, t in zip(ours, theirs, strict=True))]:
+    for found, reference in [
+        (output, expected),
+        *((o.grad, t.grad) for o, t in zip(ours, theirs, strict=True)),
+    ]:
         assert found is not None and reference is not None
         assert ((found.double() - reference).norm() / reference.norm()).item() < 1e-2
 
@@ -103,20 +152,28 @@ def test_dropout_on_a_gpu_runs_without_the_kernel() -> None:
     """The kernel has none; refusing in the first step of a run was too late."""
     ours = [torch.ones(1, 4, T, 16, dtype=torch.bfloat16) for _ in range(3)]
     with on_cuda() as kernel:
-        output, _ = attention.packed_attention(nn.Identity(), *ours, None, dropout=0.5, **bounds(SEQLENS))
+        output, _ = attention.packed_attention(
+            nn.Identity(), *ours, None, dropout=0.5, **bounds(SEQLENS)
+        )
     assert kernel.num_calls == 0
     assert not torch.equal(output, torch.ones_like(output)), "nothing was dropped"
 
 
 def losses(world: Any, root: Path) -> dict[str, Any]:
-    """{architecture: (kernel calls, loss with the kernel, loss with one call per document)}, in bfloat16."""
+    """{architecture: (kernel calls, loss with the kernel, loss with one call per document)}, in
+    bfloat16.
+    """
     found: dict[str, Any] = {}
     for name in NAMES:
         save_model(root / name, name)
         with on_cuda() as kernel:
             source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
             model = build_model(
-                model_config(param_dtype="bfloat16"), source, world=world, seed=1, max_length=MAX_LENGTH
+                model_config(param_dtype="bfloat16"),
+                source,
+                world=world,
+                seed=1,
+                max_length=MAX_LENGTH,
             )
             batch = pack(SAMPLES, [0, 1, 2, 3])
             with torch.no_grad():
@@ -129,22 +186,31 @@ def losses(world: Any, root: Path) -> dict[str, Any]:
 
 
 def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path: Path) -> None:
-    for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[0].items():
+    for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[
+        0
+    ].items():
         assert (num_calls > 0) == (name not in WITHOUT_KERNEL), name
         assert abs(packed - per_document) / per_document < 2e-3, name
 
 
-def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
+    tmp_path: Path,
+) -> None:
     source = write_model_config(tmp_path)
 
-    def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # type: ignore[no-untyped-def]
+    def of_torch_2_10(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
+    ):  # type: ignore[no-untyped-def]
         raise AssertionError("called")
 
     world: Any = SimpleNamespace(device=torch.device("cuda"))
     with (
         patch.object(varlen, "varlen_attn", of_torch_2_10),
         patch.object(packed_lm, "build_on_meta", side_effect=AssertionError("built")),
-        pytest.raises(ConfigError, match=r"varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document"),
+        pytest.raises(
+            ConfigError,
+            match=r"varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document",
+        ),
     ):
         build_model(model_config(), source, world=world, seed=1, max_length=64)
 
@@ -153,11 +219,19 @@ def test_this_torch_has_the_signature() -> None:
     attention.require_kernel()
 
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "rope_theta": 1e4,
+}
 ODD: list[tuple[str, dict[str, Any]]] = [
     ("minicpm3", {**FAMILIES["minicpm3"], "num_attention_heads": 4}),
     ("llama", {"head_dim": 320}),
-    ("llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 4.0}}),
+    (
+        "llama",
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 4.0}},
+    ),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     ("llama", {"attention_dropout": 0.1}),
 ]
@@ -168,8 +242,13 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 def test_what_is_out_of_the_ordinary_is_planned_for_a_gpu(
     tmp_path: Path, model_type: str, changes: dict[str, Any], max_length: int
 ) -> None:
-    """Value heads of another size, heads too large for the kernel, frequencies that follow the length, dropout."""
+    """Value heads of another size, heads too large for the kernel, frequencies that follow the
+    length, dropout.
+    """
     write_model_config(tmp_path, model_type, **changes)
     limits = {"train_batch_size": 64, "max_token_len_per_gpu": 512, "max_length": max_length}
-    words = [f"model.partial_pretrain={tmp_path}", *(f"data.{key}={value}" for key, value in limits.items())]
+    words = [
+        f"model.partial_pretrain={tmp_path}",
+        *(f"data.{key}={value}" for key, value in limits.items()),
+    ]
     assert plan_memory(load_config(words), 2).peak_bytes > 0

@@ -1,7 +1,8 @@
-"""Mixtures of experts: router statistics and the router's auxiliary loss follow the global batch alone.
+"""Mixtures of experts: router statistics and the router's auxiliary loss follow the global batch
+alone.
 
-The loss is compared with a plain loop over transformers' own model, one document at a time, in float64, to the
-tolerances of `test_invariance.py`.
+The loss is compared with a plain loop over transformers' own model, one document at a time, in
+float64, to the tolerances of `test_invariance.py`.
 """
 
 import shutil
@@ -38,27 +39,41 @@ KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_m
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("model")
-    return write_model_config(path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **SIZES)
+    return write_model_config(
+        path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **SIZES
+    )
 
 
-def train(world: Any, source: Any, *, is_asked: bool = True, **settings: Any) -> dict[str, list[float]]:
-    """Columns of a short run's rows; `settings` of the model but for the limits of a micro-batch."""
-    limits = {name: settings.pop(name) for name in ("max_samples", "max_tokens") if name in settings}
+def train(
+    world: Any, source: Any, *, is_asked: bool = True, **settings: Any
+) -> dict[str, list[float]]:
+    """Columns of a short run's rows; `settings` of the model but for the limits of a
+    micro-batch.
+    """
+    limits = {
+        name: settings.pop(name) for name in ("max_samples", "max_tokens") if name in settings
+    }
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         model = build_toy_model(world, source, **settings)
     routers = Routers(model, world.device, is_asked=is_asked)
     parts = toy_run(world, model, ToySamples(), total_steps=STEPS, routers=routers, **limits)
-    parts.validation_batches = ValidationBatches(ToySamples(5, seed=1), parts.batches.plan, batch_size=4)
+    parts.validation_batches = ValidationBatches(
+        ToySamples(5, seed=1), parts.batches.plan, batch_size=4
+    )
     assert fit(parts) == 0
     rows: Any = parts.tracking
     return {key: rows.column(key) for key in (*KEYS, "val/loss")}
 
 
 def plain_model(source: Any) -> Any:
-    """Stock transformers with the weights of the toy model; the loop over experts as its authors wrote it."""
+    """Stock transformers with the weights of the toy model; the loop over experts as its
+    authors wrote it.
+    """
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).double()
     model.set_experts_implementation("eager")
     return model
 
@@ -68,9 +83,14 @@ def plain_loop(source: Any) -> dict[str, list[float]]:
     model = plain_model(source)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
-    groups = [[p for p in model.parameters() if (p.ndim < 2) == is_vector] for is_vector in (False, True)]
+    groups = [
+        [p for p in model.parameters() if (p.ndim < 2) == is_vector] for is_vector in (False, True)
+    ]
     optimizer = torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.01, 0.0), strict=True)],
+        [
+            {"params": params, "weight_decay": decay}
+            for params, decay in zip(groups, (0.01, 0.0), strict=True)
+        ],
         betas=(0.9, 0.95),
         eps=1e-8,
     )
@@ -82,7 +102,9 @@ def plain_loop(source: Any) -> dict[str, list[float]]:
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
             output = model(input_ids=ids[None].long(), output_router_logits=True)
             labels = torch.where(mask[1:], ids[1:].long(), -100)
-            loss = loss + F.cross_entropy(output.logits[0, :-1], labels, reduction="sum", ignore_index=-100)
+            loss = loss + F.cross_entropy(
+                output.logits[0, :-1], labels, reduction="sum", ignore_index=-100
+            )
             count += int(mask[1:].sum())
             logits.append(torch.stack(output.router_logits))
         probabilities = torch.cat(logits, dim=1).softmax(-1)
@@ -110,7 +132,11 @@ def expected(source: Any) -> dict[str, list[float]]:
 
 def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> list[str]:
     tolerances = dict(zip(KEYS, (1e-6, 1e-5, 1e-6, 0.0), strict=True))
-    return [key for key in KEYS if ours[key] != pytest.approx(theirs[key], rel=tolerances[key], abs=1e-12)]
+    return [
+        key
+        for key in KEYS
+        if ours[key] != pytest.approx(theirs[key], rel=tolerances[key], abs=1e-12)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +149,14 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
         (5, {"max_samples": 1}),
         (2, {"max_samples": 2, "compile": True}),
     ],
-    ids=["1 rank", "per document, recomputed", "2 ranks", "4 ranks, HSDP", "a rank without samples", "compiled"],
+    ids=[
+        "1 rank",
+        "per document, recomputed",
+        "2 ranks",
+        "4 ranks, HSDP",
+        "a rank without samples",
+        "compiled",
+    ],
 )
 def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
     source: Any, expected: dict[str, list[float]], world_size: int, settings: dict[str, Any]
@@ -152,8 +185,12 @@ def continued(run_dir: Path, whole: Path, source: Any, world_size: int) -> Resul
 
 
 def rolled_back(world: Any, run_dir: Path, source: Any) -> dict[int, tuple[float, float]]:
-    """(Loss, norm) by step of a run that goes back from its end to the second step, as a rollback does."""
-    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=RECIPE.total_steps)
+    """(Loss, norm) by step of a run that goes back from its end to the second step, as a
+    rollback does.
+    """
+    parts = toy_run(
+        world, build_toy_model(world, source), ToySamples(), total_steps=RECIPE.total_steps
+    )
     fit(parts)
     target = layout.inspect(run_dir / "global_step_2")
     assert target.manifest is not None
@@ -185,7 +222,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _LOCAL,
     "olmoe": SIZES,
     "gpt_oss": {**_LOCAL, "sliding_window": 8},
-    "jamba": {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "jamba": {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
+    },
     "ernie4_5_moe": {
         "moe_num_experts": EXPERTS,
         "moe_k": CHOSEN,
@@ -197,7 +239,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
-    """(Our loss, transformers', largest relative difference of a gradient) of the same batch twice in a row."""
+    """(Our loss, transformers', largest relative difference of a gradient) of the same batch
+    twice in a row.
+    """
     model, plain = build_toy_model(world, source, is_packed=False), plain_model(source)
     model.train()
     routers = Routers(model, world.device, is_asked=True)
@@ -210,8 +254,14 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
             (0.0 * loss_sum + routers.add(micro_batch, batch.num_tokens)).backward()
         sums, tokens = routers.take()
         routers.settle(tokens, batch)
-    outputs = [plain(input_ids=one.input_ids_T[None], output_router_logits=True) for one in batch.micro_batches]
-    logits = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
+    outputs = [
+        plain(input_ids=one.input_ids_T[None], output_router_logits=True)
+        for one in batch.micro_batches
+    ]
+    logits = tuple(
+        torch.cat(layer)
+        for layer in zip(*(output.router_logits for output in outputs), strict=True)
+    )
     formula = sys.modules[type(plain).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
     expected = formula(logits, EXPERTS, CHOSEN)
     (COEFFICIENT * expected).backward()
@@ -235,11 +285,26 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("model_type", "changes", "is_asked", "said"),
     [
-        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.25}, True, "(coefficient 0.25 in config.json) is trained"),
+        (
+            "qwen3_moe",
+            {**SIZES, "router_aux_loss_coef": 0.25},
+            True,
+            "(coefficient 0.25 in config.json) is trained",
+        ),
         ("qwen3_moe", SIZES, True, "(coefficient 0.001 in config.json) is trained"),
         ("qwen3_moe", SIZES, False, "is left out of the loss: model.router_loss=off"),
-        ("deepseek_v4", {"router_aux_loss_coef": 0.1}, True, "left out of the loss: the routers of this architecture"),
-        ("hy_v3", {**SIZES, "router_aux_loss_coef": 0.1}, True, "left out of the loss: transformers has none for this"),
+        (
+            "deepseek_v4",
+            {"router_aux_loss_coef": 0.1},
+            True,
+            "left out of the loss: the routers of this architecture",
+        ),
+        (
+            "hy_v3",
+            {**SIZES, "router_aux_loss_coef": 0.1},
+            True,
+            "left out of the loss: transformers has none for this",
+        ),
         ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.0}, True, ""),
         ("qwen3", {}, True, ""),
     ],
@@ -259,7 +324,9 @@ def test_what_was_decided_is_said(
     assert [said in message for message in caplog.messages] == [True] * bool(said)
 
 
-def test_routers_that_are_not_trained_have_no_loss(source: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_routers_that_are_not_trained_have_no_loss(
+    source: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "mlp.gate" not in name

@@ -29,7 +29,9 @@ SCALE = 0.37
 """What the loss is multiplied by before its gradient is taken: the division by the token count."""
 
 
-def inputs(num_positions: int, *, has_bias: bool, dtype: torch.dtype) -> tuple[LossHead, Tensor, Tensor]:
+def inputs(
+    num_positions: int, *, has_bias: bool, dtype: torch.dtype
+) -> tuple[LossHead, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(num_positions)
     linear = nn.Linear(H, V, bias=has_bias)
     with torch.no_grad():
@@ -41,7 +43,9 @@ def inputs(num_positions: int, *, has_bias: bool, dtype: torch.dtype) -> tuple[L
 
 
 def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """DFT as its paper has it: the probability of each label, detached, times its cross-entropy; summed."""
+    """DFT as its paper has it: the probability of each label, detached, times its
+    cross-entropy; summed.
+    """
     losses_S = F.cross_entropy(logits_SV, labels_S, reduction="none")
     probabilities_S = torch.softmax(logits_SV, dim=-1)[torch.arange(len(labels_S)), labels_S]
     return (probabilities_S.detach() * losses_S).sum()
@@ -49,13 +53,21 @@ def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
 
 LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7}
 """float32 rounds a probability by as much as its logarithm is large."""
-FORMULAS = {"cross_entropy": partial(F.cross_entropy, reduction="sum"), "dft": weighted_by_probability}
+FORMULAS = {
+    "cross_entropy": partial(F.cross_entropy, reduction="sum"),
+    "dft": weighted_by_probability,
+}
 
 
 def reference(
-    head: LossHead, hidden_SH: Tensor, labels_S: Tensor, formula: Formula = FORMULAS["cross_entropy"]
+    head: LossHead,
+    hidden_SH: Tensor,
+    labels_S: Tensor,
+    formula: Formula = FORMULAS["cross_entropy"],
 ) -> tuple[Tensor, list[Tensor]]:
-    """(summed loss, gradients of SCALE * loss for hidden, weight and bias) from full logits in float64."""
+    """(summed loss, gradients of SCALE * loss for hidden, weight and bias) from full logits in
+    float64.
+    """
     leaves = [t.detach().double().requires_grad_() for t in (hidden_SH, *head.parameters())]
     loss = formula(F.linear(*leaves), labels_S)
     return loss, list(torch.autograd.grad(SCALE * loss, leaves))
@@ -66,7 +78,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.covers("S3.9")
-@pytest.mark.parametrize(("block_tokens", "chunks"), [(1, 8), (3, 1), (10, 4), (1000, 8), (1000, 1000)])
+@pytest.mark.parametrize(
+    ("block_tokens", "chunks"), [(1, 8), (3, 1), (10, 4), (1000, 8), (1000, 1000)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_equal_full_logits(
@@ -87,7 +101,10 @@ def test_loss_and_gradients_equal_full_logits(
     for gradient, theirs in zip(ours, gradients, strict=True):
         assert gradient is not None and relative(gradient, theirs) < 1e-6
     shown = output.losses_S.sum(dtype=torch.float64)
-    assert relative(shown, reference(head, hidden_SH, labels_S)[0].detach()) < LOSS_TOLERANCE["cross_entropy"]
+    assert (
+        relative(shown, reference(head, hidden_SH, labels_S)[0].detach())
+        < LOSS_TOLERANCE["cross_entropy"]
+    )
     assert name != "cross_entropy" or shown.item() == loss.item()
     best_S = F.linear(hidden_SH, head.weight, head.bias).argmax(dim=-1)
     assert torch.equal(output.hits_S, best_S == labels_S)
@@ -117,7 +134,10 @@ def test_whole_logits_get_the_same_loss_and_gradient(name: str) -> None:
     expected = FORMULAS[name](leaf_SV, labels_S)
     (gradient,) = torch.autograd.grad(SCALE * expected, leaf_SV)
     assert relative(output.loss_sum.detach(), expected.detach()) < LOSS_TOLERANCE[name]
-    assert relative(output.losses_S.sum(), FORMULAS["cross_entropy"](leaf_SV, labels_S).detach()) < 1e-6
+    assert (
+        relative(output.losses_S.sum(), FORMULAS["cross_entropy"](leaf_SV, labels_S).detach())
+        < 1e-6
+    )
     assert logits_SV.grad is not None and relative(logits_SV.grad, gradient) < 1e-6
 
 
@@ -155,7 +175,9 @@ def test_no_supervised_position_gives_zero_and_zero_gradients() -> None:
 
 def test_without_labels_it_is_the_linear_layer() -> None:
     head, hidden_SH, _ = inputs(5, has_bias=True, dtype=torch.float32)
-    torch.testing.assert_close(head(hidden_SH), F.linear(hidden_SH, head.weight, head.bias), rtol=0, atol=0)
+    torch.testing.assert_close(
+        head(hidden_SH), F.linear(hidden_SH, head.weight, head.bias), rtol=0, atol=0
+    )
 
 
 def test_tied_weight_stays_tied_and_sums_both_gradients() -> None:
@@ -177,7 +199,11 @@ class _LargestOutput(TorchDispatchMode):
     num_elements = num_products = 0
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.num_products += func is torch.ops.aten.mm.default
@@ -202,12 +228,19 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: b
 
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "num_blocks"),
-    [(152064, torch.bfloat16, 2), (152064, torch.float32, 4), (262144, torch.bfloat16, 4), (1000, torch.bfloat16, 2)],
+    [
+        (152064, torch.bfloat16, 2),
+        (152064, torch.float32, 4),
+        (262144, torch.bfloat16, 4),
+        (1000, torch.bfloat16, 2),
+    ],
 )
 def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(
     vocabulary: int, dtype: torch.dtype, num_blocks: int
 ) -> None:
-    """Of 8,192 positions: each costs three products, one of which rewrites the gradient of the weight."""
+    """Of 8,192 positions: each costs three products, one of which rewrites the gradient of the
+    weight.
+    """
     with FakeTensorMode():
         linear = nn.Linear(H, vocabulary, bias=False, dtype=dtype)
         hidden_SH = torch.zeros(8192, H, dtype=dtype, requires_grad=True)
@@ -215,16 +248,27 @@ def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(
         with _LargestOutput() as seen:
             head(hidden_SH, torch.zeros(8192, dtype=torch.int64))
     assert seen.num_products == 3 * num_blocks
-    assert seen.num_elements == 8192 // num_blocks * vocabulary <= head_module.LOGITS_BYTES // dtype.itemsize
+    assert (
+        seen.num_elements
+        == 8192 // num_blocks * vocabulary
+        <= head_module.LOGITS_BYTES // dtype.itemsize
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_chunked", [True, False])
-def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked: bool, device: str) -> None:
+def test_division_by_the_token_count_is_not_rounded_to_bfloat16(
+    is_chunked: bool, device: str
+) -> None:
     """One over 470 is off by 0.4 % there, and the gradient of the whole model with it."""
     head, hidden_SH, labels_S = inputs(200, has_bias=False, dtype=torch.bfloat16)
     head, labels_S = head.to(device), labels_S.to(device)
-    leaf = (hidden_SH if is_chunked else head(hidden_SH.to(device))).detach().to(device).requires_grad_()
+    leaf = (
+        (hidden_SH if is_chunked else head(hidden_SH.to(device)))
+        .detach()
+        .to(device)
+        .requires_grad_()
+    )
 
     def gradient(num_tokens: int) -> Tensor:
         leaf.grad = None
@@ -234,7 +278,8 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked: bool
         return leaf.grad.double()
 
     whole, share = gradient(1), gradient(470)
-    whole *= whole.abs() < 0.5  # what is about -1, a label that was not foreseen, is rounded alike everywhere
+    # what is about -1, a label that was not foreseen, is rounded alike everywhere
+    whole *= whole.abs() < 0.5
     assert (470 * (share * whole).sum() / whole.square().sum()).item() == pytest.approx(1, abs=1e-3)
 
 
@@ -245,7 +290,9 @@ def measured(world: Any, source: Any, losses: list[str]) -> list[float]:
         return [model(pack(ToySamples(), [1, 2])).loss_sum.item() for model in models]
 
 
-def test_a_model_that_transforms_its_logits_is_validated_with_cross_entropy_whatever_is_trained(tmp_path: Path) -> None:
+def test_a_model_that_transforms_its_logits_is_validated_with_cross_entropy_whatever_is_trained(
+    tmp_path: Path,
+) -> None:
     """Its losses are computed beside the head."""
     source = write_model_config(tmp_path, "granite", logits_scaling=4.0)
     ((cross_entropy, dft),) = run_ranks(measured, 1, source, ["cross_entropy", "dft"])

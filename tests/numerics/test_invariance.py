@@ -1,7 +1,7 @@
 """Promise 1: a step's loss and gradient depend on the global batch alone.
 
-Tolerances: fp32 sums in another order agree to a few 1e-8 relative; 1e-6 for the loss and 1e-5 for the norm leave room
-for twelve steps of training on top of each other.
+Tolerances: fp32 sums in another order agree to a few 1e-8 relative; 1e-6 for the loss and 1e-5 for
+the norm leave room for twelve steps of training on top of each other.
 """
 
 import math
@@ -38,13 +38,21 @@ TRIED = short_or_full([(1, 1), (2, 4), (4, 1), (4, 16)], full=PAIRS)
 
 
 def run_once(  # type: ignore[no-untyped-def]
-    world, source, max_samples=None, max_tokens=None, is_packed=True, optimizer="adamw", **model_changes
+    world,
+    source,
+    max_samples=None,
+    max_tokens=None,
+    is_packed=True,
+    optimizer="adamw",
+    **model_changes,
 ):
     """A short run that has ended."""
     model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
     held_out = ToySamples(5, seed=1)
     limits = {"max_samples": max_samples, "max_tokens": max_tokens}
-    parts = toy_run(world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits)
+    parts = toy_run(
+        world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits
+    )
     parts.validation_batches = ValidationBatches(held_out, parts.batches.plan, batch_size=4)
     assert fit(parts) == 0
     return parts
@@ -56,22 +64,31 @@ def rows_of(*args, **changes) -> Any:  # type: ignore[no-untyped-def]
 
 
 def train(*args, **changes):  # type: ignore[no-untyped-def]
-    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of a short run."""
+    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of
+    a short run.
+    """
     parts = run_once(*args, **changes)
     rows: Any = parts.tracking
-    columns = [rows.column(key) for key in ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")]
+    columns = [
+        rows.column(key)
+        for key in ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")
+    ]
     return *columns[:3], full_parameters(parts.model), columns[3]
 
 
 def plain_transformers(source, adapter=None, *, loss="cross_entropy", dtype=torch.float32):  # type: ignore[no-untyped-def]
-    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours but the order.
+    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours
+    but the order.
 
-    `adapter`: directory of one that peft loads and trains, with the model frozen. Returns what each step has of
-    cross-entropy, gradient norm, share of tokens that are right, and of the trained loss.
+    `adapter`: directory of one that peft loads and trains, with the model frozen. Returns what each
+    step has of cross-entropy, gradient norm, share of tokens that are right, and of the trained
+    loss.
     """
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     model = model.to(dtype)
@@ -91,7 +108,9 @@ def plain_transformers(source, adapter=None, *, loss="cross_entropy", dtype=torc
             logits = model(input_ids=ids[None].long()).logits[0, :-1]
             labels = torch.where(mask[1:], ids[1:].long(), -100)
             losses_T = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-            weights_T = losses_T.detach().neg().exp() if loss == "dft" else torch.ones_like(losses_T)
+            weights_T = (
+                losses_T.detach().neg().exp() if loss == "dft" else torch.ones_like(losses_T)
+            )
             total = total + losses_T.detach().sum().double()
             objective = objective + (weights_T * losses_T).sum().double()
             count += int(mask[1:].sum())
@@ -129,13 +148,20 @@ def reference(source):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def runs(source):  # type: ignore[no-untyped-def]
     """{number of ranks: {samples in a micro-batch: what rank 0 measured}}."""
-    variants = {size: {number: {"max_samples": number} for of, number in TRIED if of == size} for size in (1, 2, 4)}
-    return {size: run_ranks(each, size, train, source, changes)[0] for size, changes in variants.items()}
+    variants = {
+        size: {number: {"max_samples": number} for of, number in TRIED if of == size}
+        for size in (1, 2, 4)
+    }
+    return {
+        size: run_ranks(each, size, train, source, changes)[0] for size, changes in variants.items()
+    }
 
 
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
 @pytest.mark.parametrize(("world_size", "max_samples"), TRIED)
-def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
+def test_loss_and_norm_equal_the_plain_loop(
+    runs, reference, world_size: int, max_samples: int
+) -> None:  # type: ignore[no-untyped-def]
     losses, norms, *_, accuracies = runs[world_size][max_samples]
     assert relative(losses, reference[0]) < 1e-6
     assert relative(norms, reference[1]) < 1e-5
@@ -144,15 +170,24 @@ def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size: int, ma
 
 
 @pytest.mark.parametrize("choice", [{"loss": "dft"}, {"optimizer": "muon"}], ids=str)
-def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_path: Path, choice: dict) -> None:
-    """Muon enlarges rounding (its iterations, small singular values): eight of its steps on top of each other."""
+def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(
+    tmp_path: Path, choice: dict
+) -> None:
+    """Muon enlarges rounding (its iterations, small singular values): eight of its steps on top
+    of each other.
+    """
     source = write_model_config(tmp_path)
     variants = {"usual": {}, "all": choice, "one by one": {"max_samples": 1} | choice}
     alone = run_ranks(each, 1, train, source, variants)[0]
     usual, (losses, norms, val_losses, *_) = alone["usual"], alone["all"]
-    assert relative(val_losses, usual[2]) < 0.2, "validation measures cross-entropy whatever is trained"
+    assert relative(val_losses, usual[2]) < 0.2, (
+        "validation measures cross-entropy whatever is trained"
+    )
     assert losses[-1] != usual[0][-1] and ("loss" in choice or losses[-1] < losses[0])
-    several = [run_ranks(train, world_size, source, number, **choice)[0] for world_size, number in ((2, 4), (4, 1))]
+    several = [
+        run_ranks(train, world_size, source, number, **choice)[0]
+        for world_size, number in ((2, 4), (4, 1))
+    ]
     for found in (alone["one by one"], *several):
         assert relative(found[0], losses) < 1e-6
         assert relative(found[1], norms) < 1e-5
@@ -160,10 +195,16 @@ def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_p
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "granite"])
-def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path: Path, model_type: str) -> None:
-    """Against a plain loop in float64; granite's logits exist as a whole. Both losses come with one reduction."""
+def test_with_another_trained_loss_the_shown_one_is_cross_entropy(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Against a plain loop in float64; granite's logits exist as a whole. Both losses come with
+    one reduction.
+    """
     source = write_model_config(tmp_path, model_type)
-    losses, norms, accuracies, objectives = plain_transformers(source, loss="dft", dtype=torch.float64)
+    losses, norms, accuracies, objectives = plain_transformers(
+        source, loss="dft", dtype=torch.float64
+    )
     variants = {"usual": {}, "dft": {"loss": "dft", "max_samples": 2}}
     for world_size in (1, 2):
         found = run_ranks(each, world_size, rows_of, source, variants)[0]
@@ -172,7 +213,9 @@ def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path: Path
         assert relative(rows.column("train/objective"), objectives) < 1e-6
         assert relative(rows.column("train/grad_norm"), norms) < 1e-5
         assert rows.column("train/token_accuracy") == accuracies
-        assert rows.column("train/ppl") == pytest.approx([math.exp(loss) for loss in losses], rel=1e-5)
+        assert rows.column("train/ppl") == pytest.approx(
+            [math.exp(loss) for loss in losses], rel=1e-5
+        )
         assert rows.column("train/loss_max_rank")[0] >= losses[0] * (1 - 1e-6) > 2 * objectives[0]
         assert abs(rows.column("val/gap")[-1]) < 1, "both of its losses are cross-entropy"
         assert not found["usual"].column("train/objective"), "it would repeat train/loss"
@@ -198,11 +241,14 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
         assert accuracies == right, name
         assert relative(losses, expected) < 1e-6, name
         assert relative(val_losses, val_expected) < 1e-6, name
-        apart = torch.cat([(theirs[key] - value).double().flatten() for key, value in parameters.items()]).abs()
-        # Where a gradient is almost 0 Adam makes a whole step of its rounding: single values stray up to 3e-5 after
-        # steps of 1e-2 together, which ones and how far depends on the CPU; all of them by 5e-8 on average. torch's
-        # fused kernel, one document at a time, rounds about twice as much as the grouped products of the others
-        # (against float64: 3e-7 to 4e-7 in its gradients, 2e-7 in theirs): 1.6e-7 on average.
+        apart = torch.cat(
+            [(theirs[key] - value).double().flatten() for key, value in parameters.items()]
+        ).abs()
+        # Where a gradient is almost 0 Adam makes a whole step of its rounding: single values stray
+        # up to 3e-5 after steps of 1e-2 together, which ones and how far depends on the CPU; all of
+        # them by 5e-8 on average. torch's fused kernel, one document at a time, rounds about twice
+        # as much as the grouped products of the others (against float64: 3e-7 to 4e-7 in its
+        # gradients, 2e-7 in theirs): 1.6e-7 on average.
         mean = float(apart.square().mean().sqrt())
         assert mean < (6e-7 if name == "per document" else 2e-7), (name, mean)
         assert float(apart.max()) < 1e-4, (name, float(apart.max()))

@@ -1,4 +1,6 @@
-"""Features that meet in one run: a sample of the rows of meetings.py, or all of them with `--full`."""
+"""Features that meet in one run: a sample of the rows of meetings.py, or all of them with
+`--full`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +16,9 @@ from sweeps import is_full, some
 
 TRIALS = meetings.trials(meetings.SEED)
 TRAINED = [number for number, (row, reason) in enumerate(TRIALS) if not reason]
-CHEAP = [n for n in TRAINED if max(ranks_of(TRIALS[n][0])) == 2 and TRIALS[n][0]["states"] == "float32"]
+CHEAP = [
+    n for n in TRAINED if max(ranks_of(TRIALS[n][0])) == 2 and TRIALS[n][0]["states"] == "float32"
+]
 TRIED = some(range(len(TRIALS)), len(TRIALS)) if is_full() else [*some(CHEAP, 1), len(TRIALS) - 1]
 
 

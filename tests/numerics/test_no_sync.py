@@ -1,7 +1,7 @@
 """Between the batch and the one read of the step's sums nothing may wait for the device.
 
-On a CPU nothing can wait, but what would wait on CUDA is an operation of its own that can be seen. On CUDA torch itself
-raises at the first wait.
+On a CPU nothing can wait, but what would wait on CUDA is an operation of its own that can be seen.
+On CUDA torch itself raises at the first wait.
 """
 
 from pathlib import Path
@@ -19,8 +19,15 @@ from trainer.loop.step import training_step
 from trainer.monitor.packet import Packet, Totals
 
 aten = torch.ops.aten
-READS_A_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default)
-"""Operations whose result the host needs: a Python number, or a tensor whose shape depends on values."""
+READS_A_VALUE = (
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+)
+"""Operations whose result the host needs: a Python number, or a tensor whose shape depends on
+values.
+"""
 
 
 class Reads(TorchDispatchMode):
@@ -31,7 +38,9 @@ class Reads(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        is_mask = func is aten.index.Tensor and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         if func in READS_A_VALUE or is_mask:
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -44,7 +53,9 @@ def read_nothing(packet: Packet, **derived: torch.Tensor) -> Totals:
     return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
 
 
-def reads_of_a_step(world: Any, source: Any, is_broken: bool, loss: str = "cross_entropy") -> list[str]:
+def reads_of_a_step(
+    world: Any, source: Any, is_broken: bool, loss: str = "cross_entropy"
+) -> list[str]:
     model = build_toy_model(world, source, loss=loss)
     parts = toy_run(world, model, ToySamples(), total_steps=3)
     if is_broken:
@@ -73,9 +84,13 @@ def test_a_step_reads_nothing_back_before_its_sums(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_cuda_waits_for_nothing_in_a_step(tmp_path: Path, param_dtype: str) -> None:
-    """The documents' bounds are on the host already; a kernel launch that asked for them would raise here."""
+    """The documents' bounds are on the host already; a kernel launch that asked for them would
+    raise here.
+    """
     source = write_model_config(tmp_path, head_dim=64)
-    assert run_ranks(steps_under_sync_debug, 1, source, param_dtype, on_device="cuda:0", timeout_s=300) == [3]
+    assert run_ranks(
+        steps_under_sync_debug, 1, source, param_dtype, on_device="cuda:0", timeout_s=300
+    ) == [3]
 
 
 def steps_under_sync_debug(world: Any, source: Any, param_dtype: str) -> int:

@@ -1,4 +1,6 @@
-"""The norm of our own against float64 and against transformers' classes; what it may not take over."""
+"""The norm of our own against float64 and against transformers' classes; what it may not take
+over.
+"""
 
 from functools import partial
 from typing import Any
@@ -60,7 +62,9 @@ def test_the_kernels_of_a_gpu_are_no_worse(dtype: torch.dtype) -> None:
         return lambda hidden, weight: norm(hidden.cuda(), weight.cuda()).cpu()
 
     exact = rounded_reference() if dtype == torch.bfloat16 else outcome(plain, torch.float64)
-    ours, own = (outcome(on_gpu(norm), dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs))
+    ours, own = (
+        outcome(on_gpu(norm), dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs)
+    )
     for expected, found, other in zip(exact, ours, own, strict=True):
         error, allowed = ((value - expected).norm() / expected.norm() for value in (found, other))
         assert error <= 1.25 * allowed + 1e-8
@@ -80,7 +84,9 @@ def test_gradients_are_those_of_the_formula() -> None:
     hidden, weight = (torch.randn(shape, generator=generator) for shape in ((2, 5, 8), (8,)))
     both = [t.requires_grad_() for t in (hidden, weight)]
     loss = (rms_norm(hidden, weight, EPS) * torch.arange(80.0).view(2, 5, 8)).sum()
-    expected = torch.autograd.grad((plain(hidden, weight) * torch.arange(80.0).view(2, 5, 8)).sum(), both)
+    expected = torch.autograd.grad(
+        (plain(hidden, weight) * torch.arange(80.0).view(2, 5, 8)).sum(), both
+    )
     for found, reference in zip(torch.autograd.grad(loss, both), expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=2e-5, atol=2e-5)
 

@@ -13,7 +13,14 @@ from sweeps import short_or_full
 from test_adapters import plain_model, write_adapter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import ToySamples, build_toy_model, full_parameters, model_config, optim_config, write_model_config
+from toy import (
+    ToySamples,
+    build_toy_model,
+    full_parameters,
+    model_config,
+    optim_config,
+    write_model_config,
+)
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
@@ -32,24 +39,34 @@ SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18
 def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
     loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
-    grads = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad]
+    grads = [
+        parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad
+    ]
     model.zero_grad()
     return loss.item(), grads
 
 
-def worst(ours: tuple[float, list[torch.Tensor]], theirs: tuple[float, list[torch.Tensor]]) -> float:
-    """Largest relative difference of the loss and of each gradient, the latter in the norm of all."""
+def worst(
+    ours: tuple[float, list[torch.Tensor]], theirs: tuple[float, list[torch.Tensor]]
+) -> float:
+    """Largest relative difference of the loss and of each gradient, the latter in the norm of
+    all.
+    """
     norm = torch.stack([grad.norm() for grad in theirs[1]]).norm()
     differences = [float((a - b).norm() / norm) for a, b in zip(ours[1], theirs[1], strict=True)]
     return max(*differences, abs(ours[0] - theirs[0]) / abs(theirs[0]))
 
 
-def compiled_like_plain(world: Any, source: Any, backend: str, shapes: list[list[int]], **changes: Any) -> Any:
-    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to running uncompiled,
-    frames compiled in the first half of the shapes)."""
+def compiled_like_plain(
+    world: Any, source: Any, backend: str, shapes: list[list[int]], **changes: Any
+) -> Any:
+    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to
+    running uncompiled, frames compiled in the first half of the shapes)."""
     plain = build_toy_model(world, source, **changes)
     compile_with = torch.compile
-    with patch.object(torch, "compile", lambda fn, **options: compile_with(fn, backend=backend, **options)):
+    with patch.object(
+        torch, "compile", lambda fn, **options: compile_with(fn, backend=backend, **options)
+    ):
         model = build_toy_model(world, source, compile=True, **changes)
     counters.clear()
     difference, early = 0.0, 0
@@ -66,20 +83,34 @@ def compiled_like_plain(world: Any, source: Any, backend: str, shapes: list[list
 
 
 def all_compiled(world: Any, root: Path) -> dict[str, Any]:
-    """What `compiled_like_plain` finds of each case, one after the other: to import the compiler takes longer.
+    """What `compiled_like_plain` finds of each case, one after the other: to import the compiler
+    takes longer.
 
-    The eager backend runs the captured graphs as they are: what is shown is the capture, whatever compiles it.
+    The eager backend runs the captured graphs as they are: what is shown is the capture, whatever
+    compiles it.
     """
-    window = {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    window = {
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     windowed = write_model_config(root / "window", "gemma3_text", **window)
     looped = write_model_config(root / "loop", "lfm2", layer_types=["conv", "full_attention"])
-    found = {"windows": compiled_like_plain(world, windowed, "eager", SHAPES, enable_gradient_checkpointing=True)}
+    found = {
+        "windows": compiled_like_plain(
+            world, windowed, "eager", SHAPES, enable_gradient_checkpointing=True
+        )
+    }
     torch.compiler.reset()
-    found["loop"] = compiled_like_plain(world, looped, "eager", short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []]))
+    found["loop"] = compiled_like_plain(
+        world, looped, "eager", short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []])
+    )
     torch.compiler.reset()
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
     path = write_adapter(plain_model(one_layer.path), root / "adapter")
-    found["adapters"] = compiled_like_plain(world, one_layer, "eager", SHAPES[:3], lora_adapter_path=path, loss="dft")
+    found["adapters"] = compiled_like_plain(
+        world, one_layer, "eager", SHAPES[:3], lora_adapter_path=path, loss="dft"
+    )
     torch.compiler.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         try:
@@ -87,7 +118,9 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
         except ConfigError as error:
             found["refused"] = str(error)
     with patch.object(attention, "_grouped", traceable):
-        found["backward"], found["selective"] = (partitioned(world, one_layer, how) for how in (False, "selective"))
+        found["backward"], found["selective"] = (
+            partitioned(world, one_layer, how) for how in (False, "selective")
+        )
     return found
 
 
@@ -97,14 +130,18 @@ PARTITIONED = "aot_eager_decomp_partition"
 
 
 def traceable(query: Any, key: Any, value: Any, lengths: Any, scoring: Any) -> torch.Tensor:
-    """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of all documents as one."""
-    scores = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True)
+    """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of
+    all documents as one.
+    """
+    scores = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True
+    )
     return scores.transpose(1, 2)
 
 
 def partitioned(world: Any, source: Any, how: bool | str) -> tuple[float, int, int, int]:
-    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to running uncompiled,
-    matrix products of a backward pass)."""
+    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to
+    running uncompiled, matrix products of a backward pass)."""
     torch.compiler.reset()
     plain = build_toy_model(world, source)
     with patch.object(torch, "compile", partial(torch.compile, backend=PARTITIONED)):
@@ -124,7 +161,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[str, Any]) -> None:
-    """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half serves the rest."""
+    """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half
+    serves the rest.
+    """
     difference, total, ok, early = compiled["windows"]
     assert difference < 1e-6
     assert 0 < total == ok
@@ -144,16 +183,20 @@ def test_compiled_adapters_and_another_loss_are_the_same(compiled: dict[str, Any
 
 
 @pytest.mark.parametrize("how", ["backward", "selective"])
-def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(compiled: dict[str, Any], how: str) -> None:
-    """Of one layer: each of its 7 matrices takes part in two products, for its input and itself. The head has its own
-    before, in the forward pass."""
+def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
+    compiled: dict[str, Any], how: str
+) -> None:
+    """Of one layer: each of its 7 matrices takes part in two products, for its input and itself.
+    The head has its own before, in the forward pass."""
     difference, total, ok, products = compiled[how]
     assert difference < 1e-5
     assert 0 < total == ok
     assert products == 2 * 7
 
 
-def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(compiled: dict[str, Any]) -> None:
+def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
+    compiled: dict[str, Any],
+) -> None:
     """torch would run them uncompiled without a word."""
     refused = compiled.get("refused", "")
     assert "needs each layer in one graph, which Qwen2ForCausalLM is not here" in refused
@@ -192,7 +235,10 @@ def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[
 def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path) -> None:
     """Two layers and the rest; freed ones again in each forward and backward pass. Bit-equal."""
     source = write_model_config(tmp_path)
-    kept, freed = (run_ranks(two_steps, 2, source, reshard_after_forward=reshard)[0] for reshard in (False, True))
+    kept, freed = (
+        run_ranks(two_steps, 2, source, reshard_after_forward=reshard)[0]
+        for reshard in (False, True)
+    )
     assert kept[0] == [3, 3]
     assert freed[0] == [3 * (2 + 2 + 1)] * 2
     assert all(torch.equal(kept[1][name], freed[1][name]) for name in freed[1])
@@ -237,7 +283,11 @@ def backward_costs(
     ("model_type", "changes", "products"),
     [
         ("qwen2", {}, ("mm", "addmm")),
-        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, ("_grouped_mm",)),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            ("_grouped_mm",),
+        ),
     ],
 )
 def test_selective_recomputation_repeats_no_matrix_product(
@@ -245,7 +295,9 @@ def test_selective_recomputation_repeats_no_matrix_product(
 ) -> None:
     source = write_model_config(tmp_path, model_type, **changes)
     variants = {how: {"how": how, "names": products} for how in (False, True, "selective")}
-    (most, few), (least, many), (_, selective) = run_ranks(each, 1, backward_costs, source, variants)[0].values()
+    (most, few), (least, many), (_, selective) = run_ranks(
+        each, 1, backward_costs, source, variants
+    )[0].values()
     assert selective == few < many
     assert least < most / 2
 
@@ -262,12 +314,16 @@ def gathers_of_a_step(world: Any, source: Any) -> tuple[int, int]:
 
 
 def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path: Path) -> None:
-    """Forward: embedding, two layers, head, norm. Backward: the layers alone; head and norm stay gathered."""
+    """Forward: embedding, two layers, head, norm. Backward: the layers alone; head and norm
+    stay gathered.
+    """
     source = write_model_config(tmp_path, tie_word_embeddings=False)
     assert run_ranks(gathers_of_a_step, 2, source) == [(5, 2)] * 2
 
 
-def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward: bool | str, kept_bytes: int) -> int:
+def gathered_layers_after_forward(
+    world: Any, source: Any, reshard_after_forward: bool | str, kept_bytes: int
+) -> int:
     """How many decoder layers hold whole parameters between forward and backward pass."""
     sharding.KEPT_BYTES = kept_bytes
     model = build_toy_model(world, source, reshard_after_forward=reshard_after_forward)
@@ -281,19 +337,29 @@ def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward
 
 @pytest.mark.parametrize(
     ("world_size", "expected"),
-    [(1, {("auto", 0): 2}), (2, {("auto", 0): 0, ("auto", 2**30): 2, (False, 0): 2, (True, 2**30): 0})],
+    [
+        (1, {("auto", 0): 2}),
+        (2, {("auto", 0): 0, ("auto", 2**30): 2, (False, 0): 2, (True, 2**30): 0}),
+    ],
 )
 def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     tmp_path: Path, world_size: int, expected: dict[tuple[bool | str, int], int]
 ) -> None:
     """By setting and what may be kept: how many layers stay gathered."""
     source = write_model_config(tmp_path)
-    variants = {case: {"reshard_after_forward": case[0], "kept_bytes": case[1]} for case in expected}
-    assert run_ranks(each, world_size, gathered_layers_after_forward, source, variants) == [expected] * world_size
+    variants = {
+        case: {"reshard_after_forward": case[0], "kept_bytes": case[1]} for case in expected
+    }
+    assert (
+        run_ranks(each, world_size, gathered_layers_after_forward, source, variants)
+        == [expected] * world_size
+    )
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
-    """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at most."""
+    """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at
+    most.
+    """
     source = write_model_config(tmp_path)
     variants = {name: {"param_dtype": name} for name in ("float32", "bfloat16")}
     exact, rounded = run_ranks(each, 1, one_step, source, variants)[0].values()
@@ -318,7 +384,9 @@ def attention_calls(world: Any, source: Any, is_packed: bool) -> int:
 
 
 def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> None:
-    """A dense mask over the whole batch would give the same numbers, at a cost that grows with its square."""
+    """A dense mask over the whole batch would give the same numbers, at a cost that grows with
+    its square.
+    """
     source = write_model_config(tmp_path)
     variants = {is_packed: {"is_packed": is_packed} for is_packed in (True, False)}
     assert run_ranks(each, 1, attention_calls, source, variants) == [{True: 2, False: 0}]
@@ -335,4 +403,7 @@ def refusal(world: Any, source: Any) -> str:
 
 
 def test_recomputation_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    assert "enable_gradient_checkpointing=false" in run_ranks(refusal, 1, write_model_config(tmp_path))[0]
+    assert (
+        "enable_gradient_checkpointing=false"
+        in run_ranks(refusal, 1, write_model_config(tmp_path))[0]
+    )

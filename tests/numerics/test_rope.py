@@ -1,4 +1,6 @@
-"""Rotary positions that follow the length of the text: any batch equals its documents one by one in a new model."""
+"""Rotary positions that follow the length of the text: any batch equals its documents one by
+one in a new model.
+"""
 
 import copy
 from pathlib import Path
@@ -20,7 +22,12 @@ LIMIT = 16
 SAMPLES = ToySamples()
 ALL = [index for index, length in enumerate(SAMPLES.lengths) if length > 1]
 SHORT = [index for index in ALL if SAMPLES.lengths[index] <= LIMIT]
-LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
@@ -30,24 +37,36 @@ def write(path: Path, kind: dict[str, Any]) -> packed_lm.ModelSource:
     """A llama whose limit is 16 tokens; the longest sample has 40."""
     positions = LIMIT if kind["rope_type"] == "dynamic" else 4 * LIMIT
     parameters = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **kind}
-    return write_model_config(path, "llama", rope_parameters=parameters, max_position_embeddings=positions)
+    return write_model_config(
+        path, "llama", rope_parameters=parameters, max_position_embeddings=positions
+    )
 
 
 def write_by_layer_type(path: Path) -> packed_lm.ModelSource:
     """A gemma 3 whose full attention layers alone have longrope."""
     kinds = {
-        "full_attention": {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **LONGROPE},
+        "full_attention": {
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": LIMIT,
+            **LONGROPE,
+        },
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
     }
     window = {"sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": LAYER_TYPES}
     return write_model_config(path, "gemma3_text", rope_parameters=kinds, **window)
 
 
-def differences(world: Any, source: packed_lm.ModelSource, indices: list[int], max_length: int) -> tuple[bool, float]:
-    """(packed, largest relative difference of a micro-batch's loss from a new plain model for each document)."""
+def differences(
+    world: Any, source: packed_lm.ModelSource, indices: list[int], max_length: int
+) -> tuple[bool, float]:
+    """(packed, largest relative difference of a micro-batch's loss from a new plain model for
+    each document).
+    """
     model: Any = build_model(model_config(), source, world=world, seed=1, max_length=max_length)
     weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
-    plain = AutoModelForCausalLM.from_config(packed_lm.read_config(source), attn_implementation="eager")
+    plain = AutoModelForCausalLM.from_config(
+        packed_lm.read_config(source), attn_implementation="eager"
+    )
     plain.load_state_dict(weights, strict=False)
     plain.tie_weights()
     size = 3 if model.is_packed else 1
@@ -56,7 +75,9 @@ def differences(world: Any, source: packed_lm.ModelSource, indices: list[int], m
         members = indices[first : first + size]
         expected = sum(new_model_loss(copy.deepcopy(plain), index) for index in members)
         with torch.no_grad():
-            worst = max(worst, abs(model(pack(SAMPLES, members)).loss_sum.item() - expected) / expected)
+            worst = max(
+                worst, abs(model(pack(SAMPLES, members)).loss_sum.item() - expected) / expected
+            )
     return model.is_packed, worst
 
 
@@ -103,19 +124,29 @@ def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path:
     """transformers keeps the frequencies of the longest text so far, which no checkpoint holds."""
     source = write(tmp_path, DYNAMIC)
     longest = max(ALL, key=lambda index: SAMPLES.lengths[index])
-    undisturbed, resumed = (run_ranks(loss_after, 1, source, earlier)[0] for earlier in ([longest], []))
+    undisturbed, resumed = (
+        run_ranks(loss_after, 1, source, earlier)[0] for earlier in ([longest], [])
+    )
     assert undisturbed == resumed
 
 
 @pytest.mark.parametrize("kind", [LONGROPE, DYNAMIC])
-def test_packing_above_the_limit_is_refused_and_auto_says_why(tmp_path: Path, kind: dict[str, Any]) -> None:
+def test_packing_above_the_limit_is_refused_and_auto_says_why(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
     source = write(tmp_path, kind)
-    assert "data.max_length=16 or less" in str(per_document_reason(model_config(), source, max_length=17))
+    assert "data.max_length=16 or less" in str(
+        per_document_reason(model_config(), source, max_length=17)
+    )
     assert per_document_reason(model_config(), source, max_length=16) is None
-    with pytest.raises(ConfigError, match=r"model.attention=packed.*longest beside it above 16 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"model.attention=packed.*longest beside it above 16 tokens"
+    ):
         per_document_reason(model_config(attention="packed"), source, max_length=17)
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(LONGROPE, LIMIT), (DYNAMIC, LIMIT), (YARN, None)])
-def test_the_limit_is_that_of_the_config(tmp_path: Path, kind: dict[str, Any], limit: int | None) -> None:
+def test_the_limit_is_that_of_the_config(
+    tmp_path: Path, kind: dict[str, Any], limit: int | None
+) -> None:
     assert rope.length_limit(packed_lm.read_config(write(tmp_path, kind))) == limit

@@ -1,4 +1,6 @@
-"""The self-check sees what it is there for: each fault below is made on purpose, in fp32 and in bf16."""
+"""The self-check sees what it is there for: each fault below is made on purpose, in fp32 and in
+bf16.
+"""
 
 import re
 from collections.abc import Callable
@@ -59,11 +61,15 @@ def _fault(name: str) -> AbstractContextManager[Any]:
     if name == "leak of one token":
         return patch.object(attention, "packed_attention", _shifted(attention.packed_attention))
     if name == "positions":
-        return patch.object(packed_lm, "forward_arguments", _running_positions(packed_lm.forward_arguments))
+        return patch.object(
+            packed_lm, "forward_arguments", _running_positions(packed_lm.forward_arguments)
+        )
     if name == "logits":
         return patch.object(packed_lm, "_is_head_all", lambda model: True)
     if name == "norm":
-        return patch.object(norm, "forward", lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6))
+        return patch.object(
+            norm, "forward", lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6)
+        )
     if name in ("longest neighbour", "longest before"):
         return patch.object(rope, "follow_documents", lambda model, is_packed: None)
     return nullcontext()
@@ -82,7 +88,9 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
             is_packed = name not in ("longest before", "no fault, one by one")
             model = build_toy_model(world, source, is_packed=is_packed, param_dtype=param_dtype)
             forwards = {module: vars(module).get("forward") for module in model.modules()}
-            found[name] = selfcheck.compare(model, world.device, lengths=lengths, formula=cross_entropy).loss
+            found[name] = selfcheck.compare(
+                model, world.device, lengths=lengths, formula=cross_entropy
+            ).loss
             assert forwards == {module: vars(module).get("forward") for module in model.modules()}
             assert model.config._attn_implementation == ("packed" if is_packed else "sdpa")
     return found
@@ -90,12 +98,21 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
-    """Absolute positions (gpt2) for the fault of positions: rotary ones are relative and would not change."""
+    """Absolute positions (gpt2) for the fault of positions: rotary ones are relative and would
+    not change.
+    """
     granite = {"logits_scaling": 4.0, "initializer_range": 0.5}
-    rope_parameters = {"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 16}
+    rope_parameters = {
+        "rope_theta": 1e4,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 16,
+    }
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
     longrope = {"rope_parameters": rope_parameters | factors, "initializer_range": 0.3}
-    dynamic = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}, "initializer_range": 0.3}
+    dynamic = {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+        "initializer_range": 0.3,
+    }
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "no fault": ("qwen2", {}),
         "leak": ("qwen2", {}),
@@ -109,7 +126,9 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
         "no fault, one by one": ("llama", dynamic | {"max_position_embeddings": 16}),
     }
     sources = {
-        name: write_model_config(tmp_path / name, model_type, **{"initializer_range": 0.02, **changes})
+        name: write_model_config(
+            tmp_path / name, model_type, **{"initializer_range": 0.02, **changes}
+        )
         for name, (model_type, changes) in kinds.items()
     }
     found = run_ranks(errors, 2, sources, param_dtype)
@@ -180,7 +199,9 @@ def _backward_fault(name: str) -> AbstractContextManager[Any]:
     if name == "detached branch":
         return patch.object(attention, "packed_attention", _detached(attention.packed_attention))
     if name == "leak":
-        return patch.object(attention, "packed_attention", _leaking_backward(attention.packed_attention))
+        return patch.object(
+            attention, "packed_attention", _leaking_backward(attention.packed_attention)
+        )
     if name == "0.8 % of one gradient":
         backward = _scaled_weight(head._ChunkedLoss.backward, 1.008)
         return patch.object(head._ChunkedLoss, "backward", backward)
@@ -191,23 +212,37 @@ def _backward_fault(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def backward_errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, tuple[float, float]]:
+def backward_errors(
+    world: Any, sources: dict[str, Any], param_dtype: str
+) -> dict[str, tuple[float, float]]:
     """{fault: (error of the loss, largest error of a gradient)}; no gradient may be left behind."""
     found = {}
     for name, source in sources.items():
         loss = "dft" if "dft" in name else "cross_entropy"
-        formula, is_packed, lengths = LOSSES[loss].formula, "one by one" not in name, selfcheck.LENGTHS
+        formula, is_packed, lengths = (
+            LOSSES[loss].formula,
+            "one by one" not in name,
+            selfcheck.LENGTHS,
+        )
         with _backward_fault(name):
-            model = build_toy_model(world, source, loss=loss, param_dtype=param_dtype, is_packed=is_packed)
-            error, gradients, _ = selfcheck.compare(model, world.device, lengths=lengths, formula=formula)
+            model = build_toy_model(
+                world, source, loss=loss, param_dtype=param_dtype, is_packed=is_packed
+            )
+            error, gradients, _ = selfcheck.compare(
+                model, world.device, lengths=lengths, formula=formula
+            )
         assert all(parameter.grad is None for parameter in model.parameters())
         found[name] = error, max(gradients.values())
     return found
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path: Path, param_dtype: str) -> None:
-    """The loss itself shows none of these faults. Tied weights, biases with no gradient but rounding, scaled logits."""
+def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(
+    tmp_path: Path, param_dtype: str
+) -> None:
+    """The loss itself shows none of these faults. Tied weights, biases with no gradient but
+    rounding, scaled logits.
+    """
     untied = {"tie_word_embeddings": False}
     opt = {"ffn_dim": 48, "word_embed_proj_dim": 64}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -227,7 +262,9 @@ def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path:
     if param_dtype == "float32":  # in bfloat16 rounding is larger
         kinds["0.8 % of one gradient"] = ("qwen2", untied)
     sources = {
-        name: write_model_config(tmp_path / name, model_type, **{"initializer_range": 0.1, **changes})
+        name: write_model_config(
+            tmp_path / name, model_type, **{"initializer_range": 0.1, **changes}
+        )
         for name, (model_type, changes) in kinds.items()
     }
     found = run_ranks(backward_errors, 2, sources, param_dtype)[0]
@@ -235,24 +272,31 @@ def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path:
     assert max(loss for loss, _ in found.values()) < selfcheck.TOLERANCE[dtype] / 2, found
     tolerance = selfcheck.GRADIENT_TOLERANCE[dtype]
     for name, (_, gradient) in found.items():
-        assert gradient < tolerance / 4 if name.startswith("no fault") else gradient > 1.5 * tolerance, (name, found)
+        assert (
+            gradient < tolerance / 4 if name.startswith("no fault") else gradient > 1.5 * tolerance
+        ), (name, found)
 
 
 _LIMIT_NAMES = re.compile(
     "(window|window_size|chunk_size|chunk_length|block_size|floor_scale|topk|budget|original_max_position_embeddings)$"
 )
-"""Names of lengths in configurations: of windows, of what is scanned or attended at a time, of what is chosen."""
+"""Names of lengths in configurations: of windows, of what is scanned or attended at a time, of
+what is chosen.
+"""
 _LINEAR_CHUNK = 64
 """What transformers' linear attention takes at a time, which no configuration names."""
 
 
 def lengths_beyond_limits(config: PretrainedConfig, *, is_packed: bool) -> tuple[int, ...]:
-    """Two documents beyond each length from which on the architecture computes something else, then a short one.
+    """Two documents beyond each length from which on the architecture computes something else, then
+    a short one.
 
     Models whose rotary positions follow the longest document are packed up to their limit only.
     """
     named = vars(config) | (getattr(config, "rope_parameters", None) or {})
-    limits = {limit for name, limit in named.items() if _LIMIT_NAMES.search(name)} | {rope.length_limit(config)}
+    limits = {limit for name, limit in named.items() if _LIMIT_NAMES.search(name)} | {
+        rope.length_limit(config)
+    }
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         limits.add(_LINEAR_CHUNK)
     crossed = sorted(limit for limit in limits if isinstance(limit, int) and 8 <= limit <= 1024)
@@ -266,7 +310,9 @@ def errors_beyond_limits(world: Any, root: Path, names: list[str]) -> dict[str, 
     found = {}
     for name in names:
         save_model(root / name, name)
-        source = packed_lm.ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        source = packed_lm.ModelSource(
+            str(root / name), random_weights=False, trust_remote_code=False
+        )
         is_packed = TRIED[name]["how"] == PACKED
         lengths = lengths_beyond_limits(packed_lm.read_config(source), is_packed=is_packed)
         if len(lengths) == 1:
@@ -276,7 +322,9 @@ def errors_beyond_limits(world: Any, root: Path, names: list[str]) -> dict[str, 
     return found
 
 
-def test_families_are_exact_beyond_the_lengths_that_their_configurations_name(tmp_path: Path) -> None:
+def test_families_are_exact_beyond_the_lengths_that_their_configurations_name(
+    tmp_path: Path,
+) -> None:
     names = [name for name in (*FAMILIES, *VARIANTS) if TRIED[name]["how"] != REFUSED]
     (found,) = run_ranks(errors_beyond_limits, 1, tmp_path, names, timeout_s=400)
     assert len(found) > 20

@@ -1,4 +1,6 @@
-"""Modules that carry state from token to token: packed micro-batches equal their documents, whatever else is on."""
+"""Modules that carry state from token to token: packed micro-batches equal their documents,
+whatever else is on.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,19 @@ from trainer.model.attention import DocumentLengths
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
-_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 HYBRID = ("qwen3_5_text", {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]})
 MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
 
 
-def step(world: Any, source: Any, batches: list[list[int]], settings: dict[str, Any]) -> tuple[float, list[Any]]:
+def step(
+    world: Any, source: Any, batches: list[list[int]], settings: dict[str, Any]
+) -> tuple[float, list[Any]]:
     """(loss, gradients); all forward passes come before all backward passes."""
     model = build_toy_model(world, source, **settings)
     model.train()
@@ -42,8 +51,14 @@ def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
     source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
     batches = [DOCUMENTS[:2], [], DOCUMENTS[2:]]
     hows = (False, True, "selective")
-    variants = {how: {"batches": batches, "settings": {"enable_gradient_checkpointing": how}} for how in hows}
-    variants["alone"] = {"batches": [[index] for index in DOCUMENTS], "settings": {"is_packed": False}}
+    variants = {
+        how: {"batches": batches, "settings": {"enable_gradient_checkpointing": how}}
+        for how in hows
+    }
+    variants["alone"] = {
+        "batches": [[index] for index in DOCUMENTS],
+        "settings": {"is_packed": False},
+    }
     found = run_ranks(each, 1, step, source, variants)[0]
     one_by_one = found.pop("alone")
     for how, packed in found.items():
@@ -67,7 +82,9 @@ def test_shards_are_gathered_once_per_micro_batch_not_per_document(tmp_path: Pat
 
 
 def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
-    """(whether packed, the line that says so) of a model whose mixers are looped, or are not known as such."""
+    """(whether packed, the line that says so) of a model whose mixers are looped, or are not
+    known as such.
+    """
     loop = (lambda model: True) if is_missed else state_mixers.loop_over_documents
     with patch.object(state_mixers, "loop_over_documents", loop):
         model: Any = build_model(model_config(), source, world=world, seed=1, max_length=64)
@@ -77,9 +94,17 @@ def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
 
 def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path) -> None:
     source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
-    for found in run_ranks(each, 2, built, source, {name: {"is_missed": name} for name in (False, True)}):
-        assert found[False] == (True, "documents run packed; looped over documents: Qwen3_5GatedDeltaNet")
-        assert found[True] == (False, "documents run one by one (slower): packed ones fail the self-check")
+    for found in run_ranks(
+        each, 2, built, source, {name: {"is_missed": name} for name in (False, True)}
+    ):
+        assert found[False] == (
+            True,
+            "documents run packed; looped over documents: Qwen3_5GatedDeltaNet",
+        )
+        assert found[True] == (
+            False,
+            "documents run one by one (slower): packed ones fail the self-check",
+        )
 
 
 def bf16_error(world: Any, source: Any) -> bool:
@@ -119,7 +144,9 @@ def test_what_is_looped_is_found_from_the_architecture(
 
 def test_a_looped_module_never_runs_without_knowing_its_documents(tmp_path: Path) -> None:
     model: Any = empty(tmp_path, *HYBRID[:1], **HYBRID[1])
-    with pytest.raises(RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"):
+    with pytest.raises(
+        RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"
+    ):
         model.model.layers[0].linear_attn(torch.empty(1, 4, 64, device="meta"))
 
 

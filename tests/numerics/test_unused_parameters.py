@@ -1,4 +1,5 @@
-"""Parameters that some documents do not use: experts that nothing is sent to, a branch that depends on its input.
+"""Parameters that some documents do not use: experts that nothing is sent to, a branch that depends
+on its input.
 
 Ranks add up what all of them have, so each must bring a gradient for every parameter, also a zero.
 """
@@ -14,7 +15,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 
 def conditional(world: Any, source: Any) -> tuple[list[float], list[float]]:
-    """(losses, norms) where half of the documents pass by each feed-forward part; one document a micro-batch."""
+    """(losses, norms) where half of the documents pass by each feed-forward part; one document
+    a micro-batch.
+    """
     plain = Qwen2MLP.forward
 
     def forward(self: Any, hidden: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Weights in every form they are found in, and files that are wrong: never silently another model."""
+"""Weights in every form they are found in, and files that are wrong: never silently another
+model.
+"""
 
 import json
 import shutil
@@ -24,7 +26,9 @@ from trainer.model import load, packed_lm, parallelize
 Files = dict[str, torch.Tensor]
 
 
-def save_model(path: Path, model_type: str = "qwen2", *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+def save_model(
+    path: Path, model_type: str = "qwen2", *, max_shard_size: str = "1GB", **changes: Any
+) -> Any:
     write_model_config(path, model_type, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
@@ -35,7 +39,9 @@ def save_model(path: Path, model_type: str = "qwen2", *, max_shard_size: str = "
 def rewrite(path: Path, change: Callable[[Files], Files]) -> None:
     """Change the tensors of a model that is saved in one file."""
     tensors = change(load_file(path / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
 
 
 def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
@@ -69,16 +75,28 @@ def sharded(world: Any, path: Path) -> Any:
 def test_every_usual_form_loads(tmp_path: Path) -> None:
     paths = {
         name: tmp_path / name
-        for name in ("one file", "several files", "head repeated", "only the head", "bfloat16", "bin", "old names")
+        for name in (
+            "one file",
+            "several files",
+            "head repeated",
+            "only the head",
+            "bfloat16",
+            "bin",
+            "old names",
+        )
     }
     for name in ("one file", "head repeated", "only the head", "bfloat16", "bin"):
         save_model(paths[name])
     save_model(paths["several files"], max_shard_size="40KB", tie_word_embeddings=False)
     assert len(list(paths["several files"].glob("*.safetensors"))) > 2
     embedding = "model.embed_tokens.weight"
-    rewrite(paths["head repeated"], lambda files: {**files, "lm_head.weight": files[embedding].clone()})
+    rewrite(
+        paths["head repeated"], lambda files: {**files, "lm_head.weight": files[embedding].clone()}
+    )
     rewrite(paths["only the head"], lambda files: {"lm_head.weight": files.pop(embedding), **files})
-    rewrite(paths["bfloat16"], lambda files: {name: tensor.bfloat16() for name, tensor in files.items()})
+    rewrite(
+        paths["bfloat16"], lambda files: {name: tensor.bfloat16() for name, tensor in files.items()}
+    )
     torch.save(load_file(paths["bin"] / "model.safetensors"), paths["bin"] / "pytorch_model.bin")
     (paths["bin"] / "model.safetensors").unlink()
     save_model(paths["old names"], "gpt2")
@@ -111,8 +129,14 @@ def break_files(root: Path) -> dict[str, tuple[Path, list[str]]]:
     for fault in faults.keys() - {"missing file", "several parts", "the same, renamed"}:
         save_model(paths[fault])
     rewrite(paths["wrong shape"], lambda files: {**files, "model.norm.weight": torch.ones(9)})
-    rewrite(paths["missing tensor"], lambda files: {k: v for k, v in files.items() if k != "model.norm.weight"})
-    rewrite(paths["own head under a config that ties"], lambda files: {**files, "lm_head.weight": torch.ones(160, 64)})
+    rewrite(
+        paths["missing tensor"],
+        lambda files: {k: v for k, v in files.items() if k != "model.norm.weight"},
+    )
+    rewrite(
+        paths["own head under a config that ties"],
+        lambda files: {**files, "lm_head.weight": torch.ones(160, 64)},
+    )
     save_model(paths["the same, renamed"], "gpt2")
     rewrite(
         paths["the same, renamed"],
@@ -121,7 +145,10 @@ def break_files(root: Path) -> dict[str, tuple[Path, list[str]]]:
             "lm_head.weight": torch.ones(160, 64),
         },
     )
-    rewrite(paths["fp8"], lambda files: {**files, "model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)})
+    rewrite(
+        paths["fp8"],
+        lambda files: {**files, "model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)},
+    )
     save_model(paths["missing file"], max_shard_size="40KB")
     next(paths["missing file"].glob("model-00002-of-*")).unlink()
     whole = (paths["cut file"] / "model.safetensors").read_bytes()
@@ -146,7 +173,8 @@ def test_every_fault_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", '{"model_type": "no such"}', '{"model_type": "qwen2", "hidden_size": "wide"}']
+    "content",
+    ["", "{", '{"model_type": "no such"}', '{"model_type": "qwen2", "hidden_size": "wide"}'],
 )
 def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -158,7 +186,9 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
 def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tuple[str, int]]:
     model = sharded(world, path)
     with patch.object(export, "MAX_FILE_BYTES", 20_000):
-        records = export_model(world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype=dtype)
+        records = export_model(
+            world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype=dtype
+        )
     return [(record.path, record.size_bytes) for record in records]
 
 
@@ -166,11 +196,15 @@ def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_of_several_files_loads(tmp_path: Path, model_type: str, dtype: str) -> None:
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    model = save_model(tmp_path / "source", model_type, **(experts if model_type == "qwen3_moe" else {}))
+    model = save_model(
+        tmp_path / "source", model_type, **(experts if model_type == "qwen3_moe" else {})
+    )
     target = tmp_path / "export" / "huggingface"
     target.parent.mkdir()
     written = run_ranks(export_in_parts, 2, tmp_path / "source", target, dtype)
-    assert {path.endswith(".safetensors") for path, _ in written[1]} == {True}, "every rank writes a share"
+    assert {path.endswith(".safetensors") for path, _ in written[1]} == {True}, (
+        "every rank writes a share"
+    )
     assert {(path, size) for rank in written for path, size in rank} == {
         (f"huggingface/{file.name}", file.stat().st_size) for file in target.iterdir()
     }
@@ -180,7 +214,9 @@ def test_an_export_of_several_files_loads(tmp_path: Path, model_type: str, dtype
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert index["weight_map"].keys() == stored.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
-    loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        target, dtype="auto", output_loading_info=True
+    )
     assert not any(loaded[1].values()), loaded[1]
     assert loaded[0].dtype == getattr(torch, dtype)
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,6 @@
-"""Checkpoints of several parts: the text part computes as the whole would, and the whole comes out again."""
+"""Checkpoints of several parts: the text part computes as the whole would, and the whole comes
+out again.
+"""
 
 import json
 import shutil
@@ -56,8 +58,12 @@ def loss_of_whole(model: Any) -> float:
 
 
 def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, Any]:
-    """The first loss; then every parameter is changed as by an update, the logits measured, and the model exported."""
-    model: Any = build_model(model_config(random_weights=False), source, world=world, seed=1, max_length=64)
+    """The first loss; then every parameter is changed as by an update, the logits measured, and
+    the model exported.
+    """
+    model: Any = build_model(
+        model_config(random_weights=False), source, world=world, seed=1, max_length=64
+    )
     dealt = [[index] for index in DOCUMENTS]
     dealt = dealt if world.size == 1 else [dealt[:2], [dealt[2], []]][world.rank]
     num_tokens = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
@@ -103,7 +109,9 @@ def results(request: pytest.FixtureRequest, root: Path) -> tuple[int, dict[str, 
 
 
 def raw(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """{name: dtype, shape and bytes as they lie in the files}, read without the library that wrote them."""
+    """{name: dtype, shape and bytes as they lie in the files}, read without the library that
+    wrote them.
+    """
     found = {}
     for file in path.glob("*.safetensors"):
         data = file.read_bytes()
@@ -116,7 +124,9 @@ def raw(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_first_loss_is_that_of_the_whole(results: tuple[int, dict[str, Any]], root: Path, name: str) -> None:
+def test_the_first_loss_is_that_of_the_whole(
+    results: tuple[int, dict[str, Any]], root: Path, name: str
+) -> None:
     result = results[1][name]
     assert isinstance(result, dict), result
     assert result["loss"] == pytest.approx(loss_of_whole(original(root / name)[0]), rel=1e-6)
@@ -135,50 +145,76 @@ def test_the_export_is_the_whole_again_with_another_text_part(
     assert EXTRA in same and len(same) == by_name[name]["passes"] > 10
     assert {theirs[key][0] for key in same} == {"F32", "BF16"}
     assert not any("vis" in key or "projector" in key for key in theirs.keys() - same)
-    before, after = ({**json.loads((d / "config.json").read_text()), "torch_dtype": 0} for d in (root / name, export))
-    assert before == after and (export / "preprocessor_config.json").read_text() == '{"image_size": 28}'
+    before, after = (
+        {**json.loads((d / "config.json").read_text()), "torch_dtype": 0}
+        for d in (root / name, export)
+    )
+    assert (
+        before == after
+        and (export / "preprocessor_config.json").read_text() == '{"image_size": 28}'
+    )
     model, report = original(export)
     assert not report.pop("unexpected_keys") - {EXTRA} and not any(report.values()), report
     with torch.no_grad():
         logits = model(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(by_name[name]["logits"], logits, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(original(root / name)[0](input_ids=IDS, use_cache=False).logits, logits, atol=1e-2)
+    assert not torch.allclose(
+        original(root / name)[0](input_ids=IDS, use_cache=False).logits, logits, atol=1e-2
+    )
 
 
 def rewritten(source: Path, target: Path, change: Any) -> ModelSource:
     shutil.copytree(source, target)
     tensors = change(load_file(target / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        target / "model.safetensors",
+    )
     return ModelSource(str(target), random_weights=False, trust_remote_code=False)
 
 
-def test_names_of_the_files_are_kept_whichever_transformers_reads(root: Path, tmp_path: Path) -> None:
-    """Gemma 3 is written as `language_model.model.…`, and read under its new names too; a tied head may be there."""
+def test_names_of_the_files_are_kept_whichever_transformers_reads(
+    root: Path, tmp_path: Path
+) -> None:
+    """Gemma 3 is written as `language_model.model.…`, and read under its new names too; a tied
+    head may be there.
+    """
 
     def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        new = {name.replace("language_model.model.", "model.language_model."): t for name, t in tensors.items()}
+        new = {
+            name.replace("language_model.model.", "model.language_model."): t
+            for name, t in tensors.items()
+        }
         return new | {"lm_head.weight": new["model.language_model.embed_tokens.weight"].clone()}
 
     source = rewritten(root / "gemma3", tmp_path / "renamed", renamed)
     result = run_ranks(train_one, 2, source, tmp_path / "export")[0]
     assert raw(tmp_path / "export").keys() == raw(tmp_path / "renamed").keys()
     with safe_open(tmp_path / "export" / "model-text.safetensors", framework="pt") as file:
-        head, embeddings = map(file.get_tensor, ("lm_head.weight", "model.language_model.embed_tokens.weight"))
+        head, embeddings = map(
+            file.get_tensor, ("lm_head.weight", "model.language_model.embed_tokens.weight")
+        )
     assert torch.equal(head, embeddings) and result["passes"] == run_ranks_passes(root / "gemma3")
 
 
 def run_ranks_passes(path: Path) -> int:
-    whole = load.whole_checkpoint(ModelSource(str(path), random_weights=False, trust_remote_code=False))
+    whole = load.whole_checkpoint(
+        ModelSource(str(path), random_weights=False, trust_remote_code=False)
+    )
     assert whole is not None
     return len(whole.others)
 
 
 def test_a_text_tensor_that_is_not_found_is_named(root: Path, tmp_path: Path) -> None:
     def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name.replace("layers.1.mlp", "layers.1.ffn"): tensor for name, tensor in tensors.items()}
+        return {
+            name.replace("layers.1.mlp", "layers.1.ffn"): tensor for name, tensor in tensors.items()
+        }
 
     source = rewritten(root / "qwen3_5", tmp_path / "renamed", renamed)
-    with pytest.raises(ConfigError, match=r"lacks weights for \['model\.layers\.1\.mlp\.down_proj\.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"lacks weights for \['model\.layers\.1\.mlp\.down_proj\.weight'"
+    ):
         load.whole_checkpoint(source)
 
 
@@ -188,8 +224,16 @@ def test_a_text_tensor_that_is_not_found_is_named(root: Path, tmp_path: Path) ->
         ("qwen3_vl", {}, r"no language model alone for its text part \('qwen3_vl_text'\)"),
         ("t5", {}, "an encoder with a decoder; only language models of a decoder alone"),
         ("gemma3", {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
-        ("gemma3", {"architectures": ["OwnModel"]}, r"its class \(OwnModel\) is none of transformers' own"),
-        ("gemma3", WRAPPERS["gemma3"], r"model\.random_weights=true: the other parts .* have no weights"),
+        (
+            "gemma3",
+            {"architectures": ["OwnModel"]},
+            r"its class \(OwnModel\) is none of transformers' own",
+        ),
+        (
+            "gemma3",
+            WRAPPERS["gemma3"],
+            r"model\.random_weights=true: the other parts .* have no weights",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
@@ -197,10 +241,18 @@ def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
 ) -> None:
     AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
-    words = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", f"data.train_files={rows}"]
+    words = [
+        f"model.partial_pretrain={tmp_path}",
+        "model.random_weights=true",
+        f"data.train_files={rows}",
+    ]
     with (
         patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
-        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
+        patch.object(
+            inputs.AutoTokenizer,
+            "from_pretrained",
+            side_effect=AssertionError("a tokenizer is read"),
+        ),
         pytest.raises(ConfigError, match=message),
     ):
         (tmp_path / "tokenizer.json").write_text("{}")

@@ -23,7 +23,9 @@ class Family:
     text_arguments: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[dict[str, Any]], str] | None = None
-    """What generating a message gives, by hand, where renderings up to it do not begin with its prompt."""
+    """What generating a message gives, by hand, where renderings up to it do not begin with its
+    prompt.
+    """
     is_open: bool = False
     """Whether the token that ends a turn is written by the message behind it."""
     together: bool = False
@@ -44,31 +46,38 @@ TOKENS = (
 )  # fmt: skip
 
 CALLS = (
-    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' + call.function.name + ' ' + call.function.arguments"
-    " | tojson + '\n</tool_call>' }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' + call.function.name + ' ' + "
+    "call.function.arguments | tojson + '\n</tool_call>' }}{% endfor %}"
 )
 HEAD = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
 CHATML = (
-    HEAD + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    HEAD
+    + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    + CALLS
+    + "{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHATML_TAGGED = (
-    HEAD + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}"
+    HEAD
+    + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% "
+    "generation %}{{ m.content }}"
     + CALLS
     + "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QWEN3_TAGGED = fixtures.QWEN3.replace("assistant\\n' }}", "assistant\\n' }}{% generation %}", 1).replace(
+QWEN3_TAGGED = fixtures.QWEN3.replace(
+    "assistant\\n' }}", "assistant\\n' }}{% generation %}", 1
+).replace(
     "{{- '<|im_end|>\\n' }}\n{%- elif message.role == 'tool'",
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n{%- elif message.role == 'tool'",
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role)"
-    " + '<|end_header_id|>\n\n' }}{% if tools and m.role == 'user' and loop.index0 <= 1 %}{% for t in tools %}"
-    "{{ t | tojson }}{% endfor %}{% endif %}{{ m.content | trim }}{% for call in m.tool_calls or [] %}"
-    "{{ '<|python_tag|>' + call.function | tojson }}{% endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + ('ipython' if m.role == "
+    "'tool' else m.role) + '<|end_header_id|>\n\n' }}{% if tools and m.role == 'user' and "
+    "loop.index0 <= 1 %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{{ m.content | "
+    "trim }}{% for call in m.tool_calls or [] %}{{ '<|python_tag|>' + call.function | tojson }}{% "
+    "endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}{% endfor %}{% if "
+    "add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # The system text and the tools stand at the last user turn; there is no generation prompt.
 MISTRAL = """{{- bos_token }}
@@ -87,7 +96,8 @@ MISTRAL = """{{- bos_token }}
 {%- elif m.role == 'assistant' %}{{- ' ' + m.content + '</s>' }}
 {%- endif %}
 {%- endfor %}"""
-# An ended conversation ends with another token than a turn; reasoning is written in the last turn alone.
+# An ended conversation ends with another token than a turn; reasoning is written in the last turn
+# alone.
 GPT_OSS = """{%- macro call(m) %}
 {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}
 {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
@@ -117,17 +127,18 @@ GPT_OSS = """{%- macro call(m) %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 # Tool arguments are joined as text.
 DEEPSEEK = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + call.function.name + '\n'"
-    " + call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜end▁of▁sentence｜>' }}"
-    "{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + "
+    "m.content }}{% for call in m.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + call.function.name "
+    "+ '\n' + call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜end▁of▁sentence｜>' "
+    "}}{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}{{ m.content }}{% endif "
+    "%}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
 PHI = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ '<|endoftext|>' }}{% endif %}"
 )
-# A turn ends with the role token of what the model waits for, and the next message does not write it again.
+# A turn ends with the role token of what the model waits for, and the next message does not write
+# it again.
 GLM = """{%- set ns = namespace(user=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.user = loop.index0 %}{% endif %}{% endfor %}
 {%- for t in tools or [] %}{{- '<|system|>\\n' + t | tojson }}{%- endfor %}
@@ -149,10 +160,10 @@ GLM = """{%- set ns = namespace(user=-1) %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 KIMI = (
-    "{% for t in tools or [] %}{{ '<|im_start|>tools<|im_middle|>' + t | tojson + '<|im_end|>' }}{% endfor %}"
-    "{% for m in messages %}{{ ('<|im_assistant|>' if m.role == 'assistant' else '<|im_start|>') + m.role"
-    " + '<|im_middle|>' + m.content }}" + CALLS + "{{ '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+    "{% for t in tools or [] %}{{ '<|im_start|>tools<|im_middle|>' + t | tojson + '<|im_end|>' "
+    "}}{% endfor %}{% for m in messages %}{{ ('<|im_assistant|>' if m.role == 'assistant' else "
+    "'<|im_start|>') + m.role + '<|im_middle|>' + m.content }}" + CALLS + "{{ '<|im_end|>' }}{% "
+    "endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 ZEPHYR = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
@@ -160,13 +171,15 @@ ZEPHYR = (
 )
 # A turn ends with a mark of the template and, directly behind it, the tokenizer's end token.
 COMMAND = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == 'assistant' %}"
-    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}"
-    "{% else %}{{ m.role + m.content + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == "
+    "'assistant' %}{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + "
+    "'<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% else %}{{ m.role + m.content + "
+    "'<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>{% endif %}"
 )
 COMMAND_TAGGED = COMMAND.replace(
-    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}",
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + "
+    "'<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}",
     "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% generation %}"
     "{{ m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% endgeneration %}",
 )
@@ -182,9 +195,9 @@ def gpt_oss_turn(message: dict[str, Any]) -> str:
     return f"{text} to=functions.{call['name']}<|channel|>commentary json<|message|>{arguments}<|call|>"
 
 
-GLM_OPEN = GLM.replace("{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}", "").replace(
-    "{% generation %}", ""
-)
+GLM_OPEN = GLM.replace(
+    "{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}", ""
+).replace("{% generation %}", "")
 GLM_OPEN = GLM_OPEN.replace("('' if before == 'assistant' else '<|user|>')", "'<|user|>'").replace(
     "before in ('assistant', 'tool')", "before == 'tool'"
 )
@@ -207,9 +220,13 @@ FAMILIES = {
     "deepseek": Family(DEEPSEEK, ("<｜end▁of▁sentence｜>",), text_arguments=True, together=True),
     "phi": Family(PHI, ("<|end|>",), tools=False, together=True),
     "glm with tags": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content"),
-    "glm as published": Family(GLM_OPEN, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True),
+    "glm as published": Family(
+        GLM_OPEN, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True
+    ),
     "kimi": Family(KIMI, IM_END, together=True),
     "command": Family(COMMAND, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True),
-    "command with tags": Family(COMMAND_TAGGED, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True),
+    "command with tags": Family(
+        COMMAND_TAGGED, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True
+    ),
     "zephyr": Family(ZEPHYR, ("</s>",), tools=False, together=True),
 }

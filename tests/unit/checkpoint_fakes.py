@@ -1,4 +1,6 @@
-"""Tiny checkpoints written with the real functions, for the tests of `trainer/checkpoint` that need no torch."""
+"""Tiny checkpoints written with the real functions, for the tests of `trainer/checkpoint` that
+need no torch.
+"""
 
 import hashlib
 from functools import cache
@@ -13,7 +15,9 @@ WORLD_SIZE = 2
 def content_of(step: int) -> dict[str, bytes]:
     """Relative path to bytes of the checkpoint of one step, `manifest.json` apart."""
     ranks = range(WORLD_SIZE)
-    shards = {layout.model_file(WORLD_SIZE, rank): f"model {step} {rank}".encode() * 3 for rank in ranks}
+    shards = {
+        layout.model_file(WORLD_SIZE, rank): f"model {step} {rank}".encode() * 3 for rank in ranks
+    }
     return shards | {
         layout.optim_file(WORLD_SIZE, 0): f"optim {step}".encode(),
         "data.pt": f"data {step}".encode(),
@@ -44,7 +48,10 @@ def stage(run_dir: Path, step: int) -> Path:
     staging = layout.staging_dir(run_dir, step)
     fsio.make_dir(staging)
     fsio.make_dir(staging / "huggingface")
-    records = tuple(fsio.write_file(staging / name, data, root=staging) for name, data in content_of(step).items())
+    records = tuple(
+        fsio.write_file(staging / name, data, root=staging)
+        for name, data in content_of(step).items()
+    )
     fsio.write_file(staging / MANIFEST, manifest_of(step, records).to_json().encode(), root=staging)
     fsio.fsync_tree(staging)
     return staging
@@ -74,7 +81,9 @@ def write_unfinished(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
 def is_whole(path: Path) -> bool:
     """Independent of the code under test: every byte as `content_of` says, and a manifest."""
     try:
-        return all((path / name).read_bytes() == data for name, data in expected_files(path.name).items())
+        return all(
+            (path / name).read_bytes() == data for name, data in expected_files(path.name).items()
+        )
     except FileNotFoundError:
         return False
 
@@ -83,5 +92,8 @@ def is_whole(path: Path) -> bool:
 def expected_files(name: str) -> dict[str, bytes]:
     step = int(name.removeprefix("global_step_"))
     files = content_of(step)
-    records = (fsio.FileRecord(file, len(data), hashlib.sha256(data).hexdigest()) for file, data in files.items())
+    records = (
+        fsio.FileRecord(file, len(data), hashlib.sha256(data).hexdigest())
+        for file, data in files.items()
+    )
     return files | {MANIFEST: manifest_of(step, tuple(records)).to_json().encode()}

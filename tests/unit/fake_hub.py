@@ -18,7 +18,9 @@ API = "/api/models/org/model"
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """`files`: of main, as its last commit left them. `commits`: their titles. `refusals`: of the next one."""
+    """`files`: of main, as its last commit left them. `commits`: their titles. `refusals`: of
+    the next one.
+    """
 
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     files: ClassVar[dict[str, bytes]] = {}
@@ -34,7 +36,9 @@ class FakeHub(BaseHTTPRequestHandler):
         place = self.path.partition("?")[0]
         if place in (API, f"{API}/revision/main"):
             siblings = [{"rfilename": name} for name in self.files]
-            return self._tell({"id": "org/model", "_id": "1", "sha": "1" * 40, "siblings": siblings, "tags": []})
+            return self._tell(
+                {"id": "org/model", "_id": "1", "sha": "1" * 40, "siblings": siblings, "tags": []}
+            )
         if place.startswith(f"{API}/tree/main"):
             below = place.removeprefix(f"{API}/tree/main").strip("/")
             return self._tree(f"{below}/" if below else "")
@@ -48,8 +52,12 @@ class FakeHub(BaseHTTPRequestHandler):
         is_recursive = "recursive=true" in self.path.lower()
         rows = [self._row(name) for name in found]
         inner = {name[: name.index("/", len(below))] for name in found if "/" in name[len(below) :]}
-        folders = [{"type": "directory", "path": name, "size": 0, "oid": "0"} for name in sorted(inner)]
-        return self._tell([row for row in rows if is_recursive or "/" not in row["path"][len(below) :]] + folders)
+        folders = [
+            {"type": "directory", "path": name, "size": 0, "oid": "0"} for name in sorted(inner)
+        ]
+        return self._tell(
+            [row for row in rows if is_recursive or "/" not in row["path"][len(below) :]] + folders
+        )
 
     def _row(self, name: str) -> dict[str, Any]:
         return {"type": "file", "path": name, "size": len(self.files[name]), "oid": "0"}
@@ -61,7 +69,10 @@ class FakeHub(BaseHTTPRequestHandler):
                 (entry["path"], "lfs" if entry["path"].endswith(LARGE) else "regular")
                 for entry in json.loads(body)["files"]
             ]
-            rows = [{"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None} for path, mode in modes]
+            rows = [
+                {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
+                for path, mode in modes
+            ]
             return self._tell({"files": rows})
         if self.path.startswith(f"{API}/paths-info/main"):
             asked = parse_qs(body.decode())["paths"]
@@ -70,7 +81,9 @@ class FakeHub(BaseHTTPRequestHandler):
             rows = [dict(entry) for entry in json.loads(body)["objects"]]
             for row in rows:
                 if row["oid"] not in self.blobs:
-                    row["actions"] = {"upload": {"href": f"http://{self.headers['Host']}/lfs/{row['oid']}"}}
+                    row["actions"] = {
+                        "upload": {"href": f"http://{self.headers['Host']}/lfs/{row['oid']}"}
+                    }
             return self._tell({"transfer": "basic", "objects": rows})
         if not self.path.startswith(f"{API}/commit/main"):
             return self._fail("RepoNotFound")
@@ -78,7 +91,11 @@ class FakeHub(BaseHTTPRequestHandler):
             return self._fail("Refused", self.refusals.pop("commit"))
         self._commit([json.loads(line) for line in body.splitlines()])
         return self._tell(
-            {"success": True, "commitOid": "2" * 40, "commitUrl": f"http://{self.headers['Host']}/org/model/commit/2"}
+            {
+                "success": True,
+                "commitOid": "2" * 40,
+                "commitUrl": f"http://{self.headers['Host']}/org/model/commit/2",
+            }
         )
 
     def do_PUT(self) -> None:
@@ -121,7 +138,9 @@ class FakeHub(BaseHTTPRequestHandler):
     def _fail(self, code: str, status: int = 404) -> None:
         self._answer(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)
 
-    def _answer(self, content: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+    def _answer(
+        self, content: bytes, headers: dict[str, str] | None = None, status: int = 200
+    ) -> None:
         if status == 200 and (asked := self.headers.get("Range", "").removeprefix("bytes=")):
             first, _, last = asked.partition("-")
             content, status = content[int(first) : int(last) + 1 if last else None], 206
@@ -146,7 +165,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[huggingface_hub.HfFileSys
     thread.start()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    huggingface_hub.set_client_factory(httpx.Client)  # the usual one refuses while tests are offline
+    # the usual one refuses while tests are offline
+    huggingface_hub.set_client_factory(httpx.Client)
     endpoint = f"http://127.0.0.1:{server.server_port}"
     yield huggingface_hub.HfFileSystem(endpoint=endpoint, token=False, skip_instance_cache=True)
     huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)

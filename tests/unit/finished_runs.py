@@ -1,4 +1,6 @@
-"""Run directories as a finished run of two ranks leaves them: metrics and the last checkpoint, with real shards."""
+"""Run directories as a finished run of two ranks leaves them: metrics and the last checkpoint,
+with real shards.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -47,13 +49,21 @@ def rank_state(rank: int) -> dict[str, dict[str, Any]]:
         return distribute_tensor(torch.randn(*shape, generator=generator), mesh, [Shard(0)])
 
     model = {name: sharded(4, 3) for name in NAMES} | {"empty": sharded(0, 3)}
-    moments = {name: {"step": torch.tensor(float(STEPS)), "exp_avg": sharded(4, 3)} for name in NAMES}
+    moments = {
+        name: {"step": torch.tensor(float(STEPS)), "exp_avg": sharded(4, 3)} for name in NAMES
+    }
     groups = [{"lr": 0.1, "betas": [0.9, 0.95], "foreach": None, "param_names": list(NAMES)}]
     return {"model": model, "optim": {"state": moments, "param_groups": groups}}
 
 
 def data_state(loader_counter: int) -> dict[str, Any]:
-    return {"step": STEPS, "epoch": 0, "samples_consumed": 48, "seed": 1, "loader": {"yielded": loader_counter}}
+    return {
+        "step": STEPS,
+        "epoch": 0,
+        "samples_consumed": 48,
+        "seed": 1,
+        "loader": {"yielded": loader_counter},
+    }
 
 
 def write_run(run_dir: Path) -> Path:
@@ -62,7 +72,9 @@ def write_run(run_dir: Path) -> Path:
     metrics = MetricsFile(run_dir / FILE_NAME)
     for step in range(1, STEPS + 1):
         metrics.write(MetricsRow.of(row(step), step))
-    metrics.write(MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
+    metrics.write(
+        MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS)
+    )
     metrics.close()
     with process_group():
         states = [rank_state(rank) for rank in range(WORLD_SIZE)]
@@ -70,20 +82,28 @@ def write_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def write_checkpoint(run_dir: Path, states: list[dict[str, dict[str, Any]]], data: dict[str, Any]) -> None:
+def write_checkpoint(
+    run_dir: Path, states: list[dict[str, dict[str, Any]]], data: dict[str, Any]
+) -> None:
     step_dir = run_dir / layout.step_dir_name(STEPS)
     step_dir.mkdir()
     files = {layout.DATA: data}
     for rank, state in enumerate(states):
         files[layout.model_file(len(states), rank)] = state["model"]
         files[layout.optim_file(len(states), rank)] = state["optim"]
-    records = tuple(write_torch(step_dir / name, value, root=step_dir) for name, value in files.items())
+    records = tuple(
+        write_torch(step_dir / name, value, root=step_dir) for name, value in files.items()
+    )
     manifest = dataclasses.replace(manifest_of(STEPS, records), world_size=len(states))
     fsio.write_file(step_dir / MANIFEST, manifest.to_json().encode(), root=step_dir)
     layout.publish(run_dir, STEPS)
 
 
-def rewrite_checkpoint(run_dir: Path, states: list[dict[str, dict[str, Any]]], data: dict[str, Any]) -> None:
-    """Another final state under a manifest that proves it: what a resume that goes wrong would save."""
+def rewrite_checkpoint(
+    run_dir: Path, states: list[dict[str, dict[str, Any]]], data: dict[str, Any]
+) -> None:
+    """Another final state under a manifest that proves it: what a resume that goes wrong would
+    save.
+    """
     fsio.remove_tree(run_dir / layout.step_dir_name(STEPS))
     write_checkpoint(run_dir, states, data)

@@ -1,4 +1,5 @@
-"""A run that only logs: `python killed_run.py RUN_DIR BACKEND FIRST_STEP KILL_STEP` (-1: to its end).
+"""A run that only logs: `python killed_run.py RUN_DIR BACKEND FIRST_STEP KILL_STEP` (-1: to its
+end).
 
 Killed as a machine kills: by SIGKILL, as soon as the trackers have taken the row of KILL_STEP.
 """
@@ -28,7 +29,9 @@ def val_row(step: int) -> dict[str, float]:
 
 
 def main(run_dir: Path, backend: str, first_step: int, kill_step: int) -> None:
-    tracking = Tracking("project", "killed", [backend], {"lr": 0.1}, run_dir=run_dir, total_steps=STEPS)
+    tracking = Tracking(
+        "project", "killed", [backend], {"lr": 0.1}, run_dir=run_dir, total_steps=STEPS
+    )
     for step in range(first_step, STEPS + 1):
         tracking.log(train_row(step), step)
         if step % 2 == 0:

@@ -1,4 +1,6 @@
-"""A storage in memory that is killed, refuses, cuts files short or shows them late at a chosen operation."""
+"""A storage in memory that is killed, refuses, cuts files short or shows them late at a chosen
+operation.
+"""
 
 import collections
 import io
@@ -31,15 +33,24 @@ class Killed(BaseException):
 class FaultyStorage(MemoryFileSystem):
     """Counts operations; of number n it makes what `faults[n]` says. Its files are its own.
 
-    killed before, after, within: the process ends, of a write the half is there; nothing is done until `revive`.
-    refused: an error without effect. cut: a write or a read is told to have succeeded, with half of it. late: for
-    `late_by` operations what was written or removed shows to nobody, neither listed nor read.
+    killed before, after, within: the process ends, of a write the half is there; nothing is done
+    until `revive`.
+    refused: an error without effect. cut: a write or a read is told to have succeeded, with half of
+    it. late: for `late_by` operations what was written or removed shows to nobody, neither listed
+    nor read.
     """
 
     cachable = False
     mirror_url = URL
 
-    def __init__(self, at: int = -1, kind: str = "", *, faults: dict[int, str] | None = None, late_by: int = 5) -> None:
+    def __init__(
+        self,
+        at: int = -1,
+        kind: str = "",
+        *,
+        faults: dict[int, str] | None = None,
+        late_by: int = 5,
+    ) -> None:
         super().__init__(global_store=False)
         self.faults, self.count, self.late_by = {at: kind} if faults is None else faults, 0, late_by
         self.struck: collections.Counter[str] = collections.Counter()
@@ -69,7 +80,11 @@ class FaultyStorage(MemoryFileSystem):
         return found
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        self._change([path], lambda: self._put(path, value), lambda: self._put(path, value[: len(value) // 2]))
+        self._change(
+            [path],
+            lambda: self._put(path, value),
+            lambda: self._put(path, value[: len(value) // 2]),
+        )
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())
@@ -78,13 +93,17 @@ class FaultyStorage(MemoryFileSystem):
         self._change([path], lambda: self.store.pop(self._strip_protocol(path), None), lambda: None)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        names = sorted(name for name in self.store if name.startswith(self._strip_protocol(path) + "/"))
+        names = sorted(
+            name for name in self.store if name.startswith(self._strip_protocol(path) + "/")
+        )
         self._change(names, lambda: self._drop(names), lambda: self._drop(names[::2]))
 
     def find(self, path: str, **kwargs: Any) -> dict[str, Any]:
         self._strike()
         root = self._strip_protocol(path) + "/"
-        return {name: {"size": len(data)} for name, data in self.seen().items() if name.startswith(root)}
+        return {
+            name: {"size": len(data)} for name, data in self.seen().items() if name.startswith(root)
+        }
 
     def cat_file(self, path: str, **kwargs: Any) -> bytes:
         kind = self._strike()
@@ -110,7 +129,9 @@ class FaultyStorage(MemoryFileSystem):
         self.struck[kind] += 1
         if kind == "late":
             seen, until = self.seen(), self.count + self.late_by
-            self._before |= {(name := self._strip_protocol(path)): (until, seen.get(name)) for path in paths}
+            self._before |= {
+                (name := self._strip_protocol(path)): (until, seen.get(name)) for path in paths
+            }
         half() if kind in ("killed within", "cut") else action()
         if kind.startswith("killed"):
             self._is_dead = True
@@ -148,12 +169,18 @@ def trainer_of(run_dir: Path, *, best_metric: str = "val/loss", **settings: Any)
 
 
 def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
-    return hub.uploader_of(trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage))
+    return hub.uploader_of(
+        trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage)
+    )
 
 
 def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
     """What a new machine takes from the mirror. `storage`: a file system with its `mirror_url`."""
-    restore.prepare(trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage), retry_after_s=())
+    restore.prepare(
+        trainer_of(run_dir, **settings),
+        hub.storage_of(storage.mirror_url, storage),
+        retry_after_s=(),
+    )
     found = list(run_dir.glob("global_step_*"))
     return found[0] if found else None
 
@@ -163,7 +190,8 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation has the same number each time."""
     monkeypatch.setattr(upload, "NUM_STREAMS", 1)
     monkeypatch.setattr(restore, "NUM_STREAMS", 1)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not lost here, and time is short
+    # power is not lost here, and time is short
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def steps_in(storage: FaultyStorage) -> list[int]:
@@ -183,7 +211,13 @@ def mirrored(run_dir: Path, *steps: int, **settings: object) -> FaultyStorage:
 
 
 def roll_back(run_dir: Path, target: int, *discarded: int) -> None:
-    entry = {"onset": 3, "found_step": 4, "target_step": target, "first_skipped": 3, "last_skipped": 4}
+    entry = {
+        "onset": 3,
+        "found_step": 4,
+        "target_step": target,
+        "first_skipped": 3,
+        "last_skipped": 4,
+    }
     nonces = {"reason": "a spike", "discarded": [f"a1b{step}" for step in discarded]}
     (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry | nonces]}))
     layout.publish(run_dir, target)
@@ -193,12 +227,18 @@ def roll_back(run_dir: Path, target: int, *discarded: int) -> None:
 
 
 def campaign(
-    at: int, kind: str, work: Path, *, steps: tuple[int, ...] = (2, 4, 6), storage: FaultyStorage | None = None
+    at: int,
+    kind: str,
+    work: Path,
+    *,
+    steps: tuple[int, ...] = (2, 4, 6),
+    storage: FaultyStorage | None = None,
 ) -> Iterator[str]:
-    """A run that saves `steps`, its uploads disturbed once, at operation `at`: what is wrong of what it leaves.
+    """A run that saves `steps`, its uploads disturbed once, at operation `at`: what is wrong of
+    what it leaves.
 
-    After each attempt the machine is lost for trial: a new one must take a whole checkpoint, the last that was told to
-    be up or a newer one.
+    After each attempt the machine is lost for trial: a new one must take a whole checkpoint, the
+    last that was told to be up or a newer one.
     """
     storage, run_dir = storage or FaultyStorage(at, kind), work / "run"
     run_dir.mkdir(parents=True)
@@ -217,7 +257,8 @@ def campaign(
                 own, is_up = uploader(run_dir, storage), False
             up = step if is_up else up
             taken = None
-            with storage.undisturbed(), suppress(NoUsableCheckpointError):  # of the first one there is a part
+            # of the first one there is a part
+            with storage.undisturbed(), suppress(NoUsableCheckpointError):
                 taken = restored(work / f"machine{storage.count}", storage)
             if up and (taken is None or int(taken.name.removeprefix("global_step_")) < up):
                 yield f"{kind} at {at}: step {up} was up, {taken} is taken"
@@ -230,7 +271,8 @@ def campaign(
         else:
             yield f"{kind} at {at}: step {step} never goes up"
     with storage.undisturbed():
-        uploader(run_dir, storage).sync()  # as the next start, which finds what a removal left that was cut short
+        # as the next start, which finds what a removal left that was cut short
+        uploader(run_dir, storage).sync()
     names = {name.split("/")[3] for name in storage.store}
     wanted = {f"global_step_{step}" for step in steps[-2:]}
     if {name for name in names if name.startswith("global_step_")} != wanted:

@@ -19,7 +19,9 @@ OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_len
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -38,7 +40,14 @@ def run(
     tokenizer = make_tokenizer(template)
     paths = [files] if isinstance(files, Path) else files
     digest = tokenizer_digest(tokenizer)
-    return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, options=options, cache_dir=cache, **more)
+    return prepare(
+        paths,
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        options=options,
+        cache_dir=cache,
+        **more,
+    )
 
 
 def to_conversation(row: Row, keys: RowKeys) -> Item:

@@ -1,4 +1,6 @@
-"""The plan: every sample exactly once, within the limits, evenly dealt; properties over random batches."""
+"""The plan: every sample exactly once, within the limits, evenly dealt; properties over random
+batches.
+"""
 
 import itertools
 from typing import Any
@@ -16,7 +18,9 @@ Dealt = list[list[list[int]]]
 
 
 def random_case(seed: int) -> tuple[np.ndarray, int, Limits, float]:
-    """(lengths, ranks, limits, quadratic cost): short and long tails, tight and absent limits, few and many ranks."""
+    """(lengths, ranks, limits, quadratic cost): short and long tails, tight and absent limits,
+    few and many ranks.
+    """
     rng = np.random.default_rng(seed)
     num_samples = int(rng.integers(1, 80))
     lengths = np.ceil(rng.pareto(1.5, num_samples) * 50 + 1).clip(1, 2000).astype(np.int64)
@@ -25,7 +29,12 @@ def random_case(seed: int) -> tuple[np.ndarray, int, Limits, float]:
     longest = int(lengths.max())
     max_tokens = [None, longest, longest * 2, longest * 10][rng.integers(4)]
     max_samples = [None, 1, 3, 16][rng.integers(4)]
-    return lengths, int(rng.integers(1, 9)), Limits(max_tokens, max_samples), float(rng.choice([0.0, 1e-4, 1e-2]))
+    return (
+        lengths,
+        int(rng.integers(1, 9)),
+        Limits(max_tokens, max_samples),
+        float(rng.choice([0.0, 1e-4, 1e-2])),
+    )
 
 
 def cost_of(lengths: np.ndarray, quadratic_cost: float) -> np.ndarray:
@@ -35,8 +44,13 @@ def cost_of(lengths: np.ndarray, quadratic_cost: float) -> np.ndarray:
 @pytest.fixture(params=range(NUM_CASES))
 def case(request: pytest.FixtureRequest) -> tuple[np.ndarray, int, Limits, float, Dealt]:
     lengths, world_size, limits, quadratic_cost = random_case(request.param)
-    print(f"seed {request.param}: {len(lengths)} samples, {world_size} ranks, {limits}, quadratic {quadratic_cost}")
-    dealt = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
+    print(
+        f"seed {request.param}: {len(lengths)} samples, {world_size} ranks, {limits}, quadratic "
+        f"{quadratic_cost}"
+    )
+    dealt = split_batch(
+        lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
+    )
     return lengths, world_size, limits, quadratic_cost, dealt
 
 
@@ -44,13 +58,19 @@ def test_split_keeps_every_promise(case: tuple[np.ndarray, int, Limits, float, D
     lengths, world_size, limits, quadratic_cost, dealt = case
     micro_batches = list(itertools.chain(*dealt))
 
-    assert sorted(itertools.chain(*micro_batches)) == list(range(len(lengths))), "every index exactly once"
+    assert sorted(itertools.chain(*micro_batches)) == list(range(len(lengths))), (
+        "every index exactly once"
+    )
     assert len(dealt) == world_size
-    assert len({len(rank) for rank in dealt}) == 1, "collectives need as many micro-batches on every rank"
+    assert len({len(rank) for rank in dealt}) == 1, (
+        "collectives need as many micro-batches on every rank"
+    )
     for members in micro_batches:
         assert limits.max_tokens is None or lengths[members].sum() <= limits.max_tokens
         assert limits.max_samples is None or len(members) <= limits.max_samples
-    again = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
+    again = split_batch(
+        lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
+    )
     assert again == dealt, "ranks plan alone and must come to the same plan"
 
 
@@ -64,7 +84,9 @@ def test_split_balances_the_ranks(case: tuple[np.ndarray, int, Limits, float, De
 def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
     for seed in range(NUM_CASES):
         lengths, world_size, limits, quadratic_cost = random_case(seed)
-        dealt = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
+        dealt = split_batch(
+            lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
+        )
         by_tokens = lengths.sum() / limits.max_tokens if limits.max_tokens else 1
         by_samples = len(lengths) / limits.max_samples if limits.max_samples else 1
         least = max(1, np.ceil(max(by_tokens, by_samples) / world_size))
@@ -72,33 +94,55 @@ def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
 
 
 def test_equal_samples_are_dealt_evenly() -> None:
-    dealt = split_batch(np.full(12, 10), num_data_ranks=3, limits=Limits(None, None), quadratic_cost=0.1)
+    dealt = split_batch(
+        np.full(12, 10), num_data_ranks=3, limits=Limits(None, None), quadratic_cost=0.1
+    )
     assert [[len(members) for members in rank] for rank in dealt] == [[4], [4], [4]]
 
 
 def test_more_ranks_than_samples_leaves_empty_micro_batches() -> None:
-    dealt = split_batch(np.array([5, 9]), num_data_ranks=4, limits=Limits(16, 1), quadratic_cost=0.0)
+    dealt = split_batch(
+        np.array([5, 9]), num_data_ranks=4, limits=Limits(16, 1), quadratic_cost=0.0
+    )
     assert sorted(map(str, dealt)) == ["[[0]]", "[[1]]", "[[]]", "[[]]"]
 
 
 def test_a_global_batch_that_fits_is_one_micro_batch() -> None:
-    assert split_batch(np.array([3, 4]), num_data_ranks=1, limits=Limits(7, None), quadratic_cost=0.0) == [[[0, 1]]]
-    assert len(split_batch(np.array([3, 4]), num_data_ranks=1, limits=Limits(6, None), quadratic_cost=0.0)[0]) == 2
+    assert split_batch(
+        np.array([3, 4]), num_data_ranks=1, limits=Limits(7, None), quadratic_cost=0.0
+    ) == [[[0, 1]]]
+    assert (
+        len(
+            split_batch(
+                np.array([3, 4]), num_data_ranks=1, limits=Limits(6, None), quadratic_cost=0.0
+            )[0]
+        )
+        == 2
+    )
 
 
 def test_a_sample_longer_than_the_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"):
-        split_batch(np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(8, None), quadratic_cost=0.0)
+    with pytest.raises(
+        ConfigError, match=r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
+    ):
+        split_batch(
+            np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(8, None), quadratic_cost=0.0
+        )
     split_batch(np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(9, None), quadratic_cost=0.0)
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 5), (10, 4), (1, 1), (1, 8), (7, 100), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size"), [(10, 5), (10, 4), (1, 1), (1, 8), (7, 100), (3, 1)]
+)
 def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None:
     schedule = Schedule((Share(num_samples),), batch_size, seed=5)
     per_epoch = -(-num_samples // batch_size)
     assert schedule.steps_per_epoch == per_epoch
     for epoch in range(4):
-        batches = [schedule.rows(step) for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)]
+        batches = [
+            schedule.rows(step)
+            for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        ]
         assert sorted(np.concatenate(batches)) == list(range(num_samples))
         assert [len(batch) for batch in batches[:-1]] == [batch_size] * (per_epoch - 1)
         assert len(batches[-1]) == num_samples - batch_size * (per_epoch - 1)
@@ -112,19 +156,31 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     assert order(1, 0) == order(1, 0)
     assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
     small = [Schedule((Share(50),), 7, seed=1).rows(step) for step in range(1, 9)]
-    assert np.concatenate(small).tolist() == order(1, 0), "the batch size only cuts the order, it does not change it"
+    assert np.concatenate(small).tolist() == order(1, 0), (
+        "the batch size only cuts the order, it does not change it"
+    )
 
 
 def test_position_counts_a_finished_epoch_as_the_start_of_the_next() -> None:
     schedule = Schedule((Share(10),), 4, seed=1)
     places = [schedule.position(step) for step in range(7)]
     assert [p.step for p in places] == list(range(7))
-    assert [(p.epoch, p.samples_consumed) for p in places] == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0)]
+    assert [(p.epoch, p.samples_consumed) for p in places] == [
+        (0, 0),
+        (0, 4),
+        (0, 8),
+        (1, 0),
+        (1, 4),
+        (1, 8),
+        (2, 0),
+    ]
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
-def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int, batch_size: int) -> None:
+def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
+    num_samples: int, batch_size: int
+) -> None:
     whole = Schedule((Share(num_samples),), batch_size, seed=2)
     total_steps = whole.steps_until(3)
     assert total_steps == 3 * whole.steps_per_epoch

@@ -23,8 +23,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
 
     monkeypatch.setattr(os, "fsync", lambda fd: (log.append(f"fsync {name(fd)}"), sync(fd))[1])
-    monkeypatch.setattr(os, "replace", lambda a, b: (log.append(f"replace {b.name}"), replace(a, b))[1])
-    monkeypatch.setattr(os, "rename", lambda a, b: (log.append(f"rename {b.name}"), rename(a, b))[1])
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (log.append(f"replace {b.name}"), replace(a, b))[1]
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (log.append(f"rename {b.name}"), rename(a, b))[1]
+    )
     return log
 
 
@@ -70,7 +74,9 @@ except OSError as error:
 def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
     assert found.stdout.split() == [str(errno.EFBIG), str(tmp_path / "m.pt")], found.stderr
 
 
@@ -90,7 +96,9 @@ def test_a_file_is_synced_once_before_it_has_a_record(tmp_path: Path, calls: lis
     assert calls == ["fsync a"]
 
 
-def test_a_failed_fsync_is_not_repeated_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fsync_is_not_repeated_and_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempts = []
 
     def fail(descriptor: int) -> None:
@@ -114,7 +122,9 @@ def test_a_short_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         fsio.write_file(tmp_path / "a", b"xyz", root=tmp_path)
 
 
-def test_an_exception_in_the_block_wins_and_leaves_no_record(tmp_path: Path, calls: list[str]) -> None:
+def test_an_exception_in_the_block_wins_and_leaves_no_record(
+    tmp_path: Path, calls: list[str]
+) -> None:
     with pytest.raises(KeyError), fsio.HashingFile(tmp_path / "a", root=tmp_path) as file:
         file.write(b"x")
         raise KeyError("unrelated")
@@ -123,7 +133,9 @@ def test_an_exception_in_the_block_wins_and_leaves_no_record(tmp_path: Path, cal
         _ = file.record
 
 
-def test_atomic_write_replaces_whole_files_in_durable_order(tmp_path: Path, calls: list[str]) -> None:
+def test_atomic_write_replaces_whole_files_in_durable_order(
+    tmp_path: Path, calls: list[str]
+) -> None:
     fsio.atomic_write(tmp_path / "p", b"1")
     fsio.atomic_write(tmp_path / "p", b"2")
     assert (tmp_path / "p").read_bytes() == b"2" and os.listdir(tmp_path) == ["p"]
@@ -145,7 +157,9 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(
     assert (tmp_path / "p").read_bytes() == b"1" and os.listdir(tmp_path) == ["p"]
 
 
-def test_directories_are_synced_after_what_changes_in_them(tmp_path: Path, calls: list[str]) -> None:
+def test_directories_are_synced_after_what_changes_in_them(
+    tmp_path: Path, calls: list[str]
+) -> None:
     fsio.make_dirs(tmp_path / "a" / "b")
     fsio.make_dirs(tmp_path / "a" / "b")
     assert calls == [f"fsync {tmp_path.name}", "fsync a"]

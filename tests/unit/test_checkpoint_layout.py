@@ -1,4 +1,6 @@
-"""Which checkpoint a run continues from: every state of the run directory has one right answer, never step 0."""
+"""Which checkpoint a run continues from: every state of the run directory has one right answer,
+never step 0.
+"""
 
 import json
 import logging
@@ -28,8 +30,19 @@ def point(run_dir: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "step"),
     [("global_step_0", 0), ("global_step_12", 12)]
-    + [(f"global_step_{bad}", None) for bad in ("", "-1", "01", "1 ", "1\n", "1.0", "x", "٣", "1.old")]
-    + [(name, None) for name in (".corrupt_global_step_1.0", ".staging_global_step_1.ab", "step_1", "Global_step_1")],
+    + [
+        (f"global_step_{bad}", None)
+        for bad in ("", "-1", "01", "1 ", "1\n", "1.0", "x", "٣", "1.old")
+    ]
+    + [
+        (name, None)
+        for name in (
+            ".corrupt_global_step_1.0",
+            ".staging_global_step_1.ab",
+            "step_1",
+            "Global_step_1",
+        )
+    ],
 )
 def test_only_exact_names_are_steps(name: str, step: int | None) -> None:
     assert layout.parse_step(name) == step
@@ -48,7 +61,21 @@ def test_file_names_are_those_other_tools_know() -> None:
     ("text", "step"),
     [("20", 20), ("20\n", 20), (" 20 ", 20), ("0", 0), ("9" * 18, int("9" * 18))]
     + [
-        (bad, None) for bad in ("", "\n", "garbage", "-1", "05", "2 0", "٢", "9" * 5000, "../x", "20\n10", "20.0", "\0")
+        (bad, None)
+        for bad in (
+            "",
+            "\n",
+            "garbage",
+            "-1",
+            "05",
+            "2 0",
+            "٢",
+            "9" * 5000,
+            "../x",
+            "20\n10",
+            "20.0",
+            "\0",
+        )
     ],
     ids=range(17),
 )
@@ -88,7 +115,9 @@ BROKEN_POINTERS = ["", "garbage", "-1", "9" * 30, "../x", "15", "20/../10", "10 
 
 
 @pytest.mark.parametrize("text", [*BROKEN_POINTERS, None])
-def test_a_broken_pointer_means_the_newest_committed_one_and_a_warning(tmp_path: Path, text: str | None) -> None:
+def test_a_broken_pointer_means_the_newest_committed_one_and_a_warning(
+    tmp_path: Path, text: str | None
+) -> None:
     save(tmp_path, 10, 20)
     if text is None:
         (tmp_path / POINTER).unlink()
@@ -98,7 +127,9 @@ def test_a_broken_pointer_means_the_newest_committed_one_and_a_warning(tmp_path:
     assert [info.step for info in selection.candidates] == [20, 10]
     (note,) = selection.notes
     assert (
-        note.startswith("WARNING") and "global_step_20" in note and ("missing" if text is None else text[:80]) in note
+        note.startswith("WARNING")
+        and "global_step_20" in note
+        and ("missing" if text is None else text[:80]) in note
     )
     publish(tmp_path, 20)
     assert read_pointer(tmp_path).step == 20
@@ -110,7 +141,10 @@ def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path: Pa
     selection = select(tmp_path)
     assert [info.step for info in selection.candidates] == [10]
     assert "'20'" in selection.notes[0] and "global_step_10" in selection.notes[0]
-    assert selection.notes[1] == "WARNING: passed over global_step_20: data.pt: No such file or directory"
+    assert (
+        selection.notes[1]
+        == "WARNING: passed over global_step_20: data.pt: No such file or directory"
+    )
 
 
 def test_a_crash_before_publish_rolls_forward(tmp_path: Path) -> None:
@@ -119,7 +153,10 @@ def test_a_crash_before_publish_rolls_forward(tmp_path: Path) -> None:
     publish(tmp_path, 10)
     commit(tmp_path, 20)
     selection = select(tmp_path)
-    assert [info.step for info in selection.candidates] == [20, 10] and "global_step_20" in selection.notes[0]
+    assert [info.step for info in selection.candidates] == [
+        20,
+        10,
+    ] and "global_step_20" in selection.notes[0]
     (tmp_path / POINTER).write_text("20")  # a crash between pointer and mark
     assert steps(tmp_path) == [20, 10] and select(tmp_path).notes == ()
 
@@ -130,7 +167,8 @@ def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path: Path) -> None:
     selection = select(tmp_path)
     assert [info.step for info in selection.candidates] == [20, 10]
     assert "moved back to global_step_20" in selection.notes[0]
-    commit(tmp_path, 25)  # the continued run dies between commit and publish, beside the abandoned 30
+    # the continued run dies between commit and publish, beside the abandoned 30
+    commit(tmp_path, 25)
     assert steps(tmp_path) == [25, 20, 10]
 
 
@@ -159,12 +197,15 @@ NEVER_STEP_0: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("damage", NEVER_STEP_0, ids=range(len(NEVER_STEP_0)))
-def test_damage_never_means_a_silent_start_at_step_0(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_damage_never_means_a_silent_start_at_step_0(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     damage(run)
     with pytest.raises(
-        NoUsableCheckpointError, match=r"(?s)(global_step_10|: '1?0?'|missing).*trainer.experiment_name"
+        NoUsableCheckpointError,
+        match=r"(?s)(global_step_10|: '1?0?'|missing).*trainer.experiment_name",
     ):
         select(run)
 
@@ -188,11 +229,20 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
 
     cases: list[tuple[Callable[[Path], object], str]] = [
         (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 7 were written"),
-        (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such file"),
+        (
+            lambda p: (p / layout.model_file(2, 1)).unlink(),
+            "model_world_size_2_rank_1.pt: No such file",
+        ),
         (edit("step", 11), "manifest.json: it belongs to step 11"),
         (edit("format", 9), "format 9 is not format 2"),
-        (edit("files", [{"path": "../x", "size_bytes": 0, "sha256": "0" * 64}]), "plain relative path"),
-        (edit("files", [{"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}]), "File name too long"),
+        (
+            edit("files", [{"path": "../x", "size_bytes": 0, "sha256": "0" * 64}]),
+            "plain relative path",
+        ),
+        (
+            edit("files", [{"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}]),
+            "File name too long",
+        ),
         (lambda p: (p / MANIFEST).unlink(), ""),
     ]
     for step, (change, expected) in enumerate(cases[:-1]):
@@ -200,7 +250,9 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
     bare = commit(tmp_path, 99)
     assert "its save did not finish" in reason_after(bare, cases[-1][0])
     save(tmp_path, 100)
-    assert reason_after(tmp_path / "global_step_100", cases[-1][0]) == "its manifest.json was removed"
+    assert (
+        reason_after(tmp_path / "global_step_100", cases[-1][0]) == "its manifest.json was removed"
+    )
 
 
 def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
@@ -209,14 +261,21 @@ def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S3.54")
-def test_publish_repairs_and_then_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_repairs_and_then_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 10)
     commit(tmp_path, 20)
-    point(tmp_path, "20")  # the rename of the pointer may not be on the disk yet: write it again before the mark
+    # the rename of the pointer may not be on the disk yet: write it again before the mark
+    point(tmp_path, "20")
     order: list[str] = []
     write, write_file = fsio.atomic_write, fsio.write_file
     monkeypatch.setattr(fsio, "atomic_write", lambda p, d: (order.append(p.name), write(p, d)))
-    monkeypatch.setattr(fsio, "write_file", lambda p, d, root: (order.append(p.name), write_file(p, d, root=root))[1])
+    monkeypatch.setattr(
+        fsio,
+        "write_file",
+        lambda p, d, root: (order.append(p.name), write_file(p, d, root=root))[1],
+    )
     publish(tmp_path, 20)
     assert [name for name in order if not name.endswith(".tmp")] == [POINTER, ".published"]
     order.clear()
@@ -224,7 +283,9 @@ def test_publish_repairs_and_then_writes_nothing(tmp_path: Path, monkeypatch: py
     assert order == []
 
 
-def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(tmp_path: Path) -> None:
+def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 10, 20)
     with pytest.raises(FileExistsError, match="never replaced"):
         commit(tmp_path, 20)
@@ -233,10 +294,14 @@ def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(tm
     (tmp_path / "global_step_20" / "data.pt").write_bytes(b"abandoned")
     assert is_whole(commit(tmp_path, 20))
     assert (tmp_path / ".corrupt_global_step_20.0" / "data.pt").read_bytes() == b"abandoned"
-    assert layout.quarantine(tmp_path / "global_step_20", "test").name == ".corrupt_global_step_20.1"
+    assert (
+        layout.quarantine(tmp_path / "global_step_20", "test").name == ".corrupt_global_step_20.1"
+    )
 
 
-def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_are_removed_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 10)
     layout.quarantine(commit(tmp_path, 11), "test")
     stage(tmp_path, 20)
@@ -244,7 +309,8 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
     fsio.rename(commit(tmp_path, 5), tmp_path / ".trash_global_step_5.ab")
     for name in (POINTER, "rollbacks.json", ".train.lock"):
         fsio.temporary_path(tmp_path / name).touch()
-    fsio.make_dirs(export := fsio.temporary_path(tmp_path / "export"))  # under way, beside a run that trains
+    # under way, beside a run that trains
+    fsio.make_dirs(export := fsio.temporary_path(tmp_path / "export"))
     (tmp_path / ".train.lock").touch()
     outside = tmp_path.with_name(tmp_path.name + "_outside")
     outside.mkdir()
@@ -258,14 +324,19 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.covers("S3.24")
-def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(tmp_path: Path) -> None:
+def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 5, 6, 9, 10, 20, 30)
     write_unfinished(tmp_path, 1)
     (commit(tmp_path, 40) / "data.pt").unlink()
     point(tmp_path, "9")
 
     def victims(keep: int | None, protect: frozenset[int] = frozenset()) -> list[str]:
-        return [path.name for path in retention.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)]
+        return [
+            path.name
+            for path in retention.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)
+        ]
 
     assert victims(1) == ["global_step_5", "global_step_6", "global_step_10", "global_step_20"]
     assert victims(2) == ["global_step_5", "global_step_10"]
@@ -274,7 +345,9 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(t
     with pytest.raises(ValueError, match="at least 1"):
         victims(0)
     retention.rotate(tmp_path, keep=1)
-    assert sorted(os.listdir(tmp_path)) == sorted([f"global_step_{step}" for step in (1, 9, 30, 40)] + [POINTER])
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [f"global_step_{step}" for step in (1, 9, 30, 40)] + [POINTER]
+    )
 
 
 def test_a_failed_deletion_is_logged_and_the_next_victim_goes(
@@ -291,7 +364,10 @@ def test_a_failed_deletion_is_logged_and_the_next_victim_goes(
     monkeypatch.setattr(fsio, "rename", refuse)
     with caplog.at_level(logging.WARNING):
         retention.rotate(tmp_path, keep=1)
-    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_5"]
+    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == [
+        "global_step_10",
+        "global_step_5",
+    ]
     assert "Permission denied" in caplog.text
     monkeypatch.undo()
     retention.rotate(tmp_path, keep=1)
@@ -306,15 +382,18 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
         os.utime(tmp_path / f"global_step_{step}", (age, age))
     (tmp_path / POINTER).unlink()
     assert steps(tmp_path) == [30, 20, 10]
-    assert [p.name for p in retention.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())] == [
-        "global_step_10"
-    ]
+    assert [
+        p.name for p in retention.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())
+    ] == ["global_step_10"]
     assert set(content_of(30)) < {
-        str(p.relative_to(tmp_path / "global_step_30")) for p in (tmp_path / "global_step_30").rglob("*")
+        str(p.relative_to(tmp_path / "global_step_30"))
+        for p in (tmp_path / "global_step_30").rglob("*")
     }
 
 
-def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_later(tmp_path: Path) -> None:
+def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_later(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 4)
     commit(tmp_path, 6)
     commit(tmp_path, 8)
@@ -330,4 +409,6 @@ def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
     info = inspect(tmp_path / "global_step_20")
     assert info.status == "committed" and steps(tmp_path) == [20, 10]
     assert info.manifest is not None
-    assert verify_files(info.path, info.manifest) == ["huggingface/config.json: No such file or directory"]
+    assert verify_files(info.path, info.manifest) == [
+        "huggingface/config.json: No such file or directory"
+    ]

@@ -1,11 +1,20 @@
-"""What a resume may change: refused, warned of, or free; one test per class, and every difference is shown."""
+"""What a resume may change: refused, warned of, or free; one test per class, and every
+difference is shown.
+"""
 
 from pathlib import Path
 
 import pytest
 
 from trainer.checkpoint import lineage
-from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run, require_known_order
+from trainer.checkpoint.lineage import (
+    REFUSED,
+    WARNED,
+    Lineage,
+    compare,
+    describe_run,
+    require_known_order,
+)
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
 from trainer.run.compose import load_config
 
@@ -28,19 +37,28 @@ def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     now = fingerprints(**{name: "other"})
     with pytest.raises(ConfigError, match=rf"{name}: .* -> other   <- refused") as caught:
         compare(fingerprints(), Lineage(now))
-    assert f"trainer.resume_allow=[{name}]" in str(caught.value) and REFUSED[name] in str(caught.value)
+    assert f"trainer.resume_allow=[{name}]" in str(caught.value) and REFUSED[name] in str(
+        caught.value
+    )
     accepted = compare(fingerprints(), Lineage(now, allow=(name,)))
-    assert len(accepted) == 1 and accepted[0].startswith(f"{name}: ") and REFUSED[name] in accepted[0]
+    assert (
+        len(accepted) == 1 and accepted[0].startswith(f"{name}: ") and REFUSED[name] in accepted[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("saved", "reason"),
     [
-        ({"order": "feistel", "earlier": [[1, [[5, 1.0]]]]}, "rows were added to its data between two starts"),
+        (
+            {"order": "feistel", "earlier": [[1, [[5, 1.0]]]]},
+            "rows were added to its data between two starts",
+        ),
         ({"order": "listed", "earlier": []}, "its rows come in the order 'listed'"),
     ],
 )
-def test_an_order_that_cannot_be_computed_is_refused_by_name(saved: dict[str, object], reason: str) -> None:
+def test_an_order_that_cannot_be_computed_is_refused_by_name(
+    saved: dict[str, object], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=f"run/global_step_7 cannot be resumed: {reason}"):
         require_known_order(Path("run/global_step_7"), saved)
 
@@ -61,8 +79,14 @@ def test_every_refused_difference_must_be_allowed() -> None:
         ("data.max_length=1024", "data.max_length: 2048 -> 1024"),
         ("optim.betas=[0.9,0.999]", "optim.betas: [0.9, 0.95] -> [0.9, 0.999]"),
         ("optim.clip_grad=0.5", "optim.clip_grad: 1.0 -> 0.5"),
-        ("model.fsdp_config.reduce_dtype=bfloat16", "model.fsdp_config.reduce_dtype: float32 -> bfloat16"),
-        ("trainer.checkpoint.export_dtype=float32", "trainer.checkpoint.export_dtype: bfloat16 -> float32"),
+        (
+            "model.fsdp_config.reduce_dtype=bfloat16",
+            "model.fsdp_config.reduce_dtype: float32 -> bfloat16",
+        ),
+        (
+            "trainer.checkpoint.export_dtype=float32",
+            "trainer.checkpoint.export_dtype: bfloat16 -> float32",
+        ),
     ],
 )
 def test_what_may_change_the_numbers_is_shown(override: str, line: str) -> None:
@@ -74,7 +98,13 @@ def test_another_torch_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.save_freq=7", "trainer.logger=[]", "data.num_workers=3", "data.micro_batch_size_per_gpu=2"]
+    "override",
+    [
+        "trainer.save_freq=7",
+        "trainer.logger=[]",
+        "data.num_workers=3",
+        "data.micro_batch_size_per_gpu=2",
+    ],
 )
 def test_what_only_changes_how_the_run_is_watched_or_executed_is_free(override: str) -> None:
     assert compare(fingerprints(), Lineage(fingerprints(override))) == []

@@ -1,4 +1,6 @@
-"""One run per directory: the second is refused, a killed one leaves nothing behind, a fenced one knows it."""
+"""One run per directory: the second is refused, a killed one leaves nothing behind, a fenced
+one knows it.
+"""
 
 import errno
 import fcntl
@@ -51,8 +53,12 @@ def children() -> Iterator[list[int]]:
             pass
 
 
-def count_winners(lock: RunLock, *, num_rounds: int, num_processes: int, timeout_s: float) -> list[int]:
-    """Per round, how many of the processes that start together acquire the lock; they hold it until all are done."""
+def count_winners(
+    lock: RunLock, *, num_rounds: int, num_processes: int, timeout_s: float
+) -> list[int]:
+    """Per round, how many of the processes that start together acquire the lock; they hold it
+    until all are done.
+    """
     fork: Any = multiprocessing.get_context("fork")
     barrier, wins = fork.Barrier(num_processes), fork.Array("i", num_rounds)
 
@@ -83,7 +89,9 @@ def test_a_second_run_is_refused_and_told_who_holds(tmp_path: Path, children: li
     pid, _ = start_holder(tmp_path)
     children.append(pid)
     start_s = time.monotonic()
-    with pytest.raises(ConfigError, match=f"pid {pid} on {socket.gethostname()}.*trainer.default_local_dir"):
+    with pytest.raises(
+        ConfigError, match=f"pid {pid} on {socket.gethostname()}.*trainer.default_local_dir"
+    ):
         RunLock(tmp_path).acquire(timeout_s=0.3)
     assert 0.3 <= time.monotonic() - start_s < 5
 
@@ -166,7 +174,9 @@ def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_in_a_directory_that_was_deleted_no_lock_is_made_again(tmp_path: Path, is_made_again: bool) -> None:
+def test_in_a_directory_that_was_deleted_no_lock_is_made_again(
+    tmp_path: Path, is_made_again: bool
+) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with RunLock(run_dir) as lock:
@@ -199,7 +209,8 @@ def test_a_fenced_run_does_not_hold_it(tmp_path: Path, fault: str) -> None:
 def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)  # as Lustre's localflock on two machines
+    # as Lustre's localflock on two machines
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     first.acquire()
     second.acquire()
@@ -217,7 +228,9 @@ def test_each_acquisition_has_a_nonce_of_its_own_and_leaves_none(tmp_path: Path)
     assert len(nonces) == 3
 
 
-def test_a_file_system_that_does_not_answer_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_answer_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -232,7 +245,9 @@ def test_a_file_system_that_does_not_answer_is_not_held(tmp_path: Path, monkeypa
 
 
 def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path: Path) -> None:
-    """As after a restart of a container: `doctor` and `Tracking` refused the directory, `evaluate --watch` waited."""
+    """As after a restart of a container: `doctor` and `Tracking` refused the directory,
+    `evaluate --watch` waited.
+    """
     with RunLock(tmp_path):
         assert heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) == os.getpid()
         left = json.loads((tmp_path / LOCK).read_text())
@@ -240,7 +255,9 @@ def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_pa
     assert not heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) is None
 
 
-def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_file_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flock, calls = fcntl.flock, []
 
     def remove_first(descriptor: int, operation: int) -> None:
@@ -261,13 +278,18 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error_number", NO_FLOCK, ids=errno.errorcode.get)
 def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error_number: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error_number: int,
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(error_number, os.strerror(error_number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=r"without locks.*trainer\.checkpoint\.require_lock=false"):
+    with pytest.raises(
+        ConfigError, match=r"without locks.*trainer\.checkpoint\.require_lock=false"
+    ):
         RunLock(tmp_path).acquire(timeout_s=0)
     first, second = RunLock(tmp_path, needs_flock=False), RunLock(tmp_path, needs_flock=False)
     first.acquire(timeout_s=0)
@@ -275,7 +297,11 @@ def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     (tmp_path / LOCK).unlink()
     assert first.keep(), "only the lock file was removed"
     second.acquire(timeout_s=0)
-    assert second.is_held() and not first.keep() and f"taking over from the run pid {os.getpid()}" in caplog.text
+    assert (
+        second.is_held()
+        and not first.keep()
+        and f"taking over from the run pid {os.getpid()}" in caplog.text
+    )
     first.release()
     assert second.is_held()
     second.release()

@@ -30,14 +30,20 @@ GOOD = manifest_of(7, (RECORD,))
 def test_round_trip_is_exact() -> None:
     for manifest in (
         GOOD,
-        replace(GOOD, loss=0.1 + 0.2, grad_norm=None, tensors={"s": GOOD.tensors["lm_head.weight"]}),
+        replace(
+            GOOD, loss=0.1 + 0.2, grad_norm=None, tensors={"s": GOOD.tensors["lm_head.weight"]}
+        ),
     ):
         assert parse_manifest(manifest.to_json()) == manifest
         assert parse_manifest(manifest.to_json().encode()) == manifest
 
 
 def test_a_manifest_of_the_first_format_is_read_as_it_was_meant() -> None:
-    tree = json.loads(GOOD.to_json()) | {"format": 1, "param_names": ["lm_head.weight"], "finite": True}
+    tree = json.loads(GOOD.to_json()) | {
+        "format": 1,
+        "param_names": ["lm_head.weight"],
+        "finite": True,
+    }
     assert parse_manifest(sealed(tree)) == GOOD
     with pytest.raises(ManifestError, match="unknown key 'param_names'"):
         parse_manifest(sealed(tree | {"format": 2}))
@@ -68,7 +74,9 @@ def sealed(tree: dict[str, Any]) -> str:
     return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
 
 
-@pytest.mark.parametrize("name", [name for name in json.loads(GOOD.to_json()) if name != OWN_DIGEST])
+@pytest.mark.parametrize(
+    "name", [name for name in json.loads(GOOD.to_json()) if name != OWN_DIGEST]
+)
 def test_every_key_is_required_and_typed(name: str) -> None:
     for value in (..., [None], "text" if name not in ("created_utc", "nonce") else 3):
         with pytest.raises(ManifestError, match=name):

@@ -1,4 +1,6 @@
-"""File systems that answer late or twice: what other machines wrote is waited for, a rename carried out is a rename."""
+"""File systems that answer late or twice: what other machines wrote is waited for, a rename
+carried out is a rename.
+"""
 
 import errno
 import os
@@ -30,9 +32,12 @@ def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "named"), [(None, "shard.pt: No such file"), (b"abc", "shard.pt has 3 bytes, 5 were written")]
+    ("content", "named"),
+    [(None, "shard.pt: No such file"), (b"abc", "shard.pt has 3 bytes, 5 were written")],
 )
-def test_a_file_that_never_appears_whole_is_named(tmp_path: Path, content: bytes | None, named: str) -> None:
+def test_a_file_that_never_appears_whole_is_named(
+    tmp_path: Path, content: bytes | None, named: str
+) -> None:
     if content is not None:
         (tmp_path / "shard.pt").write_bytes(content)
     with pytest.raises(OSError, match=f"what was written is not to be seen here for 0 s: {named}"):
@@ -40,7 +45,9 @@ def test_a_file_that_never_appears_whole_is_named(tmp_path: Path, content: bytes
 
 
 def renaming_twice(real: Any, code: int) -> Any:
-    """The server carried the rename out, its answer was lost, and the repeated request finds nothing to rename."""
+    """The server carried the rename out, its answer was lost, and the repeated request finds
+    nothing to rename.
+    """
 
     def rename(source: Any, target: Any) -> None:
         real(source, target)
@@ -104,7 +111,9 @@ def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
         patched.setattr(fsio, "atomic_write", full)
         retention.settle(tmp_path, 2, Retention(keep=1))
     assert "is committed; what follows" in caplog.text
-    assert [info.step for info in choice.select(tmp_path).candidates] == [2, 1], "nothing was deleted"
+    assert [info.step for info in choice.select(tmp_path).candidates] == [2, 1], (
+        "nothing was deleted"
+    )
     retention.settle(tmp_path, 2, Retention(keep=1))
     assert [info.step for info in choice.select(tmp_path).candidates] == [2]
 

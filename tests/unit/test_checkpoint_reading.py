@@ -1,4 +1,6 @@
-"""A reader keeps what it reads, whatever becomes of the checkpoint; a killed one leaves nothing for good."""
+"""A reader keeps what it reads, whatever becomes of the checkpoint; a killed one leaves nothing
+for good.
+"""
 
 import os
 import signal
@@ -23,7 +25,9 @@ def reading(run_dir: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_what_is_read_outlives_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+def test_what_is_read_outlives_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
     def refuse(*paths: object) -> None:
         raise PermissionError("no hard links here")
 
@@ -36,7 +40,11 @@ def test_what_is_read_outlives_its_checkpoint(tmp_path: Path, monkeypatch: pytes
         retention.rotate(tmp_path, keep=1)
         layout.clean_leftovers(tmp_path)
         assert not info.path.exists()
-        found = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        found = {
+            str(path.relative_to(directory)): path.read_bytes()
+            for path in directory.rglob("*")
+            if path.is_file()
+        }
     expected = expected_files("global_step_2")
     assert found == {name: expected[name] for name in ("huggingface/config.json", "manifest.json")}
     assert reading(tmp_path) == []
@@ -67,7 +75,9 @@ def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path: Path)
         assert directory is None
 
 
-def test_what_a_killed_reader_left_goes_with_the_next_save_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+def test_what_a_killed_reader_left_goes_with_the_next_save_and_what_a_living_one_has_stays(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 2, 4)
     readable, writable = os.pipe()
     pid = os.fork()

@@ -1,4 +1,6 @@
-"""Random histories of saves, kills at any system call, damage and restarts: a good checkpoint is never lost."""
+"""Random histories of saves, kills at any system call, damage and restarts: a good checkpoint
+is never lost.
+"""
 
 import builtins
 import os
@@ -24,12 +26,16 @@ NUM_EVENTS = 12
 
 
 class Killed(BaseException):
-    """Stands for `kill -9`: no `except` of the code under test may catch it, and nothing it does later has effect."""
+    """Stands for `kill -9`: no `except` of the code under test may catch it, and nothing it
+    does later has effect.
+    """
 
 
 @dataclass
 class Kernel:
-    """Counts the system calls that change the disk and dies before the one asked for. Nothing is really synced."""
+    """Counts the system calls that change the disk and dies before the one asked for. Nothing
+    is really synced.
+    """
 
     calls_left: int | None = None
 
@@ -96,16 +102,24 @@ class Run:
         return None
 
     def good_steps(self) -> set[int]:
-        return {layout.parse_step(p.name) or 0 for p in self.run_dir.glob("global_step_*") if is_whole(p)}
+        return {
+            layout.parse_step(p.name) or 0
+            for p in self.run_dir.glob("global_step_*")
+            if is_whole(p)
+        }
 
     def num_committed(self) -> int:
         return sum(info.status == "committed" for info in layout.checkpoints(self.run_dir))
 
 
 def damage(run: Run, chance: random.Random) -> None:
-    """Bit rot, truncation or loss of a file in one checkpoint, or of the pointer; not in the only good one."""
+    """Bit rot, truncation or loss of a file in one checkpoint, or of the pointer; not in the
+    only good one.
+    """
     if chance.random() < 0.3:
-        (run.run_dir / layout.POINTER).write_text(chance.choice(["", "garbage", "-1", "999", "../x"]))
+        (run.run_dir / layout.POINTER).write_text(
+            chance.choice(["", "garbage", "-1", "999", "../x"])
+        )
         return
     good = sorted(run.good_steps())
     if len(good) < 2:
@@ -144,7 +158,9 @@ def history(run: Run, kernel: Kernel, chance: random.Random) -> None:
             check_restart(run, before, found)
         after = run.good_steps()
         assert after or not before, f"{event} lost the last good checkpoint of {before}"
-        assert run.num_committed() <= run.keep + 1, f"{run.num_committed()} checkpoints with keep={run.keep}"
+        assert run.num_committed() <= run.keep + 1, (
+            f"{run.num_committed()} checkpoints with keep={run.keep}"
+        )
         newest = max((step for step in run.acknowledged if step in before), default=0)
         assert max(after, default=0) >= newest, f"{event} lost the acknowledged step {newest}"
         before = after
@@ -163,7 +179,9 @@ def check_restart(run: Run, before: set[int], found: int | None) -> None:
 def memory_dir(tmp_path: Path) -> Iterator[Path]:
     """Thousands of tiny files are quick in memory; nothing here depends on the kind of disk."""
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as name:
+    with tempfile.TemporaryDirectory(
+        dir=shared if os.access(shared, os.W_OK) else tmp_path
+    ) as name:
         yield Path(name)
 
 
@@ -196,7 +214,11 @@ def test_every_system_call_of_a_save(memory_dir: Path, kernel: Kernel, keep: int
             kernel.calls_left = None
         assert run.restart() == max(run.good_steps()) in (keep, keep + 1)
         assert run.num_committed() == keep
-        assert not [name for name in os.listdir(run.run_dir) if name.startswith((".staging_", ".trash_", ".latest"))]
+        assert not [
+            name
+            for name in os.listdir(run.run_dir)
+            if name.startswith((".staging_", ".trash_", ".latest"))
+        ]
         run.save()
         assert run.num_committed() == keep and run.restart() == run.step
     assert 30 < num_calls < 199, "the save has too few calls to be real, or never ended"
@@ -209,7 +231,9 @@ def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
     assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]
 
 
-def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(tmp_path: Path) -> None:
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 10, 20, 30)
     (tmp_path / layout.POINTER).write_text("10")
     for step in (12, 14, 16):

@@ -11,7 +11,13 @@ import torch
 from checkpoint_fakes import commit, save
 
 from trainer.checkpoint import choice, layout, offline_export, shards
-from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, parse_manifest, verify_files
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    OWN_DIGEST,
+    digest_of,
+    parse_manifest,
+    verify_files,
+)
 from trainer.checkpoint.shards import CorruptShardError, read_torch
 from trainer.checkpoint.state import saved_data
 from trainer.config import ConfigError
@@ -27,7 +33,9 @@ class Canary:
         return os.mkdir, (str(self._path),)
 
 
-@pytest.mark.parametrize("name", [layout.model_file(2, 0), layout.optim_file(2, 1), layout.extra_file(2, 0), "data.pt"])
+@pytest.mark.parametrize(
+    "name", [layout.model_file(2, 0), layout.optim_file(2, 1), layout.extra_file(2, 0), "data.pt"]
+)
 def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path: Path, name: str) -> None:
     torch.save({"weight": torch.zeros(2), "more": Canary(tmp_path / "canary")}, tmp_path / name)
     with pytest.raises(CorruptShardError, match=rf"{name} is refused: .*posix\.mkdir"):
@@ -46,7 +54,9 @@ def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["a pickle that runs code", "a plain pickle", "no state"])
-def test_a_resume_names_the_data_file_that_a_forged_manifest_vouches_for(tmp_path: Path, content: str) -> None:
+def test_a_resume_names_the_data_file_that_a_forged_manifest_vouches_for(
+    tmp_path: Path, content: str
+) -> None:
     save(tmp_path, 1)
     path = tmp_path / "global_step_1" / "data.pt"
     if content == "a pickle that runs code":
@@ -70,7 +80,8 @@ def rewrite_manifest(path: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["../outside", "/etc/passwd", "a/../../outside", "./data.pt", "huggingface//config.json"]
+    "where",
+    ["../outside", "/etc/passwd", "a/../../outside", "./data.pt", "huggingface//config.json"],
 )
 def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str) -> None:
     save(tmp_path, 1, 2)
@@ -101,7 +112,9 @@ def test_a_linked_checkpoint_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("linked", ["data.pt", "huggingface"])
-def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(tmp_path: Path, linked: str) -> None:
+def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(
+    tmp_path: Path, linked: str
+) -> None:
     save(tmp_path, 1)
     path = tmp_path / "global_step_1"
     manifest = parse_manifest((path / MANIFEST).read_bytes())
@@ -113,13 +126,17 @@ def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(tmp_path:
 def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    (tmp_path / "modeling_evil.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n"
+    )
     assert offline_export.known_architecture(tmp_path) == (None, None)
     assert not (tmp_path / "canary").exists()
 
 
 def test_tensors_of_unknown_placement_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / layout.model_file(1, 0))
-    reader = shards.ShardReader(tmp_path, world_size=1, num_shards=1, parameters=["weight"], buffers={})
+    reader = shards.ShardReader(
+        tmp_path, world_size=1, num_shards=1, parameters=["weight"], buffers={}
+    )
     with pytest.raises(CorruptShardError, match="'weight' is not a sharded tensor"):
         reader.whole("weight")

@@ -20,15 +20,21 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_path: Path) -> None:
     retention.require_space(tmp_path, 9 * GIB)
-    with pytest.raises(OSError, match=r"needs 9.8 GiB, and 10 GiB are free: free some space") as caught:
+    with pytest.raises(
+        OSError, match=r"needs 9.8 GiB, and 10 GiB are free: free some space"
+    ) as caught:
         retention.require_space(tmp_path, int(9.8 * GIB))
     assert caught.value.filename == str(tmp_path)
     save(tmp_path, 1, 2)
-    with pytest.raises(OSError, match=r"or keep fewer than the 2 here: lower trainer.max_ckpt_to_keep"):
+    with pytest.raises(
+        OSError, match=r"or keep fewer than the 2 here: lower trainer.max_ckpt_to_keep"
+    ):
         retention.require_space(tmp_path, int(9.8 * GIB))
 
 
-def test_what_is_at_its_lowest_is_not_advised(free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_at_its_lowest_is_not_advised(
+    free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With `max_ckpt_to_keep=1` the best checkpoint stays too; the advice was to lower that."""
     save(tmp_path, 1, 2)
     for kept, way in (
@@ -48,7 +54,10 @@ def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
     retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=2))
     assert caplog.messages == []
     retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=3))
-    assert "4 more checkpoints of 3 GiB" in caplog.text and caplog.records[0].levelno == logging.WARNING
+    assert (
+        "4 more checkpoints of 3 GiB" in caplog.text
+        and caplog.records[0].levelno == logging.WARNING
+    )
     caplog.clear()
     save(tmp_path, 1, 2)
     retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=3))

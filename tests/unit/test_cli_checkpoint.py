@@ -1,4 +1,6 @@
-"""Looking after checkpoints by command: what is listed, what counts as proven, and how the commands are called."""
+"""Looking after checkpoints by command: what is listed, what counts as proven, and how the
+commands are called.
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ def test_ls_says_why_a_checkpoint_is_not_usable(run_dir: Path, call: Call) -> No
     out = call("ls", run_dir)[1]
     table = dict(row.split(" ", 1) for row in rows(out))
     assert list(table) == ["2", "4", "5", "6", "8"]
-    assert table["4"].startswith("incomplete") and table["4"].endswith("data.pt has 0 bytes, 6 were written")
+    assert table["4"].startswith("incomplete") and table["4"].endswith(
+        "data.pt has 0 bytes, 6 were written"
+    )
     assert table["6"].endswith("00 pointer") and table["8"].endswith("00 resume takes it")
     assert (
         table["5"].startswith("incomplete ")
@@ -67,43 +71,82 @@ def test_ls_json_is_one_object_with_the_same_facts(run_dir: Path, call: Call) ->
     (run_dir / POINTER).write_text("4")
     (run_dir / ".trash_x").write_bytes(b"abc")
     (run,) = json.loads(call("ls", "--json", run_dir)[1])["runs"]
-    assert run["run_dir"] == str(run_dir) and run["resume_step"] == 4 and "was moved back to" in run["notes"][0]
+    assert (
+        run["run_dir"] == str(run_dir)
+        and run["resume_step"] == 4
+        and "was moved back to" in run["notes"][0]
+    )
     assert run["leftovers"] == [{"name": ".trash_x", "size_bytes": 3}]
     first, second, third = run["checkpoints"]
-    assert first["reason"] == f"its {MANIFEST} was removed" and first["loss"] is first["world_size"] is None
-    assert (second["pointer"], second["resume"], third["pointer"], third["resume"]) == (True, True, False, False)
-    facts = {"status": "committed", "loss": 1.5, "world_size": 2, "size_bytes": tree_bytes(run_dir / "global_step_6")}
+    assert (
+        first["reason"] == f"its {MANIFEST} was removed"
+        and first["loss"] is first["world_size"] is None
+    )
+    assert (second["pointer"], second["resume"], third["pointer"], third["resume"]) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    facts = {
+        "status": "committed",
+        "loss": 1.5,
+        "world_size": 2,
+        "size_bytes": tree_bytes(run_dir / "global_step_6"),
+    }
     assert {"path": str(run_dir / "global_step_6"), **facts}.items() <= third.items()
 
 
-def test_ls_alone_shows_every_run_below_checkpoints(tmp_path: Path, call: Call, monkeypatch: Patch) -> None:
+def test_ls_alone_shows_every_run_below_checkpoints(
+    tmp_path: Path, call: Call, monkeypatch: Patch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("ls")[0] == 2
     Path("checkpoints/c/started").mkdir(parents=True)
     assert call("ls")[:2] == (0, "no run below 'checkpoints' yet\n")
     Path("checkpoints/c/started", LOCK).touch()
-    for name in ("b/second", "a/first", "a/first/nested", ".cache/none", "a/first/global_step_1/none"):
+    for name in (
+        "b/second",
+        "a/first",
+        "a/first/nested",
+        ".cache/none",
+        "a/first/global_step_1/none",
+    ):
         Path("checkpoints", name).mkdir(parents=True, exist_ok=True)
         save(Path("checkpoints", name), 1)
     blocks = [block.splitlines() for block in call("ls")[1].split("\n\n")]
     found = [block[0].removeprefix("checkpoints/") for block in blocks]
-    assert found == ["a/first", "a/first/nested", "b/second", "c/started"] and blocks[3][1:] == ["  no checkpoint yet"]
+    assert found == ["a/first", "a/first/nested", "b/second", "c/started"] and blocks[3][1:] == [
+        "  no checkpoint yet"
+    ]
     assert call("ls", "checkpoints/b")[1].splitlines()[0] == "checkpoints/b/second"
 
 
-def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(run_dir: Path, call: Call) -> None:
+def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(
+    run_dir: Path, call: Call
+) -> None:
     leave_behind(run_dir)
     with RunLock(run_dir) as lock:
         before, holder = snapshot(run_dir), (run_dir / LOCK).read_bytes()
         code, out, _ = call("ls", run_dir)
-        assert (code, snapshot(run_dir), (run_dir / LOCK).read_bytes()) == (0, before, holder) and lock.is_held()
-    for name, meaning in zip(sorted(LEFT), ("set aside", "a save under way", "a deletion under way"), strict=True):
+        assert (code, snapshot(run_dir), (run_dir / LOCK).read_bytes()) == (
+            0,
+            before,
+            holder,
+        ) and lock.is_held()
+    for name, meaning in zip(
+        sorted(LEFT), ("set aside", "a save under way", "a deletion under way"), strict=True
+    ):
         assert f"  {name}  {readable(tree_bytes(run_dir / name))}  {meaning}" in out
 
 
 @pytest.mark.parametrize("num_moves", [1, 1000], ids=["once", "all the time"])
-def test_a_directory_that_vanishes_during_ls(run_dir: Path, call: Call, monkeypatch: Patch, num_moves: int) -> None:
-    """The run saves and rotates between the listing of names and the look into the oldest of them."""
+def test_a_directory_that_vanishes_during_ls(
+    run_dir: Path, call: Call, monkeypatch: Patch, num_moves: int
+) -> None:
+    """The run saves and rotates between the listing of names and the look into the oldest of
+    them.
+    """
     inspect, calls, steps = layout.inspect, iter(range(10**6)), iter(range(8, 8 + 2 * num_moves, 2))
 
     def rotate_first(path: Path) -> layout.CheckpointInfo:
@@ -119,7 +162,9 @@ def test_a_directory_that_vanishes_during_ls(run_dir: Path, call: Call, monkeypa
     if num_moves == 1:
         assert [row[0] for row in rows(out)] == ["4", "6", "8"] and "WARNING" not in out
     lstat, path = os.lstat, Path(shutil.copytree(run_dir, run_dir.parent / "copy"))
-    monkeypatch.setattr(os, "lstat", lambda file: (path.exists() and path.rename(f"{path}.gone"), lstat(file))[1])
+    monkeypatch.setattr(
+        os, "lstat", lambda file: (path.exists() and path.rename(f"{path}.gone"), lstat(file))[1]
+    )
     assert tree_bytes(path) == 0 and tree_bytes(run_dir / "missing") == 0
 
 
@@ -133,7 +178,9 @@ def test_verify_proves_every_byte(run_dir: Path, call: Call, monkeypatch: Patch)
     code, out, err = call("verify", run_dir)
     lines = [line.split() for line in out.splitlines()]
     assert (code, err) == (0, "") and all(line[-1] == "GB/s" for line in lines)
-    assert [line[:2] for line in lines] == [["ok", str(run_dir / f"global_step_{step}")] for step in (2, 4, 6)]
+    assert [line[:2] for line in lines] == [
+        ["ok", str(run_dir / f"global_step_{step}")] for step in (2, 4, 6)
+    ]
     for name in [*content_of(4), MANIFEST]:
         flip(run_dir / "global_step_4" / name)
         code, out, _ = call("verify", run_dir / "global_step_4")
@@ -141,7 +188,12 @@ def test_verify_proves_every_byte(run_dir: Path, call: Call, monkeypatch: Patch)
         flip(run_dir / "global_step_4" / name)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, out, err = call("verify", run_dir)
-    assert code == 0 and "global_step_2: 6 of 6 files" in err and err.endswith("\r\x1b[K") and "files" not in out
+    assert (
+        code == 0
+        and "global_step_2: 6 of 6 files" in err
+        and err.endswith("\r\x1b[K")
+        and "files" not in out
+    )
 
 
 def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: Call) -> None:
@@ -152,18 +204,29 @@ def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: 
     write_unfinished(run_dir, 7)
     code, out, _ = call("verify", run_dir / "global_step_6", run_dir)
     ok, two, five, six, seven = [part.splitlines() for part in re.split(r"\n(?=\w)", out)]
-    assert code == 1 and ok[0].startswith("ok ") and six[0].startswith("ok ") and two[0].startswith("FAILED")
+    assert (
+        code == 1
+        and ok[0].startswith("ok ")
+        and six[0].startswith("ok ")
+        and two[0].startswith("FAILED")
+    )
     assert sorted(line.strip() for line in two[1:]) == [
         "data.pt: No such file or directory",
         "huggingface/config.json has 1 bytes, 2 were written",
         "model_world_size_2_rank_1.pt changed after it was written (sha256 differs)",
     ]
-    assert five[1].endswith("it belongs to step 4") and seven[1].strip().startswith("it has no manifest.json")
+    assert five[1].endswith("it belongs to step 4") and seven[1].strip().startswith(
+        "it has no manifest.json"
+    )
 
 
-def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(
+    run_dir: Path, call: Call, monkeypatch: Patch
+) -> None:
     sha256_of = fsio.sha256_of
-    monkeypatch.setattr(fsio, "sha256_of", lambda path: (retention.rotate(run_dir, keep=2), sha256_of(path))[1])
+    monkeypatch.setattr(
+        fsio, "sha256_of", lambda path: (retention.rotate(run_dir, keep=2), sha256_of(path))[1]
+    )
     code, out, _ = call("verify", run_dir)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["gone", "ok", "ok"]
     save(run_dir, 8)
@@ -182,15 +245,21 @@ def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, c
         ),
         (
             "verify run/global_step_9",
-            "no directory 'run/global_step_9': give a run's, checkpoints/<project_name>/<experiment_name>",
+            "no directory 'run/global_step_9': give a run's, "
+            "checkpoints/<project_name>/<experiment_name>",
         ),
-        ("prune run/global_step_2 --keep 1", "'run/global_step_2' is one checkpoint: give the run directory above it"),
+        (
+            "prune run/global_step_2 --keep 1",
+            "'run/global_step_2' is one checkpoint: give the run directory above it",
+        ),
         ("prune '' --keep 1", "RUN_DIR: is empty (an unset variable?)"),
         ("verify other", "'other' is no run directory"),
         ("verify new", "'new' holds no checkpoint to verify"),
     ],
 )
-def test_wrong_usage(run_dir: Path, call: Call, monkeypatch: Patch, words: str, message: str) -> None:
+def test_wrong_usage(
+    run_dir: Path, call: Call, monkeypatch: Patch, words: str, message: str
+) -> None:
     monkeypatch.chdir(run_dir.parent)
     Path("other").mkdir()
     Path("new").mkdir()
@@ -203,7 +272,21 @@ def test_wrong_usage(run_dir: Path, call: Call, monkeypatch: Patch, words: str, 
 
 def test_the_command_starts_without_torch_and_leaves_with_its_exit_code(run_dir: Path) -> None:
     flip(run_dir / "global_step_4" / "data.pt")
-    command = [sys.executable, "-X", "importtime", "-m", "trainer.cli.checkpoint", "verify", str(run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(cli.__file__).parents[2])
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "trainer.cli.checkpoint",
+        "verify",
+        str(run_dir),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(cli.__file__).parents[2]
+    )
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert done.returncode == 1 and "trainer" in imported and not imported & {"torch", "numpy", "transformers", "hydra"}
+    assert (
+        done.returncode == 1
+        and "trainer" in imported
+        and not imported & {"torch", "numpy", "transformers", "hydra"}
+    )

@@ -1,4 +1,6 @@
-"""`fsdp-sft`, or `bash run_sft.sh`: names every command, and every command calls itself as it is called."""
+"""`fsdp-sft`, or `bash run_sft.sh`: names every command, and every command calls itself as it
+is called.
+"""
 
 import re
 import subprocess
@@ -11,23 +13,34 @@ from trainer.cli import __main__ as commands
 from trainer.launch import __main__ as launch
 
 
-def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert commands.main([]) == 0
     listed = capsys.readouterr().out
-    examples = {name: line for line, name in re.findall(r"^ +(bash run_sft\.sh (\S+) \S.*)$", listed, re.M)}
+    examples = {
+        name: line for line, name in re.findall(r"^ +(bash run_sft\.sh (\S+) \S.*)$", listed, re.M)
+    }
     assert examples.keys() == commands.COMMANDS.keys() and len(examples) > 6
     for name, example in examples.items():
         if name != commands.TRAIN:
             with pytest.raises(SystemExit):
                 commands.main([name, "--help"])
             said = capsys.readouterr().out
-            assert said.startswith(f"usage: bash run_sft.sh {name} ") and said.endswith(f"example:\n  {example}\n")
+            assert said.startswith(f"usage: bash run_sft.sh {name} ") and said.endswith(
+                f"example:\n  {example}\n"
+            )
 
 
-def test_a_word_that_is_no_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_is_no_command_is_answered_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert launch.main(["pln", "8"]) == 2
     words = capsys.readouterr().err
-    assert words.startswith("ERROR: there is no command 'pln': did you mean 'plan'?\n") and "checkpoint" in words
+    assert (
+        words.startswith("ERROR: there is no command 'pln': did you mean 'plan'?\n")
+        and "checkpoint" in words
+    )
 
 
 def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,13 +50,19 @@ def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         commands.main(["plan", "--help"])
     assert capsys.readouterr().out.startswith("usage: bash run_sft.sh plan [N]")
-    assert commands.main(["--version"]) == 0 and capsys.readouterr().out == f"{trainer.__version__}\n"
+    assert (
+        commands.main(["--version"]) == 0 and capsys.readouterr().out == f"{trainer.__version__}\n"
+    )
 
 
 def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program() -> None:
-    """As a function it would not: `checkpoint ls | head` ended in a traceback, and a warning was not shown."""
+    """As a function it would not: `checkpoint ls | head` ended in a traceback, and a warning
+    was not shown.
+    """
     call = "main(['checkpoint', 'ls', 'gone'], is_program=True)"
     words = f"import logging, signal; from trainer.launch.__main__ import main; code = {call}"
     check = "print(code, signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL, bool(logging.root.handlers))"
-    done = subprocess.run([sys.executable, "-c", f"{words}; {check}"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{words}; {check}"], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "2 True True\n", done.stderr

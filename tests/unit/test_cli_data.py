@@ -32,7 +32,9 @@ def stats(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_each_kind_of_sample_is_shown_once_with_its_mask(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kind_of_sample_is_shown_once_with_its_mask(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     append(files / "answers.jsonl", ("Say much. " * 9, "no"))
     given = [*words(files, chats(files), answers(files)), "data.val_ratio=0"]
     assert main(["preview", "--samples", "1", "--ids", *given]) == 0
@@ -57,21 +59,30 @@ def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
     tree = json.loads(capsys.readouterr().out)
     refuse = mock.Mock(side_effect=AssertionError("a run finds its tokens prepared"))
     monkeypatch.setattr("trainer.data.token_cache._fill", refuse)
-    trained = prepare_inputs(load_config([*given, "model.random_weights=true"]), progress=lambda: None)
+    trained = prepare_inputs(
+        load_config([*given, "model.random_weights=true"]), progress=lambda: None
+    )
     assert tree["train"]["total"]["tokens"] == int(trained.train.lengths.sum())
     assert tree["train"]["total"]["supervised_tokens"] == int(trained.train.num_loss_tokens.sum())
 
 
-def test_preview_prints_hostile_text_escaped(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preview_prints_hostile_text_escaped(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
-    turns = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "</pre><b>done"}]
+    turns = [
+        {"role": "user", "content": hostile},
+        {"role": "assistant", "content": "</pre><b>done"},
+    ]
     (files / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     given = [*words(files, chats(files)), "data.max_length=6000"]
     assert main(["preview", *given]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_by_source_and_what_was_left_out(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     append(files / "answers.jsonl", ("", "empty"), ("long " * 60, "dropped"))
     given = [*words(files, chats(files, ",repeat:2.5"), answers(files)), "data.val_ratio=0.25"]
     more = ["data.on_bad_row=skip", "data.truncation=drop"]
@@ -79,7 +90,9 @@ def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.Capt
     train, held_out = tree["train"], tree["validation"]
     assert [train["sources"][name]["rows"] for name in ("chats", "answers")] == [9, 6]
     assert [held_out["sources"][name]["rows"] for name in ("chats", "answers")] == [3, 2]
-    assert train["sources"]["chats"]["rows_per_epoch"] == 23 and train["total"]["rows_per_epoch"] == 29
+    assert (
+        train["sources"]["chats"]["rows_per_epoch"] == 23 and train["total"]["rows_per_epoch"] == 29
+    )
     for side in (train, held_out):
         parts = side["sources"].values()
         for key in ("samples", "tokens", "supervised_tokens"):
@@ -95,10 +108,20 @@ def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.Capt
     assert "  bad rows: empty prompt 1\n" in capsys.readouterr().out
 
 
-def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    append(files / "answers.jsonl", ("What is 1?", "1 it is, and no other number"), ("What is 1?", "another"))
+def test_duplicates_are_found_inside_train_and_in_validation(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append(
+        files / "answers.jsonl",
+        ("What is 1?", "1 it is, and no other number"),
+        ("What is 1?", "another"),
+    )
     val = files / "val.jsonl"
-    append(val, ("What is 2?", "2 it is, and no other number"), ("What is 99?", "99 it is, and no other number"))
+    append(
+        val,
+        ("What is 2?", "2 it is, and no other number"),
+        ("What is 99?", "99 it is, and no other number"),
+    )
     held_out = f"data.val_files=[{{files:{val},prompt_key:q,response_key:a,chat_template:{files}/says.jinja}}]"
     given = [*words(files, answers(files)), held_out]
     found = stats(capsys, *given)["duplicates"]
@@ -110,7 +133,9 @@ def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys
 
 
 def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
+    assert (
+        main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
+    )
     assert main([]) == main(["show"]) == main(["preview", "--samples", "-1"]) == 2
     assert main(["stats", "data.train_files=nowhere.jsonl"]) == 65
     append(files / "answers.jsonl", ("", "empty"))
@@ -118,4 +143,6 @@ def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixtur
     assert main(["preview", *words(files, answers(files))]) == 65
     assert f"{files}/answers.jsonl:9: empty prompt" in capsys.readouterr().err
     (files / "file").write_text("")
-    assert main(["stats", *words(files, chats(files))[:1], f"data.cache_dir={files}/file/cache"]) == 73
+    assert (
+        main(["stats", *words(files, chats(files))[:1], f"data.cache_dir={files}/file/cache"]) == 73
+    )

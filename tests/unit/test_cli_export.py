@@ -1,4 +1,6 @@
-"""The commands that work with torch, seen from outside: what they are asked, what they say, and how they end."""
+"""The commands that work with torch, seen from outside: what they are asked, what they say, and
+how they end.
+"""
 
 import os
 import signal
@@ -39,37 +41,53 @@ def exports(monkeypatch: Patch) -> list[tuple[Path, Path, str]]:
     """What an exporter that makes one file of 2048 bytes was asked for."""
     asked: list[tuple[Path, Path, str]] = []
 
-    def export_from_shards(checkpoint: Path, target: Path, *, dtype: str, lora: str, base: Path | None) -> None:
+    def export_from_shards(
+        checkpoint: Path, target: Path, *, dtype: str, lora: str, base: Path | None
+    ) -> None:
         assert (lora, base) == ("merged", None)
         asked.append((checkpoint, target, dtype))
         target.mkdir()
         (target / "model.safetensors").write_bytes(b"x" * 2048)
 
     monkeypatch.setitem(
-        sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=export_from_shards)
+        sys.modules,
+        "trainer.checkpoint.offline_export",
+        SimpleNamespace(export_from_shards=export_from_shards),
     )  # type: ignore[arg-type]
     return asked
 
 
-def test_export_says_what_it_made(run_dir: Path, call: Call, exports: list[Any], tmp_path: Path) -> None:
+def test_export_says_what_it_made(
+    run_dir: Path, call: Call, exports: list[Any], tmp_path: Path
+) -> None:
     code, out, err = call("export", run_dir / "global_step_4", tmp_path / "hf")
-    assert (code, err) == (0, "") and exports == [(run_dir / "global_step_4", tmp_path / "hf", "bfloat16")]
+    assert (code, err) == (0, "") and exports == [
+        (run_dir / "global_step_4", tmp_path / "hf", "bfloat16")
+    ]
     first, second = out.splitlines()
     assert first == f"exporting {run_dir / 'global_step_4'} in bfloat16"
     assert second == f"wrote {tmp_path / 'hf'}  2 KiB, 0.0 s"
-    assert call("export", "--dtype", "float32", run_dir / "global_step_4", tmp_path / "other")[0] == 0
+    assert (
+        call("export", "--dtype", "float32", run_dir / "global_step_4", tmp_path / "other")[0] == 0
+    )
     assert exports[1] == (run_dir / "global_step_4", tmp_path / "other", "float32")
 
 
 def test_export_of_a_run_takes_what_a_resume_takes(
     run_dir: Path, call: Call, exports: list[Any], tmp_path: Path
 ) -> None:
-    assert f"exporting {run_dir / 'global_step_6'} in" in call("export", run_dir, tmp_path / "newest")[1]
+    assert (
+        f"exporting {run_dir / 'global_step_6'} in"
+        in call("export", run_dir, tmp_path / "newest")[1]
+    )
     (run_dir / POINTER).write_text("2")
     (run_dir / "global_step_4" / "data.pt").unlink()
     out = call("export", run_dir, tmp_path / "pointed")[1]
     assert [checkpoint.name for checkpoint, *_ in exports] == ["global_step_6", "global_step_2"]
-    assert "moved back to global_step_2: honoured" in out and "WARNING: passed over global_step_4: data.pt" in out
+    assert (
+        "moved back to global_step_2: honoured" in out
+        and "WARNING: passed over global_step_4: data.pt" in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +113,8 @@ def test_wrong_usage(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("it is damaged"), 2), (CannotWriteError("disk full"), 73), (OSError("lost"), 1)]
+    ("error", "code"),
+    [(ConfigError("it is damaged"), 2), (CannotWriteError("disk full"), 73), (OSError("lost"), 1)],
 )
 def test_an_export_that_fails_ends_with_its_exit_code(
     run_dir: Path, call: Call, monkeypatch: Patch, error: Exception, code: int
@@ -103,7 +122,9 @@ def test_an_export_that_fails_ends_with_its_exit_code(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=fail))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=fail)
+    )  # type: ignore[arg-type]
     found, out, err = call("export", run_dir, "hf")
     assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
 
@@ -114,7 +135,8 @@ def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: P
 
     exporter = SimpleNamespace(export_from_shards=interrupt)
     monkeypatch.setitem(sys.modules, "trainer.checkpoint.offline_export", exporter)  # type: ignore[arg-type]
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, _, err = call("export", run_dir, "hf")
     finally:

@@ -42,39 +42,66 @@ def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) ->
     code, out, _ = call("prune", run_dir, "--keep", 2)
     sizes_bytes = {n: tree_bytes(run_dir / n) for n in ("global_step_2", *sorted(LEFT)[1:])}
     first, *lines, last = out.splitlines()
-    assert (code, snapshot(run_dir)) == (0, before) and first == f"{run_dir} keeps global_step_4, global_step_6"
-    assert lines == [f"  would delete {name}  {readable(size)}" for name, size in sizes_bytes.items()]
+    assert (code, snapshot(run_dir)) == (
+        0,
+        before,
+    ) and first == f"{run_dir} keeps global_step_4, global_step_6"
+    assert lines == [
+        f"  would delete {name}  {readable(size)}" for name, size in sizes_bytes.items()
+    ]
     assert last == f"{readable(sum(sizes_bytes.values()))}; nothing is deleted without --yes"
 
 
 @pytest.mark.parametrize("options", [[], ["--corrupt"]])
-def test_prune_keeps_the_newest_and_the_pointers(run_dir: Path, call: Call, options: list[str]) -> None:
+def test_prune_keeps_the_newest_and_the_pointers(
+    run_dir: Path, call: Call, options: list[str]
+) -> None:
     save(run_dir, 10)
     leave_behind(run_dir)
     write_unfinished(run_dir, 5)
     (run_dir / POINTER).write_text("4")
     code, out, err = call("prune", run_dir, "--keep", 1, "--yes", *options)
-    assert (code, err) == (0, "") and "keeps global_step_4, global_step_5 (incomplete), global_step_10\n" in out
-    assert names(run_dir) == {"global_step_4", "global_step_5", "global_step_10", *sorted(LEFT)[: not options]}
+    assert (code, err) == (
+        0,
+        "",
+    ) and "keeps global_step_4, global_step_5 (incomplete), global_step_10\n" in out
+    assert names(run_dir) == {
+        "global_step_4",
+        "global_step_5",
+        "global_step_10",
+        *sorted(LEFT)[: not options],
+    }
     assert is_whole(run_dir / "global_step_4") and is_whole(run_dir / "global_step_10")
     assert call("prune", run_dir, "--keep", 1, "--yes", *options)[1].endswith("nothing to delete\n")
 
 
 @pytest.mark.parametrize("damaged", [6, 4], ids=["the newest", "the one a resume takes"])
-def test_prune_is_refused_when_what_it_relies_on_is_damaged(run_dir: Path, call: Call, damaged: int) -> None:
+def test_prune_is_refused_when_what_it_relies_on_is_damaged(
+    run_dir: Path, call: Call, damaged: int
+) -> None:
     (run_dir / POINTER).write_text("4")
     leave_behind(run_dir)
     flip(run_dir / f"global_step_{damaged}" / layout.model_file(2, 0))
     before = names(run_dir)
     code, _, err = call("prune", run_dir, "--keep", 1, "--yes", "--corrupt")
-    assert code == 1 and f"global_step_{damaged}' is damaged: model_world_size_2_rank_0.pt changed" in err
+    assert (
+        code == 1
+        and f"global_step_{damaged}' is damaged: model_world_size_2_rank_0.pt changed" in err
+    )
     assert "nothing was deleted" in err and names(run_dir) == before
 
 
-def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(run_dir: Path, call: Call, caplog: Logs) -> None:
+def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(
+    run_dir: Path, call: Call, caplog: Logs
+) -> None:
     flip(run_dir / "global_step_6" / "huggingface" / "config.json")
-    assert call("prune", run_dir, "--keep", 1, "--yes")[0] == 0 and names(run_dir) == {"global_step_6"}
-    assert "huggingface/config.json changed after it was written (sha256 differs); a resume does not" in caplog.text
+    assert call("prune", run_dir, "--keep", 1, "--yes")[0] == 0 and names(run_dir) == {
+        "global_step_6"
+    }
+    assert (
+        "huggingface/config.json changed after it was written (sha256 differs); a resume does not"
+        in caplog.text
+    )
 
 
 def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> None:
@@ -85,18 +112,29 @@ def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> N
     code, _, err = call(*words)
     assert code == 2 and "no checkpoint in" in err and names(run_dir) == before
     code, out, _ = call("ls", run_dir)
-    assert code == 0 and len(rows(out)) == 3 and "resume takes it" not in out and "WARNING: no checkpoint in" in out
+    assert (
+        code == 0
+        and len(rows(out)) == 3
+        and "resume takes it" not in out
+        and "WARNING: no checkpoint in" in out
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["--yes"]])
 def test_prune_is_refused_while_a_run_trains(run_dir: Path, call: Call, options: list[str]) -> None:
     with RunLock(run_dir):
         code, out, err = call("prune", run_dir, "--keep", 1, *options)
-    assert (code, out, len(names(run_dir))) == (2, "", 3) and f"in use by another run (pid {os.getpid()} on " in err
+    assert (code, out, len(names(run_dir))) == (
+        2,
+        "",
+        3,
+    ) and f"in use by another run (pid {os.getpid()} on " in err
     assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
 
 
-def test_a_run_that_starts_while_prune_hashes_goes_first(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+def test_a_run_that_starts_while_prune_hashes_goes_first(
+    run_dir: Path, call: Call, monkeypatch: Patch
+) -> None:
     def train(_: Path) -> list[str]:
         with RunLock(run_dir):
             save(run_dir, 8)
@@ -132,28 +170,41 @@ def random_state(run_dir: Path, chance: random.Random) -> None:
 
 def resumes(path: Path) -> bool:
     """Independent of the code under test: whether all is whole but the export."""
-    wanted = {name: data for name, data in expected_files(path.name).items() if not name.startswith("huggingface/")}
+    wanted = {
+        name: data
+        for name, data in expected_files(path.name).items()
+        if not name.startswith("huggingface/")
+    }
     return all((path / name).read_bytes() == data for name, data in wanted.items())
 
 
 def resumed_step(run_dir: Path) -> int | None:
     """The step a start would load: the first candidate that is whole."""
     try:
-        return next((info.step for info in choice.select(run_dir).candidates if resumes(info.path)), None)
+        return next(
+            (info.step for info in choice.select(run_dir).candidates if resumes(info.path)), None
+        )
     except choice.NoUsableCheckpointError:
         return None
 
 
-def test_prune_never_changes_what_a_resume_loads(tmp_path: Path, call: Call, monkeypatch: Patch) -> None:
+def test_prune_never_changes_what_a_resume_loads(
+    tmp_path: Path, call: Call, monkeypatch: Patch
+) -> None:
     """In any state, and killed (an error nobody catches) before any operation."""
     outcomes = set[int | str]()
     for seed in short_or_full(range(40), full=range(60)):
         chance, run_dir = random.Random(seed), tmp_path / str(seed)
         random_state(run_dir, chance)
-        before, operations = resumed_step(run_dir), list(range(chance.choice([10**4, chance.randrange(30)])))
+        before, operations = (
+            resumed_step(run_dir),
+            list(range(chance.choice([10**4, chance.randrange(30)]))),
+        )
         monkeypatch.setattr(fsio, "observer", lambda _, left=operations: left.pop())
         try:
-            outcomes.add(call("prune", run_dir, "--keep", chance.randint(1, 2), "--yes", "--corrupt")[0])
+            outcomes.add(
+                call("prune", run_dir, "--keep", chance.randint(1, 2), "--yes", "--corrupt")[0]
+            )
         except IndexError:
             outcomes.add("killed")
         monkeypatch.setattr(fsio, "observer", None)

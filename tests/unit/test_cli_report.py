@@ -24,7 +24,9 @@ Patch = pytest.MonkeyPatch
 
 
 class Analysis:
-    """Stands for the readers and the rules: `sft` and `grpo` are the paths of runs, and `given` what was asked."""
+    """Stands for the readers and the rules: `sft` and `grpo` are the paths of runs, and `given`
+    what was asked.
+    """
 
     def __init__(self) -> None:
         self.verdict: str | None = None
@@ -68,7 +70,10 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Exit code, stdout and stderr of a command."""
-    return lambda command, *words: (command.main([str(word) for word in words]), *capsys.readouterr())
+    return lambda command, *words: (
+        command.main([str(word) for word in words]),
+        *capsys.readouterr(),
+    )
 
 
 def test_report_prints_a_verdict_and_writes_the_page(call: Call, tmp_path: Path) -> None:
@@ -78,7 +83,9 @@ def test_report_prints_a_verdict_and_writes_the_page(call: Call, tmp_path: Path)
     assert "What matters" in Page(page.read_text(encoding="utf-8")).words
 
 
-def test_report_of_two_runs_is_one_page_an_array_and_side_by_side(call: Call, tmp_path: Path) -> None:
+def test_report_of_two_runs_is_one_page_an_array_and_side_by_side(
+    call: Call, tmp_path: Path
+) -> None:
     page = tmp_path / "a.html"
     code, out, _ = call(report, "sft", "grpo", "--html", page)
     words = " ".join(out.split())
@@ -93,9 +100,22 @@ def test_report_judges_by_the_limits_profile_and_results_it_is_given(
     call: Call, analysis: Analysis, tmp_path: Path
 ) -> None:
     (limits := tmp_path / "limits").write_text("kl_high: 5")
-    words = ("--profile", "grpo", "--config", limits, "--external", "500=0.6", "--external", "1000=0.7")
+    words = (
+        "--profile",
+        "grpo",
+        "--config",
+        limits,
+        "--external",
+        "500=0.6",
+        "--external",
+        "1000=0.7",
+    )
     assert call(report, "sft", *words)[0] == 0
-    assert analysis.given == {"profile": "grpo", "thresholds": {"kl_high": 5.0}, "external": {500: 0.6, 1000: 0.7}}
+    assert analysis.given == {
+        "profile": "grpo",
+        "thresholds": {"kl_high": 5.0},
+        "external": {500: 0.6, 1000: 0.7},
+    }
     call(report, "sft")
     assert analysis.given == {"profile": "auto", "thresholds": None, "external": None}
 
@@ -103,7 +123,13 @@ def test_report_judges_by_the_limits_profile_and_results_it_is_given(
 def test_report_around_a_step_prints_only_rows(call: Call) -> None:
     code, out, _ = call(report, "grpo", "--around", 3145, "--window", 10)
     assert code == 0 and "steps 3135 to 3155" in out and "verdict" not in out.lower()
-    assert [line.split()[0] for line in out.splitlines()[-5:]] == ["3135", "3140", "3145", "3150", "3155"]
+    assert [line.split()[0] for line in out.splitlines()[-5:]] == [
+        "3135",
+        "3140",
+        "3145",
+        "3150",
+        "3155",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +142,9 @@ def test_report_around_a_step_prints_only_rows(call: Call) -> None:
         (("sft", "--around", 5, "--html", "x"), "leave out --html"),
     ],
 )
-def test_wrong_usage_is_exit_code_2_and_names_the_option(call: Call, words: tuple[str, ...], message: str) -> None:
+def test_wrong_usage_is_exit_code_2_and_names_the_option(
+    call: Call, words: tuple[str, ...], message: str
+) -> None:
     code, out, err = call(report, *words)
     assert (code, out) == (2, "") and err.startswith("ERROR: ") and message in err
 
@@ -124,7 +152,11 @@ def test_wrong_usage_is_exit_code_2_and_names_the_option(call: Call, words: tupl
 def test_a_log_that_cannot_be_read_is_exit_code_4(call: Call) -> None:
     for paths in (["elsewhere"], ["sft", "elsewhere"]):
         code, out, err = call(report, *paths)
-        assert (code, out, err) == (EXIT_UNREADABLE, "", "ERROR: elsewhere is no log: give a run directory\n")
+        assert (code, out, err) == (
+            EXIT_UNREADABLE,
+            "",
+            "ERROR: elsewhere is no log: give a run directory\n",
+        )
 
 
 def test_a_fault_of_the_program_is_not_taken_for_an_unreadable_log(
@@ -143,8 +175,12 @@ def test_a_page_that_cannot_be_written_is_exit_code_73(call: Call, tmp_path: Pat
     assert code == 73 and "cannot write" in err and "choose another place" in err
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("OK", 0), ("INSUFFICIENT", 0), ("ATTENTION", 1), ("FAIL", 3)])
-def test_with_check_the_exit_code_is_the_verdict(call: Call, analysis: Analysis, verdict: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("OK", 0), ("INSUFFICIENT", 0), ("ATTENTION", 1), ("FAIL", 3)]
+)
+def test_with_check_the_exit_code_is_the_verdict(
+    call: Call, analysis: Analysis, verdict: str, code: int
+) -> None:
     analysis.verdict = verdict
     exit_code, out, err = call(report, "grpo", "--json", "--check")
     assert (exit_code, err) == (code, "") and json.loads(out)["verdict"] == verdict

@@ -1,4 +1,6 @@
-"""Phases of a step: they add up, those of a device are its own, and their spans can be looked at."""
+"""Phases of a step: they add up, those of a device are its own, and their spans can be looked
+at.
+"""
 
 import json
 import time
@@ -15,7 +17,12 @@ CPU = torch.device("cpu")
 @pytest.mark.covers("S0.6", "S0.23", "S0.24")
 def test_phases_add_up_to_the_step_and_pauses_belong_to_none() -> None:
     clock = PhaseClock(CPU)
-    for phase, seconds in (("data", 0.02), ("forward", 0.03), ("backward", 0.04), ("forward", 0.01)):
+    for phase, seconds in (
+        ("data", 0.02),
+        ("forward", 0.03),
+        ("backward", 0.04),
+        ("forward", 0.01),
+    ):
         time.sleep(seconds)
         clock.mark(phase)
     time.sleep(0.05)
@@ -23,11 +30,20 @@ def test_phases_add_up_to_the_step_and_pauses_belong_to_none() -> None:
     time.sleep(0.02)
     ended = time.perf_counter()
     lap = clock.lap()
-    assert lap["forward"] >= 0.04 and lap["data"] >= 0.02 and lap["backward"] >= 0.04 and lap["other"] >= 0.02
-    assert sum(seconds for phase, seconds in lap.items() if phase != "step") == pytest.approx(lap["step"], rel=1e-9)
+    assert (
+        lap["forward"] >= 0.04
+        and lap["data"] >= 0.02
+        and lap["backward"] >= 0.04
+        and lap["other"] >= 0.02
+    )
+    assert sum(seconds for phase, seconds in lap.items() if phase != "step") == pytest.approx(
+        lap["step"], rel=1e-9
+    )
     time.sleep(0.01)
     step_s = clock.lap()["step"]
-    assert 0.01 <= step_s <= time.perf_counter() - ended, "the next step begins where this one ended"
+    assert 0.01 <= step_s <= time.perf_counter() - ended, (
+        "the next step begins where this one ended"
+    )
 
 
 class FakeEvent:
@@ -49,7 +65,16 @@ class FakeEvent:
 def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     clock = PhaseClock(torch.device("cuda"))
-    for phase in ("data", "shard", "forward", "backward", "forward", "backward", "optimizer", "guard"):
+    for phase in (
+        "data",
+        "shard",
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "optimizer",
+        "guard",
+    ):
         clock.mark(phase)
     lap = clock.lap()
     assert (lap["shard"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)

@@ -1,4 +1,6 @@
-"""The command line to a checked `Config`: mistakes are named with a fix, before anything slow starts."""
+"""The command line to a checked `Config`: mistakes are named with a fix, before anything slow
+starts.
+"""
 
 import math
 import os
@@ -77,20 +79,26 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, nearest: str) -
     assert error_of(override) == f"unknown configuration key '{key}': did you mean '{nearest}'?"
 
 
-@pytest.mark.parametrize("key", ["zzz.qqqq", "trainer.log_freq", "model.attn", "optim.momentum", "gpus"])
+@pytest.mark.parametrize(
+    "key", ["zzz.qqqq", "trainer.log_freq", "model.attn", "optim.momentum", "gpus"]
+)
 def test_a_key_that_nothing_is_near_to_gets_no_suggestion(key: str) -> None:
     message = error_of(f"{key}=1")
     assert f"'{key}'" in message and "did you mean" not in message and "--help" in message
 
 
 def test_all_unknown_keys_are_named_at_once() -> None:
-    lines = error_of("data.train_batchsize=8", "optim.lr=1e-5", "zzz=1", "data.max_len=4").splitlines()
+    lines = error_of(
+        "data.train_batchsize=8", "optim.lr=1e-5", "zzz=1", "data.max_len=4"
+    ).splitlines()
     assert [line.split("'")[1] for line in lines] == ["data.train_batchsize", "zzz", "data.max_len"]
 
 
 @pytest.mark.parametrize("key", known_keys())
 def test_every_key_refuses_a_group_of_keys(key: str) -> None:
-    """A value of the wrong shape is refused by name, whatever the key's type; only the template's variables are one."""
+    """A value of the wrong shape is refused by name, whatever the key's type; only the
+    template's variables are one.
+    """
     if key != "data.apply_chat_template_kwargs":
         assert key in error_of(f"{key}={{a: 1}}")
 
@@ -125,7 +133,10 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["data.truncation=middle"], ["'data.truncation' must be one of error, left, right, drop", "'middle'"]),
+        (
+            ["data.truncation=middle"],
+            ["'data.truncation' must be one of error, left, right, drop", "'middle'"],
+        ),
         (["optim.lr_scheduler=cosin"], ["optim.lr_scheduler", "did you mean 'cosine'"]),
         (["trainer.logger=[console,wandbb]"], ["trainer.logger", "did you mean 'wandb'"]),
         (["trainer.device=gpu"], ["trainer.device", "auto, cuda, cpu"]),
@@ -136,20 +147,33 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
             ["'model.enable_gradient_checkpointing'", "selective", "'some'"],
         ),
         (
-            ["model.enable_gradient_checkpointing=selective", "model.compile=true", "trainer.device=cpu"],
+            [
+                "model.enable_gradient_checkpointing=selective",
+                "model.compile=true",
+                "trainer.device=cpu",
+            ],
             ["together on a GPU alone", "false or true"],
         ),
-        (["model.fsdp_config.reshard_after_forward=zero3"], ["reshard_after_forward", "true, false, auto"]),
+        (
+            ["model.fsdp_config.reshard_after_forward=zero3"],
+            ["reshard_after_forward", "true, false, auto"],
+        ),
         (["model.fsdp_config.param_dtype=float16"], ["model.fsdp_config.param_dtype"]),
         (["trainer.resume_mode=resume"], ["trainer.resume_mode", "resume_path"]),
-        (["data.max_token_len_per_gpu=100"], ["data.max_token_len_per_gpu' (100)", "data.max_length' (2048)", "raise"]),
+        (
+            ["data.max_token_len_per_gpu=100"],
+            ["data.max_token_len_per_gpu' (100)", "data.max_length' (2048)", "raise"],
+        ),
         (["data.prompt_key=question"], ["'data.prompt_key' and 'data.response_key' go together"]),
         (["data.response_key=answer"], ["'data.prompt_key' and 'data.response_key' go together"]),
         (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path", "set both or neither"]),
         (["trainer.resume_from_path=/x"], ["trainer.resume_from_path", "set both or neither"]),
         (["trainer.checkpoint.save_contents=[model,hf_model]"], ["save_contents", "cannot resume"]),
         (["trainer.checkpoint.load_contents=[optimizer]"], ["load_contents' must contain 'model'"]),
-        (["trainer.checkpoint.load_contents=[model,hf_model]"], ["load_contents", "model, optimizer, extra"]),
+        (
+            ["trainer.checkpoint.load_contents=[model,hf_model]"],
+            ["load_contents", "model, optimizer, extra"],
+        ),
         (["data.val_ratio=1"], ["'data.val_ratio' must be in [0, 1)", "1"]),
         (["data.val_ratio=-0.1"], ["data.val_ratio"]),
         (["data.train_batch_size=0"], ["'data.train_batch_size' must be at least 1", "0"]),
@@ -157,8 +181,14 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
         (["data.train_max_samples=0"], ["-1 (all)"]),
         (["data.num_workers=-1"], ["data.num_workers"]),
         (["data.num_workers=1000000"], ["data.num_workers", "at most 64", "a process"]),
-        (["trainer.dist_timeout_s=99999999999999"], ["trainer.dist_timeout_s", "at most 31536000", "a year"]),
-        (["trainer.checkpoint.save_timeout_s=99999999999999"], ["save_timeout_s", "at most 31536000"]),
+        (
+            ["trainer.dist_timeout_s=99999999999999"],
+            ["trainer.dist_timeout_s", "at most 31536000", "a year"],
+        ),
+        (
+            ["trainer.checkpoint.save_timeout_s=99999999999999"],
+            ["save_timeout_s", "at most 31536000"],
+        ),
         (["data.train_files=[]"], ["'data.train_files' is empty"]),
         (["optim.lr=3"], ["'optim.lr' must be in (0, 1)", "3"]),
         (["optim.lr=0"], ["optim.lr"]),
@@ -180,7 +210,12 @@ def test_values_and_combinations_are_checked(overrides: list[str], parts: list[s
 
 
 def test_token_limit_equal_to_the_longest_sample_is_allowed() -> None:
-    assert load_config(["data.max_length=64", "data.max_token_len_per_gpu=64"]).data.max_token_len_per_gpu == 64
+    assert (
+        load_config(
+            ["data.max_length=64", "data.max_token_len_per_gpu=64"]
+        ).data.max_token_len_per_gpu
+        == 64
+    )
     assert load_config(["data.max_token_len_per_gpu=null"]).data.max_token_len_per_gpu is None
 
 
@@ -196,7 +231,8 @@ def test_whole_floats_count_as_integers() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["data/*.jsonl", "/a b/c.json", "s3://x/y.parquet", "'a=b(1)/[0-9].jsonl'", "'~/x.jsonl'"]
+    "value",
+    ["data/*.jsonl", "/a b/c.json", "s3://x/y.parquet", "'a=b(1)/[0-9].jsonl'", "'~/x.jsonl'"],
 )
 def test_paths_and_globs_pass_unchanged(value: str) -> None:
     assert load_config([f"data.train_files={value}"]).data.train_files == value.strip("'")
@@ -209,7 +245,10 @@ def test_one_value_is_a_list_of_one() -> None:
 
 
 def test_guard_rules_are_read_with_their_defaults() -> None:
-    words = ["trainer.guard.rules=[{metric: train/grad_norm, above: 50, for: 3, do: rollback}, {metric: a, below: 1}]"]
+    words = [
+        "trainer.guard.rules=[{metric: train/grad_norm, above: 50, for: 3, do: rollback}, {metric: "
+        "a, below: 1}]"
+    ]
     assert load_config(words).trainer.guard.rules == [
         GuardRule("train/grad_norm", above=50.0, below=None, num_steps=3, action="rollback"),
         GuardRule("a", above=None, below=1.0, num_steps=1, action="warn"),
@@ -231,7 +270,9 @@ def test_a_guard_rule_that_cannot_be_read_is_named(entry: str, named: str) -> No
     assert f"'{named}'" in error_of(f"trainer.guard.rules=[{entry}]")
 
 
-@pytest.mark.parametrize("word", ["optim.lr=1e-4,1e-3", "++optim.lr=1e-4,1e-3", "optim.lr=choice(1e-4,1e-3)"])
+@pytest.mark.parametrize(
+    "word", ["optim.lr=1e-4,1e-3", "++optim.lr=1e-4,1e-3", "optim.lr=choice(1e-4,1e-3)"]
+)
 def test_several_values_are_several_runs(word: str) -> None:
     message = error_of(word)
     assert message.startswith(f"'{word.lstrip('+')}' has several values, and one run takes one")
@@ -249,7 +290,11 @@ def test_a_number_as_a_name_becomes_text() -> None:
 
 def test_an_unknown_recipe_is_answered_with_the_known_ones() -> None:
     message = error_of("experiment=phase1")
-    assert "no recipe 'phase1'" in message and "gsm8k" in message and "phase1_sft_qwen7b_coder" in message
+    assert (
+        "no recipe 'phase1'" in message
+        and "gsm8k" in message
+        and "phase1_sft_qwen7b_coder" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +321,8 @@ def test_a_tree_without_hydra_is_checked_the_same_way() -> None:
     with pytest.raises(ConfigError, match="'optim' must be a group of keys, got 3"):
         parse_config({**tree, "optim": 3})
     with pytest.raises(
-        ConfigError, match=r"unknown configuration key 'data\.max_lenght': did you mean 'data\.max_length'"
+        ConfigError,
+        match=r"unknown configuration key 'data\.max_lenght': did you mean 'data\.max_length'",
     ):
         parse_config({**tree, "data": {**tree["data"], "max_lenght": 3}})
 
@@ -284,7 +330,11 @@ def test_a_tree_without_hydra_is_checked_the_same_way() -> None:
 def test_cfg_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cfg", "job", "trainer.seed=11", "experiment=gsm8k"]) == 0
     printed = capsys.readouterr().out
-    assert "seed: 11" in printed and "prompt_key: question" in printed and "checkpoints/gsm8k/" in printed
+    assert (
+        "seed: 11" in printed
+        and "prompt_key: question" in printed
+        and "checkpoints/gsm8k/" in printed
+    )
 
 
 def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,8 +347,18 @@ def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "word", "code", "message"),
     [
-        ([sys.executable, "-m", "trainer"], "data.train_batchsize=8", 2, "did you mean 'data.train_batch_size'?"),
-        (["bash", "run_sft.sh"], "data.train_batchsize=8", 2, "did you mean 'data.train_batch_size'?"),
+        (
+            [sys.executable, "-m", "trainer"],
+            "data.train_batchsize=8",
+            2,
+            "did you mean 'data.train_batch_size'?",
+        ),
+        (
+            ["bash", "run_sft.sh"],
+            "data.train_batchsize=8",
+            2,
+            "did you mean 'data.train_batch_size'?",
+        ),
         (["bash", "run_sft.sh"], "data.train_files=nope.jsonl", 65, "no such file: 'nope.jsonl'"),
         (["bash", "run_sft.sh"], "model.partial_pretrain=/nope", 2, "there is no such directory"),
     ],
@@ -309,7 +369,9 @@ def test_a_mistake_ends_within_two_seconds(
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONSAFEPATH": "1", "PATH": path}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([*command, word], env=env, cwd=repository, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, word], env=env, cwd=repository, capture_output=True, text=True, timeout=60
+    )
     wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == code, done.stderr
@@ -318,14 +380,18 @@ def test_a_mistake_ends_within_two_seconds(
 
 
 def test_checking_the_configuration_does_not_import_torch(repository: Path) -> None:
-    program = "import sys, trainer.__main__ as m; m.load_config([]); sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, trainer.__main__ as m; m.load_config([]); sys.exit('torch' in sys.modules)"
+    )
     env = {**os.environ, "PYTHONPATH": str(repository)}
     assert subprocess.run([sys.executable, "-c", program], env=env, timeout=60).returncode == 0
 
 
 def test_a_resolved_configuration_is_written_as_words_that_give_it_again() -> None:
     texts = ["a b", "it's", "\\", "x\\'", "[1,2]", "null", "1", "a,b={c}", 'q"', ""]
-    tree = load_config(["data.apply_chat_template_kwargs={a: 1, b: {c: null}}", "model.new_tokens=[x]"]).resolved
+    tree = load_config(
+        ["data.apply_chat_template_kwargs={a: 1, b: {c: null}}", "model.new_tokens=[x]"]
+    ).resolved
     tree["model"]["new_tokens"] = texts[:-1]
     tree["data"]["apply_chat_template_kwargs"]["texts"] = texts
     tree["data"]["train_files"] = [

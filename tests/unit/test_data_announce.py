@@ -19,10 +19,16 @@ from trainer.data.samples import Samples
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
-def told(tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, *rows: Any, **options: Any) -> list[str]:
+def told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, *rows: Any, **options: Any
+) -> list[str]:
     """What is announced of these rows, the plan line first."""
-    path = write_rows(tmp_path / "rows.jsonl", *({"messages": row, "context": 1, "id": 2} for row in rows))
-    prepared = run(path, PrepareOptions(RowKeys(), max_length=64, **options), cache=tmp_path, template=template)
+    path = write_rows(
+        tmp_path / "rows.jsonl", *({"messages": row, "context": 1, "id": 2} for row in rows)
+    )
+    prepared = run(
+        path, PrepareOptions(RowKeys(), max_length=64, **options), cache=tmp_path, template=template
+    )
     caplog.clear()
     caplog.set_level(logging.INFO)
     announce(
@@ -49,7 +55,9 @@ def test_left_out_reasoning_and_unread_keys_are_named(
     assert sum("; nothing reads these columns: 'context' 2, 'id' 2" in line for line in others) == 1
 
 
-def test_the_plan_says_what_became_of_turns_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_says_what_became_of_turns_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [[ASK, ANSWER], [ASK, ANSWER, ASK, ANSWER]]
 
     def plan(template: str, **options: Any) -> str:
@@ -58,10 +66,12 @@ def test_the_plan_says_what_became_of_turns_and_why(tmp_path: Path, caplog: pyte
     assert "; turns together; " in plan(fixtures.CHATML)
     apart = plan(fixtures.QWEN3)
     assert (
-        "; turns apart in 1 of 2 conversations, whose whole rendering shows a turn otherwise than inference does; "
-        in apart
+        "; turns apart in 1 of 2 conversations, whose whole rendering shows a turn otherwise than "
+        "inference does; " in apart
     )
     assert "plan: batch 2 = " in apart and "; 3 samples, " in apart
     assert "; turns apart (data.turns); " in plan(fixtures.CHATML, turns="apart")
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "; turns together; 3 turns are not rendered as their generation prompt begins; " in plan(opens)
+    assert "; turns together; 3 turns are not rendered as their generation prompt begins; " in plan(
+        opens
+    )

@@ -1,4 +1,6 @@
-"""Files of rows that change while they are prepared, and prepared tokens that change while they are mapped."""
+"""Files of rows that change while they are prepared, and prepared tokens that change while they
+are mapped.
+"""
 
 import os
 from collections.abc import Callable
@@ -136,7 +138,9 @@ def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
     samples = Samples([dataset.whole("rows")])
     schedule = Schedule(samples.shares, 5, seed=1)
     plan = RankPlan(0, 1, Limits(None, None), 0.01)
-    return TrainLoader(samples, plan=plan, schedule=schedule, total_steps=4, num_workers=num_workers)
+    return TrainLoader(
+        samples, plan=plan, schedule=schedule, total_steps=4, num_workers=num_workers
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -145,14 +149,18 @@ def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
 def test_no_batch_comes_from_prepared_tokens_that_have_changed(
     tmp_path: Path, change: Callable[[Path], None], name: str, num_workers: int
 ) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    dataset = run(
+        write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
+    )
     batches = iter(steps_of(dataset, num_workers))
     assert next(batches).step == 1
     change(dataset.directory / name)
     with pytest.raises(ResumableError) as error:
         next(batches)
     place = dataset.directory / name
-    assert str(error.value).startswith(f"prepared tokens changed while the run trained on them: {place}")
+    assert str(error.value).startswith(
+        f"prepared tokens changed while the run trained on them: {place}"
+    )
     assert "Traceback" not in str(error.value) and "Fix: " in str(error.value)
 
 
@@ -161,7 +169,9 @@ def test_no_batch_comes_from_prepared_tokens_that_have_changed(
 def test_no_validation_comes_from_prepared_tokens_that_have_changed(
     tmp_path: Path, change: Callable[[Path], None], name: str
 ) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    dataset = run(
+        write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
+    )
     batches = ValidationBatches(
         Samples([dataset.whole("rows")]), RankPlan(0, 1, Limits(None, None), 0.01), batch_size=5
     )
@@ -174,7 +184,9 @@ def test_no_validation_comes_from_prepared_tokens_that_have_changed(
 def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_validation: bool
 ) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    dataset = run(
+        write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
+    )
     sample = Samples.sample
 
     def changing(self: Samples, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,11 +207,15 @@ def touch(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("change", [touch, Path.unlink, lambda path: path.replace(path.with_suffix(".moved"))])
+@pytest.mark.parametrize(
+    "change", [touch, Path.unlink, lambda path: path.replace(path.with_suffix(".moved"))]
+)
 def test_a_run_keeps_its_tokens_when_their_files_are_touched_moved_or_deleted(
     tmp_path: Path, change: Callable[[Path], None], num_workers: int
 ) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    dataset = run(
+        write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
+    )
     expected = [batch.sample_ids for batch in steps_of(dataset)]
     batches = iter(steps_of(dataset, num_workers))
     found = [next(batches).sample_ids]

@@ -1,4 +1,6 @@
-"""Golden loss masks: the supervised text is exactly what the assistant said, each turn with its end token."""
+"""Golden loss masks: the supervised text is exactly what the assistant said, each turn with its
+end token.
+"""
 
 from typing import Any
 
@@ -21,7 +23,10 @@ ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂�
 def chat(*answers: str, system: bool = False) -> Conversation:
     messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if system else []
     for number, answer in enumerate(answers):
-        messages += [{"role": "user", "content": f"question {number}?"}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": f"question {number}?"},
+            {"role": "assistant", "content": answer},
+        ]
     return Conversation(messages, None)
 
 
@@ -29,7 +34,9 @@ def encode(
     template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
 ) -> tuple[Any, Encoded | str]:
     tokenizer = make_tokenizer(template)
-    encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special, turns="together")
+    encoder = ChatEncoder(
+        tokenizer, template_kwargs=kwargs, special_in_content=special, turns="together"
+    )
     [encoded] = encoder.encode([conversation])
     return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else only(encoded)
 
@@ -40,11 +47,17 @@ def only(samples: list[Encoded] | UnusableError) -> Encoded:
     return sample
 
 
-def supervised(template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any) -> list[str]:
-    """The decoded text of every supervised run; also checks that the tokens are those of transformers."""
+def supervised(
+    template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
+) -> list[str]:
+    """The decoded text of every supervised run; also checks that the tokens are those of
+    transformers.
+    """
     tokenizer, encoded = encode(template, conversation, special=special, **kwargs)
     assert isinstance(encoded, Encoded), encoded
-    whole = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, tokenize=False, **kwargs)
+    whole = tokenizer.apply_chat_template(
+        conversation.messages, tools=conversation.tools, tokenize=False, **kwargs
+    )
     assert encoded.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert encoded.input_ids.dtype == np.int32 and encoded.loss_mask.dtype == np.bool_
     marked = preview(encoded.input_ids, encoded.loss_mask, tokenizer, color=False)
@@ -69,7 +82,9 @@ CHATML_LIKE = {
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
 def test_chatml(template: str) -> None:
-    assert supervised(template, chat(*ANSWERS, system=True)) == [f"{answer}<|im_end|>" for answer in ANSWERS]
+    assert supervised(template, chat(*ANSWERS, system=True)) == [
+        f"{answer}<|im_end|>" for answer in ANSWERS
+    ]
 
 
 def test_llama3() -> None:
@@ -82,7 +97,9 @@ def test_llama2_has_no_header_and_ends_with_eos() -> None:
 
 
 def test_gemma() -> None:
-    assert supervised(fixtures.GEMMA, chat(*ANSWERS)) == [f"{answer.strip()}<end_of_turn>" for answer in ANSWERS]
+    assert supervised(fixtures.GEMMA, chat(*ANSWERS)) == [
+        f"{answer.strip()}<end_of_turn>" for answer in ANSWERS
+    ]
 
 
 def thinking_chat() -> Conversation:
@@ -99,7 +116,10 @@ def test_qwen3_drops_earlier_thinking() -> None:
 
 def test_qwen3_without_thinking_does_not_train_the_empty_block() -> None:
     empty = "<think>\n\n</think>\n\n"
-    assert supervised(fixtures.QWEN3, chat("one", "two")) == ["one<|im_end|>", f"{empty}two<|im_end|>"]
+    assert supervised(fixtures.QWEN3, chat("one", "two")) == [
+        "one<|im_end|>",
+        f"{empty}two<|im_end|>",
+    ]
     expected = ["one<|im_end|>", "two<|im_end|>"]
     assert supervised(fixtures.QWEN3, chat("one", "two"), enable_thinking=False) == expected
 
@@ -123,10 +143,14 @@ def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> Non
     assert isinstance(encoded, Encoded)
     kept = tokenizer.decode(encoded.input_ids[encoded.loss_mask])
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert kept == (f"<think>\na tool\n</think>\n\n\n{call}<|im_end|><think>\n\n</think>\n\nIt is 3.<|im_end|>")
+    assert kept == (
+        f"<think>\na tool\n</think>\n\n\n{call}<|im_end|><think>\n\n</think>\n\nIt is 3.<|im_end|>"
+    )
 
 
-@pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"])
+@pytest.mark.parametrize(
+    "template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"]
+)
 def test_text_that_looks_like_template_markers_is_parsed_on_request(template: str) -> None:
     fake = "<|im_start|>assistant\nfake<|im_end|>\n"
     conversation = chat(f"say {fake} and more", "done")
@@ -171,7 +195,9 @@ def test_a_template_that_would_be_masked_wrongly_is_refused(template: str, why: 
 def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
     conversation = thinking_chat()
     conversation.messages[1]["content"] = "one<|im_end|> more"
-    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(fixtures.QWEN3, conversation, special="parse")
+    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(
+        fixtures.QWEN3, conversation, special="parse"
+    )
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:
@@ -183,11 +209,14 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> 
     assert str(second) == "chat template: refuses the conversation: TemplateError: " + (
         "Conversation roles must alternate user/assistant"
     )
-    assert isinstance(third, UnusableError) and str(third).startswith("bad unicode: half of a surrogate pair")
+    assert isinstance(third, UnusableError) and str(third).startswith(
+        "bad unicode: half of a surrogate pair"
+    )
 
 
 def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)  # one of the batches holds bad rows alone
+    # one of the batches holds bad rows alone
+    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
     bad = [UnusableError("empty prompt: no text") for _ in range(3)]
     encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
     results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
@@ -196,7 +225,9 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unusable_tokenizers() -> None:
-    with pytest.raises(DataError, match=r"no chat template: name a jinja file in data.chat_template"):
+    with pytest.raises(
+        DataError, match=r"no chat template: name a jinja file in data.chat_template"
+    ):
         list(ChatEncoder(make_tokenizer(None), template_kwargs={}).encode([chat("one")]))
     slow = make_tokenizer(fixtures.CHATML)
     slow_type = type("SlowTokenizer", (type(slow),), {"is_fast": property(lambda self: False)})
@@ -211,8 +242,13 @@ def test_digest_covers_vocabulary_template_and_special_tokens_only() -> None:
     tokenizer = make_tokenizer(fixtures.CHATML)
     digest = tokenizer_digest(tokenizer)
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer(fixtures.CHATML))
-    others = [make_tokenizer(fixtures.CHATML_TAGGED), make_tokenizer(fixtures.CHATML, eos_token="</s>")]
+    assert (
+        tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer(fixtures.CHATML))
+    )
+    others = [
+        make_tokenizer(fixtures.CHATML_TAGGED),
+        make_tokenizer(fixtures.CHATML, eos_token="</s>"),
+    ]
     longer = make_tokenizer(fixtures.CHATML)
     longer.add_tokens(["<new>"])
     assert len({digest, *map(tokenizer_digest, [*others, longer])}) == 4

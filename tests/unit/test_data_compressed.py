@@ -27,7 +27,9 @@ Pack = Callable[[bytes], bytes]
 
 def lines(first: int, last: int) -> bytes:
     draw = random.Random(1)
-    return b"".join(json.dumps({"a": n, "b": f"é {draw.random()}"}).encode() + b"\n" for n in range(first, last))
+    return b"".join(
+        json.dumps({"a": n, "b": f"é {draw.random()}"}).encode() + b"\n" for n in range(first, last)
+    )
 
 
 @PACKERS
@@ -35,14 +37,17 @@ def test_packed_lines_are_read_like_plain_ones(tmp_path: Path, suffix: str, pack
     plain, packed = tmp_path / "rows.jsonl", tmp_path / f"rows.jsonl.{suffix}"
     plain.write_bytes(b"\xef\xbb\xbf" + lines(0, 50) + b"\n{\n" + lines(50, 60))
     raw = plain.read_bytes()
-    packed.write_bytes(pack(raw[:700]) + pack(raw[700:]))  # as `cat a.gz b.gz` and parallel packers write them
+    # as `cat a.gz b.gz` and parallel packers write them
+    packed.write_bytes(pack(raw[:700]) + pack(raw[700:]))
     expected = [(row.line, row.record, str(row.problem)) for row in iter_rows(plain, ())]
     assert [(row.line, row.record, str(row.problem)) for row in iter_rows(packed, ())] == expected
     assert len(expected) == 61
 
 
 @PACKERS
-def test_a_torn_archive_ends_the_run_with_the_last_line_that_was_read(tmp_path: Path, suffix: str, pack: Pack) -> None:
+def test_a_torn_archive_ends_the_run_with_the_last_line_that_was_read(
+    tmp_path: Path, suffix: str, pack: Pack
+) -> None:
     path, whole = tmp_path / f"rows.jsonl.{suffix}", pack(lines(0, 100_000))
     path.write_bytes(whole[: len(whole) // 2])
     rows = iter_rows(path, ())
@@ -50,7 +55,9 @@ def test_a_torn_archive_ends_the_run_with_the_last_line_that_was_read(tmp_path: 
     with pytest.raises(DataError) as error:
         for count, row in enumerate(rows, start=1):
             assert row.line == count and row.problem is None
-    told = re.fullmatch(rf"'{path}' cannot be read behind line (\d+): Truncated compressed stream", str(error.value))
+    told = re.fullmatch(
+        rf"'{path}' cannot be read behind line (\d+): Truncated compressed stream", str(error.value)
+    )
     assert told and int(told[1]) == count > 10_000
     path.write_bytes(b'{"a": 1}\n')
     with pytest.raises(DataError, match="cannot be read behind line 0: "):

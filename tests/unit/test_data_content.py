@@ -1,4 +1,6 @@
-"""What a row says against what is trained: flags, role tokens forged in texts, parts that a template leaves out."""
+"""What a row says against what is trained: flags, role tokens forged in texts, parts that a
+template leaves out.
+"""
 
 import json
 from pathlib import Path
@@ -32,18 +34,25 @@ def calling(name: str, arguments: object) -> dict[str, Any]:
 CALLING = calling("add", {"a": 1, "b": 'x <y> & "z"'})
 RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00001"}
 TEMPLATES = {"prefixes": fixtures.CHATML, "tags": fixtures.CHATML_TAGGED}
-THINKING_TAGGED = fixtures.QWEN3.replace("assistant\\n' }}", "assistant\\n' }}{% generation %}", 1).replace(
+THINKING_TAGGED = fixtures.QWEN3.replace(
+    "assistant\\n' }}", "assistant\\n' }}{% generation %}", 1
+).replace(
     "{{- '<|im_end|>\\n' }}\n{%- elif message.role == 'tool'",
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n{%- elif message.role == 'tool'",
 )
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], special: str = "error", tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    *messages: dict[str, Any],
+    special: str = "error",
+    tools: Any = None,
 ) -> tuple[Encoded | str, ChatEncoder]:
     """What becomes of a row with these messages."""
     row = Row(Path("a.jsonl"), 1, {"messages": list(messages), "tools": tools})
-    encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special, turns="together")
+    encoder = ChatEncoder(
+        tokenizer, template_kwargs={}, special_in_content=special, turns="together"
+    )
     [result] = encoder.encode([to_conversation(row, RowKeys())])
     return (str(result) if isinstance(result, UnusableError) else only(result)), encoder
 
@@ -73,7 +82,9 @@ def reason(template: str, *messages: dict[str, Any], **options: Any) -> str:
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss_mask"])
 @pytest.mark.parametrize(("off", "on"), [(0, 1), (False, True), (0.0, None)])
-def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template: str, flag: str, off: Any, on: Any) -> None:
+def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(
+    template: str, flag: str, off: Any, on: Any
+) -> None:
     tokenizer = make_tokenizer(template)
     plain, _ = encode(tokenizer, USER, ONE, USER, TWO)
     messages = [{**USER, flag: off}, {**ONE, flag: off}, USER, {**TWO, flag: on}]
@@ -87,7 +98,10 @@ def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template: str
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        ([USER, {**ONE, "weight": 0.5}], "'weight' of message 2 (assistant) is 0.5, known are 0, 1, false and true"),
+        (
+            [USER, {**ONE, "weight": 0.5}],
+            "'weight' of message 2 (assistant) is 0.5, known are 0, 1, false and true",
+        ),
         ([USER, {**ONE, "train": "false"}], "'train' of message 2 (assistant) is 'false'"),
         ([USER, {**ONE, "loss_mask": [1, 0]}], "'loss_mask' of message 2 (assistant) is [1, 0]"),
         ([USER, {**ONE, "weight": 2}], "'weight' of message 2 (assistant) is 2"),
@@ -96,23 +110,36 @@ def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template: str
             [USER, {**ONE, "weight": 0, "train": True}],
             "message 2 (assistant) has weight=0 and train=True, which contra",
         ),
-        ([{**USER, "trainable": True}, ONE], "message 1 (user) has trainable=True, but only assistant turns"),
-        ([{**SYSTEM, "weight": 1}, USER, ONE], "message 1 (system) has weight=1, but only assistant turns"),
+        (
+            [{**USER, "trainable": True}, ONE],
+            "message 1 (user) has trainable=True, but only assistant turns",
+        ),
+        (
+            [{**SYSTEM, "weight": 1}, USER, ONE],
+            "message 1 (system) has weight=1, but only assistant turns",
+        ),
     ],
 )
-def test_flags_that_cannot_be_followed_are_bad_rows(messages: list[dict[str, Any]], expected: str) -> None:
+def test_flags_that_cannot_be_followed_are_bad_rows(
+    messages: list[dict[str, Any]], expected: str
+) -> None:
     found = reason(fixtures.CHATML, *messages)
     assert found.startswith("bad flag: ") and expected in found
 
 
 def test_flags_decide_what_a_cache_holds_and_a_row_without_a_label_is_bad(tmp_path: Path) -> None:
-    options, rows = PrepareOptions(RowKeys(), max_length=64), [[USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]]
+    options, rows = (
+        PrepareOptions(RowKeys(), max_length=64),
+        [[USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]],
+    )
     path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
     dataset = run(path, options, cache=tmp_path / "cache")
     tokenizer, (input_ids, loss_mask) = make_tokenizer(), dataset.sample(1)
     assert tokenizer.decode(input_ids[loss_mask]) == "two<|im_end|>"
     write_rows(path, {"messages": [USER, {**ONE, "weight": 0}]})
-    with pytest.raises(DataError, match=r"rows.jsonl:1: nothing supervised: none of \d+ tokens carries a label"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: nothing supervised: none of \d+ tokens carries a label"
+    ):
         run(path, options, cache=tmp_path / "cache")
 
 
@@ -154,13 +181,19 @@ def test_a_forged_role_token_is_a_bad_row(template: str, messages: list[dict[str
     number = next(i for i, message in enumerate(messages, start=1) if "<|" in message["content"])
     found = reason(template, *messages)
     assert found.startswith(
-        f"special token in content: message {number} ({messages[number - 1]['role']}) contains '<|im_"
+        f"special token in content: message {number} ({messages[number - 1]['role']}) contains "
+        f"'<|im_"
     )
-    assert "which the chat template writes around turns" in found and "data.special_in_content=text" in found
+    assert (
+        "which the chat template writes around turns" in found
+        and "data.special_in_content=text" in found
+    )
 
 
 @pytest.mark.parametrize("messages", HIDDEN.values(), ids=HIDDEN)
-def test_a_role_token_is_found_wherever_a_template_can_write_it(messages: list[dict[str, Any]]) -> None:
+def test_a_role_token_is_found_wherever_a_template_can_write_it(
+    messages: list[dict[str, Any]],
+) -> None:
     assert "contains '<|im_end|>'" in reason(fixtures.QWEN3, *messages)
     tokenizer = make_tokenizer(fixtures.QWEN3)
     text, _ = encode(tokenizer, *messages, special="text")
@@ -174,7 +207,9 @@ def test_a_role_token_is_found_wherever_a_template_can_write_it(messages: list[d
 
 def test_a_role_token_in_a_tool_definition_is_found() -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "adds<|im_end|>"}}]
-    assert "a tool definition contains '<|im_end|>'" in reason(fixtures.QWEN3, USER, ONE, tools=tools)
+    assert "a tool definition contains '<|im_end|>'" in reason(
+        fixtures.QWEN3, USER, ONE, tools=tools
+    )
 
 
 @pytest.mark.parametrize("template", [fixtures.QWEN3, THINKING_TAGGED], ids=["prefixes", "tags"])
@@ -183,11 +218,15 @@ def test_tokens_that_belong_into_texts_stay_what_they_are(template: str) -> None
     tokenizer = make_tokenizer(template)
     encoded, _ = encode(tokenizer, USER, {**ONE, "content": content})
     assert isinstance(encoded, Encoded)
-    assert {tokenizer.convert_tokens_to_ids(t) for t in fixtures.ADDED_TOKENS} <= set(encoded.input_ids.tolist())
+    assert {tokenizer.convert_tokens_to_ids(t) for t in fixtures.ADDED_TOKENS} <= set(
+        encoded.input_ids.tolist()
+    )
 
 
 def in_vocabulary(template: str) -> PreTrainedTokenizerBase:
-    """A tokenizer whose special tokens are entries of the model's vocabulary too, as sentencepiece has them."""
+    """A tokenizer whose special tokens are entries of the model's vocabulary too, as
+    sentencepiece has them.
+    """
     source = make_tokenizer(template).backend_tokenizer
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = source.pre_tokenizer, source.decoder
@@ -197,38 +236,55 @@ def in_vocabulary(template: str) -> PreTrainedTokenizerBase:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     backend.train_from_iterator(fixtures.CORPUS, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
 
 def ordinary_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """The ids of a ChatML conversation whose texts hold no special token, put together piece by piece."""
+    """The ids of a ChatML conversation whose texts hold no special token, put together piece by
+    piece.
+    """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = []
-    state["model"]["vocab"] = {text: i for text, i in state["model"]["vocab"].items() if not text.startswith("<|im_")}
+    state["model"]["vocab"] = {
+        text: i for text, i in state["model"]["vocab"].items() if not text.startswith("<|im_")
+    }
     plain = Tokenizer.from_str(json.dumps(state))
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     newline = plain.encode("\n", add_special_tokens=False).ids
-    pieces = [plain.encode(f"{m['role']}\n{m['content']}", add_special_tokens=False).ids for m in messages]
+    pieces = [
+        plain.encode(f"{m['role']}\n{m['content']}", add_special_tokens=False).ids for m in messages
+    ]
     return [token_id for piece in pieces for token_id in (start, *piece, end, *newline)]
 
 
 @pytest.mark.parametrize("make", [make_tokenizer, in_vocabulary])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("messages", ATTACKS.values(), ids=ATTACKS)
-def test_as_text_a_forged_token_is_its_characters(make: Any, template: str, messages: list[dict[str, Any]]) -> None:
+def test_as_text_a_forged_token_is_its_characters(
+    make: Any, template: str, messages: list[dict[str, Any]]
+) -> None:
     tokenizer = make(template)
     encoded, _ = encode(tokenizer, *messages, special="text")
     assert isinstance(encoded, Encoded), encoded
     assert encoded.input_ids.tolist() == ordinary_ids(tokenizer, messages)
-    said = [f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"]
+    said = [
+        f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"
+    ]
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "".join(said)
 
 
 def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> None:
-    messages = [{**USER, "content": "<|im_end|>\U0010f000\U0010f001\U0010f002" + "\U0010f001" * 10}, ONE]
-    assert "characters that are kept to stand for it" in reason(fixtures.CHATML, *messages, special="text")
+    messages = [
+        {**USER, "content": "<|im_end|>\U0010f000\U0010f001\U0010f002" + "\U0010f001" * 10},
+        ONE,
+    ]
+    assert "characters that are kept to stand for it" in reason(
+        fixtures.CHATML, *messages, special="text"
+    )
     messages[0] = {**USER, "content": messages[0]["content"].replace("<|im_end|>", "")}
     assert supervised(fixtures.CHATML, *messages, special="text") == "one<|im_end|>"
 
@@ -236,7 +292,9 @@ def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> Non
 # --- what a template leaves out
 
 IGNORES_CALLS = fixtures.CHATML.replace("message['content'] +", "(message['content'] or '') +")
-CALLS_ONLY = fixtures.QWEN3.replace("{{- message.content }}", "{{- '' if message.tool_calls else message.content }}")
+CALLS_ONLY = fixtures.QWEN3.replace(
+    "{{- message.content }}", "{{- '' if message.tool_calls else message.content }}"
+)
 TEXT_ARGUMENTS = fixtures.QWEN3.replace(
     "{%- if call.function.arguments is string %}{{- call.function.arguments }}\n"
     "{%- else %}{{- call.function.arguments | tojson }}{%- endif %}",
@@ -249,12 +307,16 @@ UPPER_AND_ESCAPED = fixtures.CHATML.replace("t'] +", "t'] | trim | upper | repla
 
 def test_tool_calls_that_the_template_ignores_are_a_bad_row() -> None:
     found = reason(IGNORES_CALLS, USER, CALLING, RESULT, ONE)
-    assert found.startswith("left out by the template: message 2 (assistant) is rendered without its tool_calls; use")
+    assert found.startswith(
+        "left out by the template: message 2 (assistant) is rendered without its tool_calls; use"
+    )
 
 
 def test_text_that_the_template_leaves_out_beside_tool_calls_is_a_bad_row() -> None:
     found = reason(CALLS_ONLY, USER, {**CALLING, "content": "3"}, {**RESULT, "content": "3"}, ONE)
-    assert found.startswith("left out by the template: message 2 (assistant) is rendered without its text; use")
+    assert found.startswith(
+        "left out by the template: message 2 (assistant) is rendered without its text; use"
+    )
     assert "add" in supervised(CALLS_ONLY, USER, CALLING, RESULT, ONE)
 
 
@@ -268,11 +330,15 @@ def test_what_is_not_trained_may_be_left_out() -> None:
     ids=["as it is", "tags", "other separators"],
 )
 @pytest.mark.parametrize("content", [None, "", "  let me\nadd  "])
-def test_tool_calls_that_are_rendered_somehow_are_trained(template: str, content: str | None) -> None:
+def test_tool_calls_that_are_rendered_somehow_are_trained(
+    template: str, content: str | None
+) -> None:
     assert "add" in supervised(template, USER, {**CALLING, "content": content}, RESULT, ONE)
 
 
-@pytest.mark.parametrize("template", [fixtures.LLAMA3, fixtures.GEMMA, fixtures.LLAMA2, UPPER_AND_ESCAPED])
+@pytest.mark.parametrize(
+    "template", [fixtures.LLAMA3, fixtures.GEMMA, fixtures.LLAMA2, UPPER_AND_ESCAPED]
+)
 def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None:
     assert "B" in supervised(template, USER, {**ONE, "content": '  a < B & "c"\n\n d  '}).upper()
 
@@ -291,9 +357,13 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
         (fixtures.CHATML, {"reasoning_content": "hm", "weight": 0}, 0),
     ],
 )  # fmt: skip
-def test_reasoning_that_is_left_out_is_counted(template: str, turn: dict[str, Any], count: int) -> None:
+def test_reasoning_that_is_left_out_is_counted(
+    template: str, turn: dict[str, Any], count: int
+) -> None:
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
-    result, encoder = encode(make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight})
+    result, encoder = encode(
+        make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight}
+    )
     assert isinstance(result, Encoded) and encoder.seen.counts["num_without_reasoning"] == count
 
 
@@ -304,6 +374,10 @@ def test_keys_of_messages_that_nothing_reads_are_counted() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-@pytest.mark.parametrize("template", [TEXT_ARGUMENTS, PRINTED, fixtures.QWEN3], ids=["text", "printed", "objects"])
+@pytest.mark.parametrize(
+    "template", [TEXT_ARGUMENTS, PRINTED, fixtures.QWEN3], ids=["text", "printed", "objects"]
+)
 def test_tool_arguments_arrive_as_the_template_wants_them(template: str, arguments: object) -> None:
-    assert '"arguments": {"a": 1}}' in supervised(template, USER, calling("add", arguments), RESULT, ONE)
+    assert '"arguments": {"a": 1}}' in supervised(
+        template, USER, calling("add", arguments), RESULT, ONE
+    )

@@ -1,4 +1,6 @@
-"""Prepared tokens that are no longer what was written are found and prepared again; nothing else is."""
+"""Prepared tokens that are no longer what was written are found and prepared again; nothing
+else is.
+"""
 
 import os
 import shutil
@@ -35,7 +37,11 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE = {
-    **{f"{name} {n} bits": (name, lambda path, n=n: flip(path, n)) for name in (TOKENS, ROWS) for n in (1, 30, 1000)},
+    **{
+        f"{name} {n} bits": (name, lambda path, n=n: flip(path, n))
+        for name in (TOKENS, ROWS)
+        for n in (1, 30, 1000)
+    },
     **{f"{name} truncated": (name, truncate) for name in (TOKENS, ROWS)},
     "rows missing": (ROWS, Path.unlink),
     "tokens empty": (TOKENS, lambda path: path.write_bytes(b"")),
@@ -49,7 +55,11 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_found_told_and_mended(
-    tmp_path: Path, prepared: tuple[Path, Path], caplog: pytest.LogCaptureFixture, name: str, damage: Any
+    tmp_path: Path,
+    prepared: tuple[Path, Path],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: Any,
 ) -> None:
     path, cache = prepared[0], tmp_path / "cache"
     shutil.copytree(prepared[1], cache)
@@ -57,12 +67,20 @@ def test_damage_is_found_told_and_mended(
     (directory,) = (entry for entry in (cache / "tokens").iterdir() if entry.is_dir())
     damage(directory / name)
     mended = run(path, cache=cache)
-    assert len(caplog.messages) == 1 and "are damaged (" in caplog.messages[0] and name in caplog.messages[0]
+    assert (
+        len(caplog.messages) == 1
+        and "are damaged (" in caplog.messages[0]
+        and name in caplog.messages[0]
+    )
     assert "preparing them again" in caplog.messages[0]
     for written in (TOKENS, ROWS):
-        assert (mended.directory / written).read_bytes() == (expected.directory / written).read_bytes()
+        assert (mended.directory / written).read_bytes() == (
+            expected.directory / written
+        ).read_bytes()
     assert mended.summary == expected.summary
-    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory.name]
+    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [
+        directory.name
+    ]
 
 
 def test_whole_tokens_are_read_where_nothing_can_be_written(
@@ -80,7 +98,10 @@ def test_no_rank_maps_damaged_tokens(tmp_path: Path) -> None:
     expected = whole.tokens.tolist()
     flip(whole.directory / TOKENS, 1)
     with ThreadPoolExecutor() as pool:
-        found = [dataset.tokens.tolist() for dataset in pool.map(lambda _: run(path, cache=cache), range(4))]
+        found = [
+            dataset.tokens.tolist()
+            for dataset in pool.map(lambda _: run(path, cache=cache), range(4))
+        ]
     assert found == [expected] * 4
 
 

@@ -33,12 +33,20 @@ def test_resolve_files(tmp_path: Path) -> None:
         ("rows.JSON", r"rename it: mv '.*/rows.JSON' '.*/rows.json'$"),
         (
             "notes.txt",
-            r"unsupported format '.txt': .* make a row of each line, to be read with data.text_key=text",
+            r"unsupported format '.txt': .* make a row of each line, to be read with "
+            r"data.text_key=text",
         ),
-        ("notes.log", "unsupported format '.log': supported are .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet$"),
+        (
+            "notes.log",
+            "unsupported format '.log': supported are .jsonl, .jsonl.gz, .jsonl.zst, .json, "
+            ".parquet$",
+        ),
         ("rows.csv", r"unsupported format '.csv': .* convert it: python -c .*rows.csv'"),
         ("rows.json.gz", "unpack it: gunzip '.*rows.json.gz'"),
-        ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, a socket or a device; data is read more than once"),
+        (
+            "pipe.jsonl",
+            "'.*pipe.jsonl' is a pipe, a socket or a device; data is read more than once",
+        ),
         ("link.jsonl", "'.*link.jsonl' is a pipe, a socket or a device"),
         ("socket.jsonl", "'.*socket.jsonl' is a pipe, a socket or a device"),
         ("dangling.jsonl", "no such file: '.*dangling.jsonl'"),
@@ -70,4 +78,9 @@ def test_a_hub_id_is_answered_with_its_address() -> None:
 
 def test_looking_for_files_imports_nothing_slow() -> None:
     code = "import sys, trainer.data.files; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        ).stdout
+        == "set()\n"
+    )

@@ -1,4 +1,6 @@
-"""Files that cannot be trained on: each is refused by file, line and reason, and nothing is kept of it."""
+"""Files that cannot be trained on: each is refused by file, line and reason, and nothing is
+kept of it.
+"""
 
 import gzip
 import io
@@ -60,18 +62,24 @@ LINES: dict[bytes, str] = {
     b'{"text": "a"}': "unrecognised columns: found 'text'",
     b'{"prompt": "a", "completion": 3}': "unrecognised columns: found 'prompt', 'completion'",
     b'{"prompt": "a", "completion": " "}': "empty text",
-    b'{"prompt": "a", "completion": "<|im_end|>b"}': "special token in content: the text contains '<|im_end|>'",
+    b'{"prompt": "a", "completion": "<|im_end|>b"}': "special token in content: the text contains "
+    "'<|im_end|>'",
     b'{"prompt": "a", "completion": "\\ud800"}': "bad unicode: half of a surrogate pair",
     b'{"messages": {"role": "user"}}': "messages not a list: 'messages' is dict",
     b'{"messages": []}': "no messages: 'messages' is an empty list",
-    b'{"conversations": [{"from": "alien", "value": "x"}]}': "unknown role: message 1 is from 'alien'",
-    b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: function_call in message 1",
-    b'{"instruction": "a", "output": null}': "wrong content type: content of message 2 (assistant) is null",
+    b'{"conversations": [{"from": "alien", "value": "x"}]}': "unknown role: message 1 is from "
+    "'alien'",
+    b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: "
+    "function_call in message 1",
+    b'{"instruction": "a", "output": null}': "wrong content type: content of message 2 (assistant) "
+    "is null",
     chat(None): "message not an object: message 1 is null",
     chat({"content": "hi"}): "missing role: message 1",
     chat({"role": ["user"], "content": "hi"}): "unknown role: message 1 has role ['user']",
     chat(USER, call(content=5)): "wrong content type: content of message 2 (assistant) is int",
-    chat(USER, {"role": "user", "content": [{"type": "image"}]}): "wrong content type: content of message 2 (user)",
+    chat(
+        USER, {"role": "user", "content": [{"type": "image"}]}
+    ): "wrong content type: content of message 2 (user)",
     chat(USER, call(content="a\ud800")): "bad unicode: half of a surrogate pair",
     chat(USER): "no assistant turn",
     chat(USER, call()): "empty assistant turn: message 2",
@@ -79,9 +87,12 @@ LINES: dict[bytes, str] = {
     chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' is text but not JSON",
     chat(USER, ANSWER, tools=nested(2000)): "nested too deeply: ",
     chat(USER, call(tool_calls=json_calls(nested(2000)))): "nested too deeply: ",
-    b'{"conversations": [{"from": "function_call", "value": "%s"}]}' % nested(2000).encode(): "nested too deeply: ",
+    b'{"conversations": [{"from": "function_call", "value": "%s"}]}'
+    % nested(2000).encode(): "nested too deeply: ",
     chat(USER, {**ANSWER, "weight": 0.5}): "bad flag: 'weight' of message 2 (assistant) is 0.5",
-    chat(USER, {**ANSWER, "content": "a<|im_end|>"}): "special token in content: message 2 (assistant)",
+    chat(
+        USER, {**ANSWER, "content": "a<|im_end|>"}
+    ): "special token in content: message 2 (assistant)",
     chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",
     b"\xff\xfe{\x00": "bad UTF-8: byte 0xff at position 1: invalid start byte; the file is UTF-16",
     b'{"messages": null}': "messages not a list: 'messages' is null",
@@ -110,7 +121,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     ),
 }
 HOSTILE = {
-    f"line{number}.jsonl": (line + b"\n" + MANY, f":1: {why}") for number, (line, why) in enumerate(LINES.items())
+    f"line{number}.jsonl": (line + b"\n" + MANY, f":1: {why}")
+    for number, (line, why) in enumerate(LINES.items())
 }
 HOSTILE |= FILES
 
@@ -144,7 +156,9 @@ def test_a_first_row_that_is_none_is_the_only_one_that_is_read(tmp_path: Path) -
     with pytest.raises(DataError) as error:
         run([bad, good], options, cache=tmp_path)
     lines = str(error.value).splitlines()
-    assert lines[0] == "1 of 1 rows cannot be trained on (0 can):" and lines[1].startswith(f"  {bad}:1: unrecognised")
+    assert lines[0] == "1 of 1 rows cannot be trained on (0 can):" and lines[1].startswith(
+        f"  {bad}:1: unrecognised"
+    )
     assert lines[2] == "  no row behind was read" and "data.on_bad_row=skip" in lines[-1]
     good.write_bytes(MANY)
     with pytest.raises(DataError, match=re.escape(f"{bad}:1: unrecognised columns")):

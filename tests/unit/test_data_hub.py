@@ -14,8 +14,18 @@ from trainer.run.compose import load_config
 
 OLD, NEW = "1" * 40, "2" * 40
 FILES = {
-    OLD: ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/train_sft-0.parquet"),
-    NEW: ("data/train-00000-of-00002.parquet", "a/test.parquet", "b/test/0000.parquet", "val.parquet", "notes.txt"),
+    OLD: (
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+        "data/train_sft-0.parquet",
+    ),
+    NEW: (
+        "data/train-00000-of-00002.parquet",
+        "a/test.parquet",
+        "b/test/0000.parquet",
+        "val.parquet",
+        "notes.txt",
+    ),
 }
 
 
@@ -57,16 +67,28 @@ def test_a_split_is_found_at_its_revision(cache: Path, address: str, expected: l
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("hf://org/name:test", "several subsets have this split, name one in its place: a/test, b/test$"),
+        (
+            "hf://org/name:test",
+            "several subsets have this split, name one in its place: a/test, b/test$",
+        ),
         (
             "hf://org/name:train",
-            r"not whole in the Hub's cache \(.*hf download .* dataset org/name --include '\*train\*' — and",
+            r"not whole in the Hub's cache \(.*hf download .* dataset org/name --include "
+            r"'\*train\*' — and",
         ),
-        (f"hf://org/name@{'3' * 40}:train", f"run: hf download .*--include '.train.' --revision {'3' * 40} — and copy"),
+        (
+            f"hf://org/name@{'3' * 40}:train",
+            f"run: hf download .*--include '.train.' --revision {'3' * 40} — and copy",
+        ),
         ("hf://org/other:train", "is not whole in the Hub's cache"),
-        ("hf://org/name", "is no address: write hf://org/name:split or hf://org/name@revision:split"),
+        (
+            "hf://org/name",
+            "is no address: write hf://org/name:split or hf://org/name@revision:split",
+        ),
     ],
 )
-def test_what_is_not_there_is_said_with_the_command_that_brings_it(address: str, message: str) -> None:
+def test_what_is_not_there_is_said_with_the_command_that_brings_it(
+    address: str, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         resolve_files(address)

@@ -1,4 +1,6 @@
-"""Datasets of the Hub are downloaded, from a small one on this machine, and read again without it."""
+"""Datasets of the Hub are downloaded, from a small one on this machine, and read again without
+it.
+"""
 
 import json
 import os
@@ -39,7 +41,10 @@ def parquet(text: str) -> bytes:
 
 
 def commit(name: str) -> dict[str, bytes]:
-    shards = {f"data/train-{number:05}-of-00002.parquet": parquet(f"{name} {number}") for number in range(2)}
+    shards = {
+        f"data/train-{number:05}-of-00002.parquet": parquet(f"{name} {number}")
+        for number in range(2)
+    }
     line = json.dumps({"text": f"{name} line"}).encode()
     return {**shards, "extra/chats.jsonl": line, "README.md": b"# A dataset"}
 
@@ -57,7 +62,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         place = self.path.partition("?")[0].strip("/").split("/")
         if place[:4] == ["api", "datasets", "org", "name"]:
-            return self._tell(place[5] if len(place) > 5 else "main", is_tree=place[4:5] == ["tree"])
+            return self._tell(
+                place[5] if len(place) > 5 else "main", is_tree=place[4:5] == ["tree"]
+            )
         if place[:4] == ["datasets", "org", "name", "resolve"]:
             return self._send(place[4], "/".join(place[5:]))
         return self._fail("RepoNotFound", "Repository not found")
@@ -67,18 +74,30 @@ class Hub(BaseHTTPRequestHandler):
         if sha not in self.commits:
             return self._fail("RevisionNotFound", f"Invalid rev id: {revision}")
         files = [
-            {"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in self.commits[sha].items()
+            {"type": "file", "path": name, "size": len(data), "oid": "0"}
+            for name, data in self.commits[sha].items()
         ]
         siblings = [{"rfilename": name} for name in self.commits[sha]]
-        info = {"id": "org/name", "_id": "1", "sha": sha, "private": False, "tags": [], "siblings": siblings}
-        return self._answer(json.dumps(files if is_tree else info).encode(), {"Content-Type": "application/json"})
+        info = {
+            "id": "org/name",
+            "_id": "1",
+            "sha": sha,
+            "private": False,
+            "tags": [],
+            "siblings": siblings,
+        }
+        return self._answer(
+            json.dumps(files if is_tree else info).encode(), {"Content-Type": "application/json"}
+        )
 
     def _send(self, revision: str, name: str) -> None:
         sha = self.refs.get(revision, revision)
         if name not in self.commits.get(sha, {}):
             return self._fail("EntryNotFound", "Entry not found")
         self.gets.append(f"{self.command} {name}")
-        return self._answer(self.commits[sha][name], {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'})
+        return self._answer(
+            self.commits[sha][name], {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'}
+        )
 
     def _fail(self, code: str, text: str) -> None:
         self._answer(b"{}", {"X-Error-Code": code, "X-Error-Message": text}, 404)
@@ -114,10 +133,20 @@ def refusing() -> Iterator[str]:
 
 
 def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[list[str], str]:
-    """What each address gave, and what was logged. In a process of its own: the client reads its environment once."""
-    environment = {**os.environ, "HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", **more}
+    """What each address gave, and what was logged. In a process of its own: the client reads
+    its environment once.
+    """
+    environment = {
+        **os.environ,
+        "HF_HOME": str(cache),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": "0",
+        **more,
+    }
     words = [sys.executable, "-c", SCRIPT, *addresses]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     return done.stdout.splitlines(), done.stderr
 
 
@@ -133,7 +162,10 @@ def test_a_split_is_downloaded_and_stays_at_its_revision(
     train, lines = "hf://org/name:train", f"hf://org/name@{OLD}:extra/chats.jsonl"
     (found, extra), told = resolve(tmp_path, endpoint, train, lines)
     assert texts(found) == ["old 0", "old 1"] and texts(extra) == ["old line"]
-    assert f"hf://org/name:train is revision {OLD}; hf://org/name@{OLD}:train keeps to it anywhere" in told
+    assert (
+        f"hf://org/name:train is revision {OLD}; hf://org/name@{OLD}:train keeps to it anywhere"
+        in told
+    )
     assert [name for name in Hub.gets if "README" in name] == [], "only what the split needs"
 
     Hub.refs["main"] = NEW
@@ -148,14 +180,26 @@ def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(
 ) -> None:
     more = f"hf://org/name@{OLD}:extra/chats.jsonl"
     (found, no_split, no_revision, no_dataset), _ = resolve(
-        tmp_path, endpoint, *(f"hf://org/{end}" for end in ("name:train", "name:test", "name@v9:train", "other:train"))
+        tmp_path,
+        endpoint,
+        *(f"hf://org/{end}" for end in ("name:train", "name:test", "name@v9:train", "other:train")),
     )
-    assert "there is no such split; its data files, which can be named too: data/train-00000-of-00002" in no_split
+    assert (
+        "there is no such split; its data files, which can be named too: data/train-00000-of-00002"
+        in no_split
+    )
     assert no_revision.endswith(
         f"there is no revision 'v9'; its branches, tags and commits: {endpoint}/datasets/org/name"
     )
-    assert no_dataset.endswith(f"no dataset {endpoint}/datasets/org/other; if it is private, log in: hf auth login")
+    assert no_dataset.endswith(
+        f"no dataset {endpoint}/datasets/org/other; if it is private, log in: hf auth login"
+    )
     for offline in ("0", "1"):
-        (again, missing), _ = resolve(tmp_path, refusing, "hf://org/name:train", more, HF_HUB_OFFLINE=offline)
+        (again, missing), _ = resolve(
+            tmp_path, refusing, "hf://org/name:train", more, HF_HUB_OFFLINE=offline
+        )
         assert again == found
-        assert "is not whole in the Hub's cache" in missing and f"--revision {OLD} — and copy that cache" in missing
+        assert (
+            "is not whole in the Hub's cache" in missing
+            and f"--revision {OLD} — and copy that cache" in missing
+        )

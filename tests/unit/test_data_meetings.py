@@ -1,4 +1,6 @@
-"""Where two kinds of data, or two features, meet: text beside chats, tokens, long text, packed files."""
+"""Where two kinds of data, or two features, meet: text beside chats, tokens, long text, packed
+files.
+"""
 
 import gzip
 import json
@@ -32,7 +34,9 @@ LONG = "one two three four five six seven eight nine ten eleven twelve"
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     write_sources(tmp_path)
-    write_rows(tmp_path / "texts.jsonl", *({"text": f"text {number}. {LONG}"} for number in range(6)))
+    write_rows(
+        tmp_path / "texts.jsonl", *({"text": f"text {number}. {LONG}"} for number in range(6))
+    )
     return tmp_path
 
 
@@ -62,36 +66,55 @@ def plan_of(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.messages[0]
 
 
-def test_what_is_said_of_conversations_is_nothing_to_plain_text(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_said_of_conversations_is_nothing_to_plain_text(
+    files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     given = [*words(files, chats(files), texts(files)), "data.val_ratio=0.2"]
     plain = inputs_of(*given)
     others = ["data.turns=apart", "data.train_on=last", f"data.chat_template={files}/says.jinja"]
     changed = inputs_of(*given, *others, "data.apply_chat_template_kwargs={a: 1}")
     (chat, text), (chat_2, text_2) = plain.train.sources, changed.train.sources
-    assert chat.dataset.directory != chat_2.dataset.directory and text.dataset.directory == text_2.dataset.directory
+    assert (
+        chat.dataset.directory != chat_2.dataset.directory
+        and text.dataset.directory == text_2.dataset.directory
+    )
     assert text.fingerprint == text_2.fingerprint
     assert "turns" not in plan_of(inputs_of(*words(files, texts(files))), caplog)
     assert "; turns together; " in plan_of(plain, caplog)
 
 
-def test_the_plan_counts_turns_among_conversations_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_counts_turns_among_conversations_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ask, one = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    write_rows(tmp_path / "rows.jsonl", {"messages": [ask, one, ask, one]}, {"prompt": "a", "completion": "b"})
+    write_rows(
+        tmp_path / "rows.jsonl",
+        {"messages": [ask, one, ask, one]},
+        {"prompt": "a", "completion": "b"},
+    )
     (tmp_path / "think.jinja").write_text(fixtures.QWEN3)
-    inputs = inputs_of(*words(tmp_path, f"{tmp_path}/rows.jsonl"), f"data.chat_template={tmp_path}/think.jinja")
+    inputs = inputs_of(
+        *words(tmp_path, f"{tmp_path}/rows.jsonl"), f"data.chat_template={tmp_path}/think.jinja"
+    )
     assert "; turns apart in 1 of 1 conversations, " in plan_of(inputs, caplog)
 
 
-def test_tokens_made_before_the_vocabulary_grew_are_taken(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_made_before_the_vocabulary_grew_are_taken(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     ids, digest = tokenizer.encode("hello there"), vocabulary_digest(tokenizer)
     row = {"input_ids": ids, "labels": ids, "vocabulary_digest": digest}
     new = f"model.new_tokens=['<|new|>','{tokenizer.eos_token}']"  # the second it has already
     write_rows(files / "tokens.jsonl", row, row)
     assert inputs_of(*words(files, f"{files}/tokens.jsonl"), new).train.sample(0)[0].tolist() == ids
-    write_rows(files / "tokens.jsonl", {**row, "input_ids": [len(tokenizer)], "labels": [len(tokenizer)]})
+    write_rows(
+        files / "tokens.jsonl", {**row, "input_ids": [len(tokenizer)], "labels": [len(tokenizer)]}
+    )
     assert main(["stats", *words(files, f"{files}/tokens.jsonl"), new]) == 65
-    assert f"bad tokens: 'input_ids' has {len(tokenizer)}, " in capsys.readouterr().err, "its maker had no such token"
+    assert f"bad tokens: 'input_ids' has {len(tokenizer)}, " in capsys.readouterr().err, (
+        "its maker had no such token"
+    )
 
 
 def test_a_source_of_tokens_needs_no_columns_of_the_others(files: Path) -> None:
@@ -103,23 +126,37 @@ def test_a_source_of_tokens_needs_no_columns_of_the_others(files: Path) -> None:
         assert inputs.train.shares[0].num_rows == 3
 
 
-def split(directory: Path, *rows: dict[str, Any], max_length: int = 16, keys: RowKeys | None = None) -> TokenDataset:
-    options = PrepareOptions(keys or RowKeys(text_key="text"), max_length=max_length, truncation="split")
+def split(
+    directory: Path, *rows: dict[str, Any], max_length: int = 16, keys: RowKeys | None = None
+) -> TokenDataset:
+    options = PrepareOptions(
+        keys or RowKeys(text_key="text"), max_length=max_length, truncation="split"
+    )
     return run(write_rows(directory / "long.jsonl", *rows), options, cache=directory)
 
 
 def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path: Path) -> None:
     whole = run(
-        write_rows(tmp_path / "a.jsonl", {"text": LONG}), PrepareOptions(RowKeys(text_key="text"), 512), cache=tmp_path
+        write_rows(tmp_path / "a.jsonl", {"text": LONG}),
+        PrepareOptions(RowKeys(text_key="text"), 512),
+        cache=tmp_path,
     )
     ids, _ = whole.sample(0)
     dataset = split(tmp_path, {"text": LONG}, {"text": "short"})
     pieces = [dataset.sample(number)[0] for number in range(len(dataset) - 1)]
-    assert dataset.num_rows == 2 and len(pieces) > 2 and all(len(piece) == 16 for piece in pieces[:-1])
+    assert (
+        dataset.num_rows == 2 and len(pieces) > 2 and all(len(piece) == 16 for piece in pieces[:-1])
+    )
     labels = np.concatenate([piece[1:] for piece in pieces])
-    assert labels.tolist() == ids[1:].tolist(), "a piece begins with the last token of the one before"
-    assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(dataset.rows["num_loss_tokens"][-1])
-    assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0 and not dataset.notes
+    assert labels.tolist() == ids[1:].tolist(), (
+        "a piece begins with the last token of the one before"
+    )
+    assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(
+        dataset.rows["num_loss_tokens"][-1]
+    )
+    assert (
+        dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0 and not dataset.notes
+    )
     exact = split(tmp_path, {"text": LONG}, max_length=len(ids))
     assert len(exact) == 1
 
@@ -127,7 +164,10 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
 def test_only_text_is_split(tmp_path: Path) -> None:
     ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}
     keys = RowKeys()
-    with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length 16; data.truncation=split is for te"):
+    with pytest.raises(
+        DataError,
+        match=r"over-long: \d+ tokens > data.max_length 16; data.truncation=split is for te",
+    ):
         split(tmp_path, {"messages": [ask, answer]}, keys=keys)
     with pytest.raises(DataError, match="is for text_key alone"):
         split(tmp_path, {"prompt": "hi", "completion": LONG}, keys=keys)
@@ -144,7 +184,8 @@ def test_a_preview_shows_validation_too_and_not_all_of_a_long_row(
     assert f"{files}/chats.jsonl:1: validation, first of its source" in out
     assert f"{files}/answers.jsonl:1: validation, first of its source" in out
     assert (
-        re.search(r"book.jsonl:1: .*; sample 1 of \d+ of its row; 60 tokens", out) and out.count("of the same row") <= 8
+        re.search(r"book.jsonl:1: .*; sample 1 of \d+ of its row; 60 tokens", out)
+        and out.count("of the same row") <= 8
     )
 
 
@@ -158,6 +199,8 @@ def test_packing_a_file_changes_neither_its_name_nor_its_places(
     assert inputs.train.names == plain.train.names == ("chats",)
     assert inputs.train.fingerprint == plain.train.fingerprint
     assert inputs.train.location(3).startswith(f"{files}/chats.jsonl.gz:")
-    (files / "chats.jsonl.gz").write_bytes(gzip.compress((rows + json.dumps({"messages": 3}) + "\r\n").encode()))
+    (files / "chats.jsonl.gz").write_bytes(
+        gzip.compress((rows + json.dumps({"messages": 3}) + "\r\n").encode())
+    )
     assert main(["stats", *words(files, packed)]) == 65
     assert "chats.jsonl.gz:13: messages not a list: 'messages' is int" in capsys.readouterr().err

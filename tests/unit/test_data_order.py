@@ -49,7 +49,9 @@ def test_all_orders_of_four_rows_come_equally_often() -> None:
 
 
 def test_a_batch_is_spread_over_all_rows() -> None:
-    """Rows of one file lie side by side: a batch that took neighbours would be no sample of the data."""
+    """Rows of one file lie side by side: a batch that took neighbours would be no sample of the
+    data.
+    """
     for size in (10**4, 10**6, 10**8):
         found = permuted(np.arange(8192), size, 11)
         assert excess(np.bincount(found * 64 // size, minlength=64)) < 4
@@ -59,6 +61,12 @@ def test_a_batch_is_spread_over_all_rows() -> None:
 
 def test_rows_come_in_the_order_that_earlier_checkpoints_began() -> None:
     assert permuted(np.arange(12), 12, 7).tolist() == [11, 0, 6, 10, 4, 1, 7, 8, 2, 9, 3, 5]
-    assert permuted(np.arange(5), 10**8, 3).tolist() == [9168611, 68877121, 56154411, 15819086, 34597115]
+    assert permuted(np.arange(5), 10**8, 3).tolist() == [
+        9168611,
+        68877121,
+        56154411,
+        15819086,
+        34597115,
+    ]
     _, rows = rows_at(np.arange(8), (Share(8),), seed=1, epoch=0)
     assert rows.tolist() == [1, 7, 4, 2, 3, 0, 5, 6]

@@ -1,4 +1,6 @@
-"""Parquet files: only the columns that are needed, nulls undone, odd values as bad rows; and blocks of any format."""
+"""Parquet files: only the columns that are needed, nulls undone, odd values as bad rows; and
+blocks of any format.
+"""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +32,10 @@ def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | UnusableEr
 def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": null}'}}
     rows = [
-        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"x": {"a": 1}}]},
+        {
+            "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}],
+            "tools": [{"x": {"a": 1}}],
+        },
         {"messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}], "tools": [{"x": {"b": 2}}]},
     ]
     path = tmp_path / "rows.parquet"
@@ -65,8 +70,12 @@ def test_parquet_that_is_none(tmp_path: Path) -> None:
 def test_a_column_that_is_not_needed_is_not_read(tmp_path: Path, odd: pa.Array) -> None:
     path = tmp_path / "rows.parquet"
     chats = pa.array([[USER, ASSISTANT]] * 2)
-    pq.write_table(pa.table({"created": odd, "messages": chats, "extra": pa.array([{"a": 1}] * 2)}), path)
-    assert [item.messages for item in read(path) if isinstance(item, Conversation)] == [[USER, ASSISTANT]] * 2
+    pq.write_table(
+        pa.table({"created": odd, "messages": chats, "extra": pa.array([{"a": 1}] * 2)}), path
+    )
+    assert [item.messages for item in read(path) if isinstance(item, Conversation)] == [
+        [USER, ASSISTANT]
+    ] * 2
     rows = list(iter_rows(path, ("messages", "tools")))
     assert [row.unread for row in rows if row.problem is None] == [("created", "extra.a")] * 2
 
@@ -85,7 +94,10 @@ def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.
 def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
-    right, wrong = RowKeys(prompt_key="x.q", response_key="x.a"), RowKeys(prompt_key="x.quest", response_key="x.a")
+    right, wrong = (
+        RowKeys(prompt_key="x.q", response_key="x.a"),
+        RowKeys(prompt_key="x.quest", response_key="x.a"),
+    )
     (row,) = iter_rows(path, columns_of(right))
     assert row.problem is None
     assert (row.record, row.unread) == ({"x": {"q": "hi", "a": "hello"}}, ("x.id", "y"))
@@ -93,25 +105,37 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     assert isinstance(found, Conversation) and found.messages == [USER, ASSISTANT]
     (bad,) = read(path, wrong)
     assert isinstance(bad, UnusableError)
-    expected = "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' (data.prompt_key)"
+    expected = (
+        "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' (data.prompt_key)"
+    )
     assert str(bad) == expected
 
 
 def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_path: Path) -> None:
     drawn = random.Random(4)
-    rows = [{"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]} for _ in range(800)]
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]}
+        for _ in range(800)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", write_batch_size=10)
     before = pa.total_allocated_bytes()
-    used = [pa.total_allocated_bytes() - before for _ in iter_blocks(tmp_path / "rows.parquet", columns_of(KEYS))]
+    used = [
+        pa.total_allocated_bytes() - before
+        for _ in iter_blocks(tmp_path / "rows.parquet", columns_of(KEYS))
+    ]
     assert len(used) > 25 and max(used) < 12 * BLOCK_BYTES, "of 32 MiB"
 
 
 def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path: Path) -> None:
     path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="q", response_key="a")
-    table = pa.Table.from_arrays([pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])], names=["q", "a", "a"])
+    table = pa.Table.from_arrays(
+        [pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])], names=["q", "a", "a"]
+    )
     pq.write_table(table, path)
     with pytest.raises(DataError, match=rf"'{path}' has 2 columns 'a'.*\n.*Fix: "):
         list(read(path, keys))
-    pq.write_table(table.rename_columns(["extra", "q", "extra"]).append_column("a", pa.array(["hello"])), path)
+    pq.write_table(
+        table.rename_columns(["extra", "q", "extra"]).append_column("a", pa.array(["hello"])), path
+    )
     (row,) = iter_rows(path, columns_of(keys))
     assert (row.record, row.unread) == ({"q": "hello", "a": "hello"}, ("extra", "extra"))

@@ -25,7 +25,9 @@ from trainer.data.template import ChatTemplate
 
 TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
 KEYS = RowKeys("messages", "tools", None, None)
-OPTIONS = dataclasses.replace(OPTIONS, keys=KEYS, on_bad_row="skip", truncation="right", max_length=40)
+OPTIONS = dataclasses.replace(
+    OPTIONS, keys=KEYS, on_bad_row="skip", truncation="right", max_length=40
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,12 @@ def with_cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def chat(answer: str, **more: str) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer, **more}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": answer, **more},
+        ]
+    }
 
 
 def rows() -> list[object]:
@@ -49,14 +56,18 @@ def rows() -> list[object]:
     return [*good, {"no": "chat"}, "{", chat("word " * 90), chat("bye", mood="x"), text, *good[:5]]
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, found = write_rows(tmp_path / "rows.jsonl", *rows()), []
     for count in (1, 3):
         with_cpus(monkeypatch, count)
         started: list[bool] = []
         begin = row_processes._in_processes
         monkeypatch.setattr(
-            row_processes, "_in_processes", lambda *more, real=begin, to=started: to.append(True) or real(*more)
+            row_processes,
+            "_in_processes",
+            lambda *more, real=begin, to=started: to.append(True) or real(*more),
         )
         dataset = run(file, OPTIONS, cache=tmp_path / f"with{count}")
         assert bool(started) == (count > 1)
@@ -66,28 +77,49 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path, monkeypatch: py
     assert found[0] == found[1]
     summary = found[0][0]
     assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (38, 2, 1)
-    assert summary.num_conversations == 37 and len(summary.rows_by_shape) == 2 and summary.unread_keys == {"mood": 1}
+    assert (
+        summary.num_conversations == 37
+        and len(summary.rows_by_shape) == 2
+        and summary.unread_keys == {"mood": 1}
+    )
 
 
 def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """multiprocessing refuses it children: ten million rows ended in an assertion there."""
     with_cpus(monkeypatch, 2)
     monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), itertools.islice(endless(), 20)))) == 20
+    assert (
+        len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), itertools.islice(endless(), 20))))
+        == 20
+    )
 
 
 def endless() -> Iterator[tuple[int, RowBlock]]:
-    return ((0, RowBlock(Path("endless.json"), [(number, chat("answer"))])) for number in itertools.count(1))
+    return (
+        (0, RowBlock(Path("endless.json"), [(number, chat("answer"))]))
+        for number in itertools.count(1)
+    )
 
 
-def test_rows_that_take_long_in_other_processes_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a rank waits for a block meanwhile, and the launcher would take its silence for a hang."""
+def test_rows_that_take_long_in_other_processes_are_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process of a rank waits for a block meanwhile, and the launcher would take its
+    silence for a hang.
+    """
     with_cpus(monkeypatch, 2)
     monkeypatch.setattr(row_processes, "LOOK_EVERY_S", 0.01)
-    render, here, told, calls = ChatTemplate.render, os.getpid(), get_context("fork").Event(), itertools.count(1)
+    render, here, told, calls = (
+        ChatTemplate.render,
+        os.getpid(),
+        get_context("fork").Event(),
+        itertools.count(1),
+    )
 
     def render_slowly(*args: Any, **more: Any) -> Any:
-        assert os.getpid() == here or told.wait(20), "no progress was told while this row was rendered"
+        assert os.getpid() == here or told.wait(20), (
+            "no progress was told while this row was rendered"
+        )
         return render(*args, **more)
 
     monkeypatch.setattr(ChatTemplate, "render", render_slowly)
@@ -103,7 +135,9 @@ def test_a_row_that_never_ends_is_no_progress() -> None:
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_a_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +151,9 @@ def test_a_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         child.kill()
     with pytest.raises(RuntimeError, match="killed, most likely because memory ran out"):
         list(results)
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started
+    )
 
 
 def test_an_end_before_the_last_row_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,10 @@ def row(*messages: object, **columns: object) -> str:
 def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
-    assert [(item.line, item.record) for item in iter_rows(path)] == [(1, {"a": 1}), (4, {"a": "🙂"})]
+    assert [(item.line, item.record) for item in iter_rows(path)] == [
+        (1, {"a": 1}),
+        (4, {"a": "🙂"}),
+    ]
 
 
 def test_json_array(tmp_path: Path) -> None:
@@ -48,16 +51,26 @@ def test_json_array(tmp_path: Path) -> None:
     path.write_text(json.dumps([GOOD, 3, GOOD]))
     first, second, third = iter_rows(path)
     assert (first.line, third.line) == (1, 3)
-    assert second.line == 2 and str(second.problem).startswith("not an object") and first.problem is None
+    assert (
+        second.line == 2
+        and str(second.problem).startswith("not an object")
+        and first.problem is None
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{"a": 1}\n{"a": 2}\n', "Extra data in line 2 column 1; one object per line belongs into a .jsonl file"),
+        (
+            b'{"a": 1}\n{"a": 2}\n',
+            "Extra data in line 2 column 1; one object per line belongs into a .jsonl file",
+        ),
         (b'[\n{"a": 1},\n{"a" 2}]', "Expecting ':' delimiter in line 3"),
         (b'{"a": 1, "b": [2]}', "holds a dict: a .json file must be an array of objects"),
-        (b'{"a": 1, "b": [{}]}', "; those in 'b': python -c \"import json; json.dump(json.load(open('"),
+        (
+            b'{"a": 1, "b": [{}]}',
+            "; those in 'b': python -c \"import json; json.dump(json.load(open('",
+        ),
         (b'[\n"\xff"]', "is not UTF-8: invalid start byte in line 2"),
     ],
 )
@@ -79,27 +92,39 @@ def test_prompt_and_response_keys_nested() -> None:
     assert messages_of(chat_prompt, keys) == [system, *GOOD["messages"]]
     bad = convert({"extra": {"question": "hi"}}, keys)
     assert isinstance(bad, UnusableError)
-    assert str(bad) == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
+    assert (
+        str(bad)
+        == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
+    )
 
 
 @pytest.mark.parametrize(
     ("record", "keys", "part"),
     [
         ({"question": "a", "answer": "b"}, KEYS, "data.prompt_key=question data.response_key=answer"),
-        ({"id": 1, "prompt": ["a"], "completion": "b"}, KEYS, "data.prompt_key=prompt data.response_key=completion"),
-        ({"x": {"Query": "a", "response": "b"}}, KEYS, "data.prompt_key=x.Query data.response_key=x.response"),
-        ({"dialog": GOOD["messages"]}, KEYS, "a column of messages is read with data.messages_key=dialog"),
-        ({"x": {"chosen": GOOD["messages"]}, "prompt": "a"}, KEYS, "is read with data.messages_key=x.chosen"),
-        ({"prompt": [USER], "x": {"answer": "b"}}, KEYS, "data.prompt_key=prompt data.response_key=x.answer"),
-        ({"prompt": [{"role": []}], "chosen": "b"}, KEYS, "data.prompt_key=prompt data.response_key=chosen"),
+        ({"id": 1, "prompt": ["a"], "completion": "b"}, KEYS, "data.prompt_key=prompt "
+                                                              "data.response_key=completion"),
+        ({"x": {"Query": "a", "response": "b"}}, KEYS, "data.prompt_key=x.Query "
+                                                       "data.response_key=x.response"),
+        ({"dialog": GOOD["messages"]}, KEYS, "a column of messages is read with "
+                                             "data.messages_key=dialog"),
+        ({"x": {"chosen": GOOD["messages"]}, "prompt": "a"}, KEYS, "is read with "
+                                                                   "data.messages_key=x.chosen"),
+        ({"prompt": [USER], "x": {"answer": "b"}}, KEYS, "data.prompt_key=prompt "
+                                                         "data.response_key=x.answer"),
+        ({"prompt": [{"role": []}], "chosen": "b"}, KEYS, "data.prompt_key=prompt "
+                                                          "data.response_key=chosen"),
         ({"text": 3}, KEYS, "for single-turn columns set data.prompt_key and data.response_key"),
-        ({"x": {"Text": "a"}, "id": 1}, KEYS, "a column of plain text is read with data.text_key=x.Text"),
+        ({"x": {"Text": "a"}, "id": 1}, KEYS, "a column of plain text is read with "
+                                              "data.text_key=x.Text"),
         ({"x": {"question": "a", "y": {"z": 1}}}, RowKeys(prompt_key="x.qestion", response_key="a"),
          "found 'x.question', 'x.y.z'; tried 'x.qestion' (data.prompt_key)"),
         ({f"column{i}": 0 for i in range(50)}, KEYS, "'column29' and 20 more; tried"),
     ],
 )  # fmt: skip
-def test_unrecognised_columns_are_named_with_the_override_that_fits(record: dict, keys: RowKeys, part: str) -> None:
+def test_unrecognised_columns_are_named_with_the_override_that_fits(
+    record: dict, keys: RowKeys, part: str
+) -> None:
     bad = convert(record, keys)
     assert isinstance(bad, UnusableError)
     assert str(bad).startswith("unrecognised columns: ") and part in str(bad)
@@ -121,7 +146,8 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
     }
     conversation = convert(record, RowKeys(messages_key="chat.turns", tools_key="functions"))
     assert conversation == Conversation(
-        [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}], [{"type": "function"}]
+        [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}],
+        [{"type": "function"}],
     )
 
 
@@ -158,7 +184,13 @@ def test_sharegpt() -> None:
 
 
 def test_alpaca() -> None:
-    record = {"instruction": "add", "input": "1 2", "output": "3", "system": "s", "history": [["hi", "hello"]]}
+    record = {
+        "instruction": "add",
+        "input": "1 2",
+        "output": "3",
+        "system": "s",
+        "history": [["hi", "hello"]],
+    }
     assert messages_of(record) == [
         {"role": "system", "content": "s"},
         USER,

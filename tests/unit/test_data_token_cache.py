@@ -115,19 +115,36 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == "3 of 7 rows cannot be trained on (4 can):"
     assert lines[1].startswith(f"  {path}:2: broken JSON: Expecting property name")
-    assert lines[2].startswith(f"  {path}:4: over-long: ") and lines[2].endswith(" tokens > data.max_length 64")
+    assert lines[2].startswith(f"  {path}:4: over-long: ") and lines[2].endswith(
+        " tokens > data.max_length 64"
+    )
     assert lines[3].startswith(f"  {path}:6: empty prompt: ")
     assert lines[4] == "by reason: broken JSON 1, over-long 1, empty prompt 1"
-    listed = [json.loads(line) for line in Path(lines[5].removeprefix("all of them: ")).read_text().splitlines()]
-    assert [(row["file"], row["line"]) for row in listed] == [(str(path), 2), (str(path), 4), (str(path), 6)]
-    assert listed[2]["reason"].startswith("empty prompt") and listed[2]["excerpt"] == '{"q": "", "a": "b"}'
+    listed = [
+        json.loads(line)
+        for line in Path(lines[5].removeprefix("all of them: ")).read_text().splitlines()
+    ]
+    assert [(row["file"], row["line"]) for row in listed] == [
+        (str(path), 2),
+        (str(path), 4),
+        (str(path), 6),
+    ]
+    assert (
+        listed[2]["reason"].startswith("empty prompt")
+        and listed[2]["excerpt"] == '{"q": "", "a": "b"}'
+    )
     assert "data.on_bad_row=skip" in lines[6] and "data.truncation=right" in lines[6]
 
 
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
     options = replace(OPTIONS, on_bad_row="skip")
     dataset = run(bad_file(tmp_path), options, cache=tmp_path / "cache")
-    assert [dataset.location(i).rsplit(":")[-1] for i in range(len(dataset))] == ["1", "3", "5", "7"]
+    assert [dataset.location(i).rsplit(":")[-1] for i in range(len(dataset))] == [
+        "1",
+        "3",
+        "5",
+        "7",
+    ]
     assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
     assert dataset.summary.num_bad_rows == 3
     assert len((dataset.directory / "bad_rows.jsonl").read_text().splitlines()) == 3
@@ -148,7 +165,9 @@ def test_no_usable_row(tmp_path: Path) -> None:
         run(write_rows(tmp_path / "bad.jsonl", "{"), options, cache=tmp_path / "cache")
     options = replace(OPTIONS, truncation="drop", max_length=2)
     with pytest.raises(
-        DataError, match=r"2 rows read, 2 dropped by data.truncation as longer than data.max_length=\d+: raise it"
+        DataError,
+        match=r"2 rows read, 2 dropped by data.truncation as longer than data.max_length=\d+: "
+        r"raise it",
     ):
         run(write_rows(tmp_path / "long.jsonl", *good_rows(2)), options, cache=tmp_path / "cache")
 
@@ -160,7 +179,9 @@ def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
     cut = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
     ids, mask = whole.sample(1)
     kept = slice(-64, None) if truncation == "left" else slice(0, 64)
-    assert np.array_equal(cut.sample(1)[0], ids[kept]) and np.array_equal(cut.sample(1)[1], mask[kept])
+    assert np.array_equal(cut.sample(1)[0], ids[kept]) and np.array_equal(
+        cut.sample(1)[1], mask[kept]
+    )
     assert np.array_equal(cut.sample(0)[0], whole.sample(0)[0])
     assert (cut.summary.num_truncated, cut.summary.num_cut_tokens) == (1, len(ids) - 64)
 
@@ -177,13 +198,19 @@ def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
 def test_drop_is_counted_and_not_bad(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(2), {"q": "long", "a": "x" * 200})
     summary = run(path, replace(OPTIONS, truncation="drop"), cache=tmp_path / "cache").summary
-    assert (summary.num_rows, summary.num_samples, summary.num_dropped, summary.num_bad_rows) == (3, 2, 1, 0)
+    assert (summary.num_rows, summary.num_samples, summary.num_dropped, summary.num_bad_rows) == (
+        3,
+        2,
+        1,
+        0,
+    )
 
 
 def test_nothing_supervised_after_truncation(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"q": "x" * 200, "a": "b"})
     with pytest.raises(
-        DataError, match=r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len"
+        DataError,
+        match=r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len",
     ):
         run(path, replace(OPTIONS, truncation="right", max_length=20), cache=tmp_path / "cache")
 
@@ -195,7 +222,9 @@ def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
     assert len(dataset) == dataset.summary.num_rows == 4
 
 
-def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_preparation_leaves_nothing_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
 
     def killed(staging: Path, directory: Path) -> None:
@@ -210,12 +239,16 @@ def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypa
     (leftover / "tokens.bin").write_bytes(b"half a file")
     dataset = run(path, cache=cache)
     assert len(dataset) == 3 and not leftover.exists()
-    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [dataset.directory.name]
+    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [
+        dataset.directory.name
+    ]
 
 
 def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path: Path) -> None:
     """But not what another process prepares now."""
-    killed, under_way = (tmp_path / "cache" / "tokens" / f"{name}.tmp-host-1" for name in ("killed", "alive"))
+    killed, under_way = (
+        tmp_path / "cache" / "tokens" / f"{name}.tmp-host-1" for name in ("killed", "alive")
+    )
     for directory in (killed, under_way):
         directory.mkdir(parents=True)
         (directory / "tokens.bin").write_bytes(b"half a file")
@@ -240,7 +273,9 @@ def _prepare_in_process(path: Path, cache: Path, results: Any) -> None:
 def _outcomes(path: Path, cache: Path) -> list[str]:
     """Of three processes at once."""
     results = CONTEXT.Queue()
-    processes = [CONTEXT.Process(target=_prepare_in_process, args=(path, cache, results)) for _ in range(3)]
+    processes = [
+        CONTEXT.Process(target=_prepare_in_process, args=(path, cache, results)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     outcomes = [results.get(timeout=60) for _ in processes]
@@ -276,7 +311,9 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(
     monkeypatch.setattr(fcntl, "flock", limited)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
-    threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in range(2)]
+    threads = [
+        threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -285,11 +322,18 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])
-def test_over_long_rows_are_listed_with_file_and_line(tmp_path: Path, truncation: str, action: str) -> None:
+def test_over_long_rows_are_listed_with_file_and_line(
+    tmp_path: Path, truncation: str, action: str
+) -> None:
     """Nothing is dropped or cut silently: the list names every such row."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "question", "a": "long " * 90})
     dataset = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
-    listed = [json.loads(line) for line in (dataset.directory / "over_long_rows.jsonl").read_text().splitlines()]
-    assert [(Path(row["file"]).name, row["line"], row["action"]) for row in listed] == [("rows.jsonl", 2, action)]
+    listed = [
+        json.loads(line)
+        for line in (dataset.directory / "over_long_rows.jsonl").read_text().splitlines()
+    ]
+    assert [(Path(row["file"]).name, row["line"], row["action"]) for row in listed] == [
+        ("rows.jsonl", 2, action)
+    ]
     assert listed[0]["num_tokens"] > OPTIONS.max_length
     assert any(action in note and "over_long_rows.jsonl" in note for note in dataset.notes)

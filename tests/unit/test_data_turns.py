@@ -1,4 +1,5 @@
-"""Turns as inference sees them: supervised is what the model must generate behind the prompt that a server renders.
+"""Turns as inference sees them: supervised is what the model must generate behind the prompt that a
+server renders.
 
 The reference renders with `apply_chat_template` of transformers alone.
 """
@@ -26,32 +27,54 @@ from trainer.data.samples import Samples
 from trainer.errors import DataError
 
 NUM_CONVERSATIONS = 25
-WORDS = ["hello", "world", "4", "  two spaces  ", "你好，世界", "🙂", "a\nb", "x = 1\n", "def f(x):\n    return x"]
+WORDS = [
+    "hello",
+    "world",
+    "4",
+    "  two spaces  ",
+    "你好，世界",
+    "🙂",
+    "a\nb",
+    "x = 1\n",
+    "def f(x):\n    return x",
+]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 Message = dict[str, Any]
 
 
 def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
-    """One to four questions; some call a tool first, reason, have a system text, flags, a question without answer."""
+    """One to four questions; some call a tool first, reason, have a system text, flags, a
+    question without answer.
+    """
 
     def text() -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(1, 4)))
 
     def turn(**more: Any) -> Message:
-        flag: Message = draw.choice([{}, {}, {"weight": 0}, {"train": True}, {"trainable": False, "loss_mask": 0}])
+        flag: Message = draw.choice(
+            [{}, {}, {"weight": 0}, {"train": True}, {"trainable": False, "loss_mask": 0}]
+        )
         reasons = family.thinking is not None and draw.random() < 0.5
         message: Message = {"role": "assistant", "content": text(), **more, **flag}
         if reasons and family.thinking:  # gpt-oss refuses a call with both text and reasoning
-            message |= {family.thinking: text(), "content": "" if "tool_calls" in more else message["content"]}
+            message |= {
+                family.thinking: text(),
+                "content": "" if "tool_calls" in more else message["content"],
+            }
         return message
 
-    messages: list[Message] = [{"role": "system", "content": text()}] if family.system and draw.random() < 0.4 else []
+    messages: list[Message] = (
+        [{"role": "system", "content": text()}] if family.system and draw.random() < 0.4 else []
+    )
     has_tools = family.tools and draw.random() < 0.4
     for _ in range(draw.randint(1, 4)):
         messages.append({"role": "user", "content": text()})
         for number in range(draw.randint(0, 2) if has_tools else 0):
             arguments = {"a": text(), "b": number}
-            function = {"name": "add", "arguments": draw.choice([arguments, json.dumps(arguments, ensure_ascii=False)])}
+            function = {
+                "name": "add",
+                "arguments": draw.choice([arguments, json.dumps(arguments, ensure_ascii=False)]),
+            }
             call = {"id": "call00001", "type": "function", "function": function}
             messages.append(turn(content=draw.choice(["", "I add."]), tool_calls=[call]))
             messages.append({"role": "tool", "tool_call_id": "call00001", "content": text()})
@@ -70,19 +93,31 @@ def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
         for call in message.get("tool_calls", ()):
             given = call["function"]["arguments"]
             given = json.loads(given) if isinstance(given, str) else given
-            call["function"]["arguments"] = json.dumps(given, ensure_ascii=False) if family.text_arguments else given
+            call["function"]["arguments"] = (
+                json.dumps(given, ensure_ascii=False) if family.text_arguments else given
+            )
     return found
 
 
 def is_trained(message: Message) -> bool:
-    return message["role"] == "assistant" and message.get("weight", 1) == 1 and message.get("trainable", True)
+    return (
+        message["role"] == "assistant"
+        and message.get("weight", 1) == 1
+        and message.get("trainable", True)
+    )
 
 
-def served(row: dict[str, Any], index: int, family: Family, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The prompt that a server renders for a turn, and what the model must generate then, until the server stops."""
+def served(
+    row: dict[str, Any], index: int, family: Family, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str]:
+    """The prompt that a server renders for a turn, and what the model must generate then, until
+    the server stops.
+    """
     messages = as_template_wants(row["messages"], family)
     settings: dict[str, Any] = {"tools": row["tools"], "tokenize": False, **family.kwargs}
-    prompt = str(tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **settings))
+    prompt = str(
+        tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **settings)
+    )
     if family.turn is not None:
         return prompt, family.turn(messages[index])
     whole = str(tokenizer.apply_chat_template(messages[: index + 1], **settings))
@@ -109,7 +144,9 @@ MODES += [(name, "together") for name, family in FAMILIES.items() if family.toge
 
 @pytest.mark.parametrize("train_on", ["all", "last"])
 @pytest.mark.parametrize(("name", "turns"), MODES)
-def test_what_a_server_makes_the_model_generate_is_supervised(name: str, turns: str, train_on: str) -> None:
+def test_what_a_server_makes_the_model_generate_is_supervised(
+    name: str, turns: str, train_on: str
+) -> None:
     family, draw = FAMILIES[name], random.Random(name)
     tokenizer = family.tokenizer()
     encoder = ChatEncoder(tokenizer, template_kwargs=family.kwargs, turns=turns, train_on=train_on)
@@ -118,9 +155,13 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name: str, turns: 
     num_apart = 0
     for row, samples in zip(rows, encoder.encode(conversations), strict=True):
         assert isinstance(samples, list), samples
-        asked = [index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+        asked = [
+            index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"
+        ]
         asked = asked[-1:] if train_on == "last" else asked
-        expected = [served(row, i, family, tokenizer) for i in asked if is_trained(row["messages"][i])]
+        expected = [
+            served(row, i, family, tokenizer) for i in asked if is_trained(row["messages"][i])
+        ]
         found = [stretch for sample in samples for stretch in shown(sample, tokenizer)]
         assert found == expected
         num_apart += len(samples) > 1
@@ -145,10 +186,14 @@ def marked(*messages: Message, template: str = fixtures.QWEN3, **options: Any) -
     """The samples of a row, what is supervised in brackets."""
     tokenizer = fixtures.make_tokenizer(template)
     encoder = ChatEncoder(tokenizer, template_kwargs=options.pop("template_kwargs", {}), **options)
-    [samples] = encoder.encode([to_conversation(Row(Path("a.jsonl"), 1, {"messages": list(messages)}), RowKeys())])
+    [samples] = encoder.encode(
+        [to_conversation(Row(Path("a.jsonl"), 1, {"messages": list(messages)}), RowKeys())]
+    )
     if isinstance(samples, UnusableError):
         return [str(samples)]
-    return [preview(sample.input_ids, sample.loss_mask, tokenizer, color=False) for sample in samples]
+    return [
+        preview(sample.input_ids, sample.loss_mask, tokenizer, color=False) for sample in samples
+    ]
 
 
 def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasoning() -> None:
@@ -156,17 +201,23 @@ def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasonin
     apart = [f"{FIRST}[[<think>\nhm\n</think>\n\none<|im_end|>]]\n"]
     apart += [f"{FIRST}one<|im_end|>\n{FIRST}[[{empty}two<|im_end|>]]\n"]
     assert marked(*THINKING) == marked(*THINKING, turns="apart") == apart
-    assert marked(*THINKING, train_on="last") == apart[1:], "its whole rendering shows the last turn as it is generated"
+    assert marked(*THINKING, train_on="last") == apart[1:], (
+        "its whole rendering shows the last turn as it is generated"
+    )
     assert marked(*THINKING[:3], {**TWO, "weight": 0}) == apart[:1]
     assert marked(THINKING[0], {**THINKING[1], "train": False}, *THINKING[2:]) == apart[1:]
-    assert marked(*THINKING, turns="together") == [f"{FIRST}[[one<|im_end|>]]\n{FIRST}[[{empty}two<|im_end|>]]\n"]
+    assert marked(*THINKING, turns="together") == [
+        f"{FIRST}[[one<|im_end|>]]\n{FIRST}[[{empty}two<|im_end|>]]\n"
+    ]
 
 
 def test_the_last_turn_alone_is_supervised_and_the_tokens_stay() -> None:
     row, template = (ASK, ONE, ASK, TWO, ASK), fixtures.CHATML
     whole = f"{FIRST}one<|im_end|>\n{FIRST}[[two<|im_end|>]]\n<|im_start|>user\nhi<|im_end|>\n"
     assert marked(*row, template=template, train_on="last") == [whole]
-    assert marked(*row, template=template, train_on="last", turns="apart") == [whole[: whole.index("]]") + 3]]
+    assert marked(*row, template=template, train_on="last", turns="apart") == [
+        whole[: whole.index("]]") + 3]
+    ]
     flagged = marked(*row[:3], {**TWO, "weight": 0}, template=template, train_on="last")
     assert flagged == [f"{FIRST}one<|im_end|>\n{FIRST}two<|im_end|>\n"], "no turn takes its place"
 
@@ -174,7 +225,10 @@ def test_the_last_turn_alone_is_supervised_and_the_tokens_stay() -> None:
 def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     [refused] = marked(ASK, ONE, template=opens, turns="apart")
-    assert "message 2 (assistant) is not rendered as its generation prompt begins; change data.apply" in refused
+    assert (
+        "message 2 (assistant) is not rendered as its generation prompt begins; change data.apply"
+        in refused
+    )
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
     encoder = ChatEncoder(fixtures.make_tokenizer(opens), template_kwargs={})
     assert (
@@ -185,8 +239,12 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
 
 def test_forged_tokens_stay_text_in_turns_apart() -> None:
     ask = {"role": "user", "content": "<|im_end|>"}
-    first, second = marked(ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO, special_in_content="text")
-    assert first.endswith("[[<think>\n<|im_start|>\n</think>\n\none<|im_end|>]]\n") and "two" in second
+    first, second = marked(
+        ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO, special_in_content="text"
+    )
+    assert (
+        first.endswith("[[<think>\n<|im_start|>\n</think>\n\none<|im_end|>]]\n") and "two" in second
+    )
     tokenizer = fixtures.make_tokenizer(fixtures.QWEN3)
     [samples] = ChatEncoder(tokenizer, template_kwargs={}, special_in_content="text").encode(
         [Conversation([ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO], None)]
@@ -204,10 +262,14 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
     tmp_path: Path, truncation: str, found: tuple[int, ...] | None
 ) -> None:
     long = {"role": "user", "content": "hi " * 40}
-    path = write_rows(tmp_path / "rows.jsonl", {"messages": [ASK, ONE, long, TWO]}, {"messages": [ASK, ONE]})
+    path = write_rows(
+        tmp_path / "rows.jsonl", {"messages": [ASK, ONE, long, TWO]}, {"messages": [ASK, ONE]}
+    )
     options = PrepareOptions(RowKeys(), max_length=30, truncation=truncation, turns="apart")
     if found is None:
-        with pytest.raises(DataError, match=r"rows.jsonl:1: over-long: \d+ tokens > data.max_length 30"):
+        with pytest.raises(
+            DataError, match=r"rows.jsonl:1: over-long: \d+ tokens > data.max_length 30"
+        ):
             run(path, options, cache=tmp_path / "cache")
         return
     dataset = run(path, options, cache=tmp_path / "cache")
@@ -215,7 +277,9 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
     assert (len(dataset), summary.num_truncated, summary.num_dropped) == found
     assert [share.num_rows for share in samples.shares] == [2 - summary.num_dropped]
     rows = samples.of_rows(np.arange(2 - summary.num_dropped))
-    assert [samples.location(i) for i in rows][-1].endswith("rows.jsonl:2") and len(rows) == len(dataset)
+    assert [samples.location(i) for i in rows][-1].endswith("rows.jsonl:2") and len(rows) == len(
+        dataset
+    )
 
 
 def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -> None:
@@ -226,5 +290,7 @@ def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -
         {"role": "assistant", "content": "b"},
     ]
     asks = "{% if messages[0].role == 'system' %}{% endif %}" + fixtures.CHATML
-    (found,) = ChatEncoder(fixtures.make_tokenizer(asks), template_kwargs={}).encode([Conversation(begun, None)])
+    (found,) = ChatEncoder(fixtures.make_tokenizer(asks), template_kwargs={}).encode(
+        [Conversation(begun, None)]
+    )
     assert str(found).startswith("no prompt: message 1 is the assistant's")

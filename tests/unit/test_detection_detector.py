@@ -1,4 +1,6 @@
-"""What a detector says over a run: lasting trouble once, warnings rationed, the same after a restart."""
+"""What a detector says over a run: lasting trouble once, warnings rationed, the same after a
+restart.
+"""
 
 import json
 import math
@@ -38,8 +40,12 @@ def test_a_loss_above_5_is_no_news_once_steps_can_be_judged() -> None:
     assert watch(curve) == []
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, -math.inf)])
-def test_what_is_no_number_is_told_at_every_step_and_spoils_nothing(loss: float, grad_norm: float) -> None:
+@pytest.mark.parametrize(
+    ("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, -math.inf)]
+)
+def test_what_is_no_number_is_told_at_every_step_and_spoils_nothing(
+    loss: float, grad_norm: float
+) -> None:
     curve = constant(100)
     for step in (3, 50, 51):  # during warm-up too
         curve.loss[step], curve.grad_norm[step] = loss, grad_norm
@@ -53,16 +59,24 @@ def test_what_is_no_number_is_told_at_every_step_and_spoils_nothing(loss: float,
 
 @pytest.mark.parametrize(
     ("faulty", "signal"),
-    [({"loss": 0.0}, "train/loss"), ({"grad_norm": 0.0}, "train/grad_norm"), ({"grad_norm": 9e-7}, "train/grad_norm")],
+    [
+        ({"loss": 0.0}, "train/loss"),
+        ({"grad_norm": 0.0}, "train/grad_norm"),
+        ({"grad_norm": 9e-7}, "train/grad_norm"),
+    ],
 )
 @pytest.mark.covers("S1.12")
-def test_a_run_that_learns_nothing_is_dead_after_ten_steps(faulty: dict[str, float], signal: str) -> None:
+def test_a_run_that_learns_nothing_is_dead_after_ten_steps(
+    faulty: dict[str, float], signal: str
+) -> None:
     detector = Detector()
     (event,) = watch(constant(40, **faulty), detector=detector)
     assert (event.level, event.signal, event.step, event.onset) == (Level.DEAD, signal, 9, 0)
     assert detector.scores["guard/level"] == 4.0, "as long as it lasts"
     watch(constant(1), detector=detector)
-    assert told(watch(constant(10, **faulty), detector=detector)) == [(9, "dead")], "a live step in between"
+    assert told(watch(constant(10, **faulty), detector=detector)) == [(9, "dead")], (
+        "a live step in between"
+    )
     assert watch(constant(40, loss=1e-5, grad_norm=1e-5)) == []
 
 
@@ -71,11 +85,17 @@ def test_batches_without_label_tokens_are_told_at_once_and_dead_after_ten() -> N
     for step in range(60):
         values = constant(60).values(step)
         if step >= 40:
-            values |= {"train/total_valid_token_count": 0.0, "train/loss": 0.0, "train/grad_norm": 0.0}
+            values |= {
+                "train/total_valid_token_count": 0.0,
+                "train/loss": 0.0,
+                "train/grad_norm": 0.0,
+            }
         events += detector.observe(step, values)
     assert told(events) == [(40, "warn"), (49, "dead")]
     assert {event.signal for event in events} == {"train/total_valid_token_count"}
-    assert detector.limits().loss_with_grad == pytest.approx(4.0), "an empty batch says nothing about the usual loss"
+    assert detector.limits().loss_with_grad == pytest.approx(4.0), (
+        "an empty batch says nothing about the usual loss"
+    )
 
 
 @pytest.mark.covers("S1.14")
@@ -86,8 +106,12 @@ def test_a_loss_that_keeps_rising_is_told_once_per_episode() -> None:
     events = [event for event in watch(curve) if event.level is Level.DIVERGING]
     assert [300 + 47 <= event.step <= 300 + 52 for event in events] == [True, False]
     assert 847 <= events[1].step <= 852 and len(events) == 2
-    assert [abs(event.onset - start) <= 2 for event, start in zip(events, (300, 800), strict=True)] == [True, True]
-    assert (events[0].value, events[0].centre) == (2.6, 2.0) and events[0].ratio == pytest.approx(1.3)
+    assert [
+        abs(event.onset - start) <= 2 for event, start in zip(events, (300, 800), strict=True)
+    ] == [True, True]
+    assert (events[0].value, events[0].centre) == (2.6, 2.0) and events[0].ratio == pytest.approx(
+        1.3
+    )
 
 
 def test_a_run_that_diverges_shows_it_in_every_step() -> None:
@@ -109,7 +133,9 @@ def test_a_signed_loss_diverges_by_distance() -> None:
     for rise, expected in ((0.5, [pytest.approx(248, abs=3)]), (0.2, [])):
         watched, curve = Divergence(), np.random.default_rng(0).normal(-1.0, 0.02, 400)
         curve[200:] += rise
-        assert [step for step, loss in enumerate(curve.tolist()) if watched.observe(step, loss)] == expected
+        assert [
+            step for step, loss in enumerate(curve.tolist()) if watched.observe(step, loss)
+        ] == expected
 
 
 def test_warnings_are_at_least_50_steps_apart() -> None:
@@ -128,7 +154,9 @@ def test_a_heavy_tail_is_told_once_and_then_kept_quiet() -> None:
     assert len(advisories) == 1 and "look at the samples" in advisories[0].message
     assert not [event for event in events if event.step > advisories[0].step]
     assert detector.scores["guard/spike_rate"] == 25.0, "of the last 1000 steps"
-    assert advisories[0].step == 60 + 10 * 40 + 1, "the eleventh, once the step after it was ordinary"
+    assert advisories[0].step == 60 + 10 * 40 + 1, (
+        "the eleventh, once the step after it was ordinary"
+    )
 
 
 def test_a_restored_ledger_counts_alike() -> None:
@@ -153,7 +181,12 @@ def test_a_heavy_tail_hides_no_severe_step() -> None:
 
 def test_scores_are_those_of_the_last_step() -> None:
     detector = Detector()
-    assert detector.scores == {"guard/loss_z": 0.0, "guard/grad_z": 0.0, "guard/level": 0.0, "guard/spike_rate": 0.0}
+    assert detector.scores == {
+        "guard/loss_z": 0.0,
+        "guard/grad_z": 0.0,
+        "guard/level": 0.0,
+        "guard/spike_rate": 0.0,
+    }
     watch(spike(constant(200), at=199, loss=2.0, grad=math.exp(0.5)), detector=detector)
     assert detector.scores["guard/loss_z"] == pytest.approx(math.log(2) / 0.05)
     assert detector.scores["guard/grad_z"] == pytest.approx(5.0)
@@ -171,13 +204,17 @@ def test_a_rationed_warning_still_shows_in_the_level() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids="-".join)
 def test_a_detector_restored_at_every_step_decides_alike(family: tuple[str, str]) -> None:
-    """The state goes through JSON; faults of all kinds, a step that is no number and rules are under way."""
+    """The state goes through JSON; faults of all kinds, a step that is no number and rules are
+    under way.
+    """
     rules = [
         GuardRule("kl", above=3, num_steps=2, action="rollback"),
         GuardRule("train/grad_norm", above=8, action="warn"),
     ]
     curve = healthy(family, seed=5, num_steps=500)
-    curve = decaying(spike(level(drift(curve, at=400, rate=0.02), at=200), at=90, loss=3, grad=27), at=300)
+    curve = decaying(
+        spike(level(drift(curve, at=400, rate=0.02), at=200), at=90, loss=3, grad=27), at=300
+    )
     curve.loss[150] = math.nan
     curve.loss[250:262] = 0.0
     straight, restored = Detector(rules=rules), Detector(rules=rules)

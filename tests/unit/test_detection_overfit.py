@@ -12,11 +12,15 @@ from trainer.detection.watches import OverfitJudge
 NUM_RUNS = 300
 
 
-def judged(val_losses: Sequence[float], train_losses: Sequence[float]) -> tuple[list[int], OverfitJudge]:
+def judged(
+    val_losses: Sequence[float], train_losses: Sequence[float]
+) -> tuple[list[int], OverfitJudge]:
     """Which validations are told to overfit, and the judge after them."""
     judge = OverfitJudge()
     losses = enumerate(zip(val_losses, train_losses, strict=True))
-    return [step for step, (val, train) in losses if judge.observe(step, val_loss=val, train_loss=train)], judge
+    return [
+        step for step, (val, train) in losses if judge.observe(step, val_loss=val, train_loss=train)
+    ], judge
 
 
 @pytest.mark.covers("S3.43", "S3.32")
@@ -40,7 +44,9 @@ def test_two_rises_must_stand_in_a_row() -> None:
 
 
 def test_a_noisy_curve_needs_a_larger_rise() -> None:
-    """The same 5% over the best one, twice: overfitting on a smooth curve, nothing on one that jumps by 2%."""
+    """The same 5% over the best one, twice: overfitting on a smooth curve, nothing on one that
+    jumps by 2%.
+    """
     train = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
     assert judged([1.2, 1.15, 1.1, 1.05, 1.0, 1.05, 1.05], train)[0] == [6]
     assert judged([1.2, 1.12, 1.14, 1.03, 1.0, 1.05, 1.05], train)[0] == []
@@ -103,6 +109,10 @@ def test_a_restored_judge_goes_on_alike() -> None:
 
 def test_the_state_of_a_version_that_kept_no_training_losses_goes_on() -> None:
     judge = OverfitJudge()
-    judge.load_state_dict({"val_losses": [1.2, 1.1, 1.0], "best_train": 0.8, "was_noted": False, "best_step": 2})
-    assert not judge.observe(3, val_loss=1.12, train_loss=0.5), "what training was at the old best is not known"
+    judge.load_state_dict(
+        {"val_losses": [1.2, 1.1, 1.0], "best_train": 0.8, "was_noted": False, "best_step": 2}
+    )
+    assert not judge.observe(3, val_loss=1.12, train_loss=0.5), (
+        "what training was at the old best is not known"
+    )
     assert not judge.observe(4, val_loss=0.95, train_loss=0.4) and judge.best_step == 4

@@ -14,7 +14,11 @@ STEP = {"train/loss": 2.0, "train/grad_norm": 1.0, "train/total_valid_token_coun
 def acted(rule: GuardRule, series: list[float]) -> list[int]:
     """The steps at which a rule acts over a series of its metric."""
     detector = Detector(rules=[rule])
-    return [step for step, value in enumerate(series) if detector.observe(step, STEP | {rule.metric: value})]
+    return [
+        step
+        for step, value in enumerate(series)
+        if detector.observe(step, STEP | {rule.metric: value})
+    ]
 
 
 def test_a_rule_that_holds_says_its_metric_value_onset_and_action() -> None:
@@ -70,7 +74,8 @@ def test_a_rule_that_has_acted_rests_for_50_steps() -> None:
 def test_two_rules_on_one_metric_act_separately() -> None:
     detector = Detector(rules=[GuardRule(KEY, above=3), GuardRule(KEY, above=4, action="stop")])
     actions = [
-        [found.action for found in detector.observe(step, STEP | {KEY: value})] for step, value in ((0, 3.5), (1, 5.0))
+        [found.action for found in detector.observe(step, STEP | {KEY: value})]
+        for step, value in ((0, 3.5), (1, 5.0))
     ]
     assert actions == [["warn"], ["stop"]]
 
@@ -91,17 +96,25 @@ def test_two_rules_on_one_metric_act_separately() -> None:
     ],
     ids=str,
 )
-def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(rule: GuardRule, hint: str) -> None:
-    require_usable_rules([GuardRule("train/loss", above=1, action="skip"), GuardRule(KEY, below=1, num_steps=2)])
+def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(
+    rule: GuardRule, hint: str
+) -> None:
+    require_usable_rules(
+        [GuardRule("train/loss", above=1, action="skip"), GuardRule(KEY, below=1, num_steps=2)]
+    )
     with pytest.raises(ConfigError) as refused:
         require_usable_rules([GuardRule("train/loss", above=1), rule])
     assert "trainer.guard.rules[1]" in str(refused.value) and hint in str(refused.value)
 
 
 def test_after_a_restart_a_changed_rule_counts_from_zero_and_the_others_go_on() -> None:
-    old = Detector(rules=[GuardRule(KEY, above=3, num_steps=2), GuardRule(KEY, above=1, num_steps=2)])
+    old = Detector(
+        rules=[GuardRule(KEY, above=3, num_steps=2), GuardRule(KEY, above=1, num_steps=2)]
+    )
     old.observe(0, STEP | {KEY: 5.0})
-    new = Detector(rules=[GuardRule(KEY, above=4, num_steps=2), GuardRule(KEY, above=1, num_steps=2)])
+    new = Detector(
+        rules=[GuardRule(KEY, above=4, num_steps=2), GuardRule(KEY, above=1, num_steps=2)]
+    )
     new.load_state_dict(old.state_dict())
     (event,) = new.observe(1, STEP | {KEY: 5.0})
     assert event.onset == 0

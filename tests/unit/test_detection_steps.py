@@ -1,4 +1,6 @@
-"""When one step stands out: each level at its limits, and a device that decides alone decides the same."""
+"""When one step stands out: each level at its limits, and a device that decides alone decides
+the same.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ WARM = 100
 
 
 def flat(*steps: tuple[float, float]) -> Curve:
-    """Loss 2 and gradient 1 for WARM steps (spreads at their floors, 0.05 and 0.10), then the given ones."""
+    """Loss 2 and gradient 1 for WARM steps (spreads at their floors, 0.05 and 0.10), then the
+    given ones.
+    """
     loss, grad_norm = zip(*([(2.0, 1.0)] * WARM + list(steps)), strict=True)
     return Curve(np.array(loss), np.array(grad_norm))
 
@@ -68,7 +72,9 @@ def test_the_third_high_loss_within_five_steps_is_severe() -> None:
     high, usual = (3.3, 1.0), (2.0, 1.0)
     assert levels(high, usual, high, usual, high) == [(0, "warn"), (4, "severe")]
     assert levels(high, usual, high, usual, usual, high) == [(0, "warn")], "within six"
-    assert levels(high, high, usual, usual, usual) == [(0, "warn")], "an ordinary step is never severe"
+    assert levels(high, high, usual, usual, usual) == [(0, "warn")], (
+        "an ordinary step is never severe"
+    )
 
 
 @pytest.mark.covers("S2.38")
@@ -77,7 +83,9 @@ def test_limits_before_a_step_say_what_will_be_severe() -> None:
     assert detector.limits().is_severe(loss=1e9, grad_norm=1e9) is False, "nothing is known yet"
     watch(flat(), detector=detector)
     limits = detector.limits()
-    assert limits.loss_with_grad == pytest.approx(4.0) and limits.grad_with_loss == pytest.approx(math.exp(0.6))
+    assert limits.loss_with_grad == pytest.approx(4.0) and limits.grad_with_loss == pytest.approx(
+        math.exp(0.6)
+    )
     assert (limits.loss_alone, limits.grad_alone) == (math.inf, pytest.approx(50.0))
 
 
@@ -89,7 +97,9 @@ def test_a_gradient_of_zero_does_not_change_what_is_usual() -> None:
 
 @pytest.mark.parametrize("loss", [*LOSSES, "signed"])
 def test_limits_and_verdict_agree_exactly(loss: str) -> None:
-    """Also at the limits themselves and one float above them, where comparisons that differ would show."""
+    """Also at the limits themselves and one float above them, where comparisons that differ
+    would show.
+    """
     seed = 11
     rng = np.random.default_rng(seed)
     curve = healthy(("gauss" if loss == "signed" else loss, "heavy"), seed=seed, num_steps=700)
@@ -101,7 +111,10 @@ def test_limits_and_verdict_agree_exactly(loss: str) -> None:
         if rng.random() < 0.2:
             values["train/loss"] *= rng.choice([1.4, 1.6, 3.0, 10.0])
             values["train/grad_norm"] *= rng.choice([1.0, 4.0, 8.0, 200.0])
-        for key, limit in (("train/loss", limits.loss_with_grad), ("train/grad_norm", limits.grad_with_loss)):
+        for key, limit in (
+            ("train/loss", limits.loss_with_grad),
+            ("train/grad_norm", limits.grad_with_loss),
+        ):
             if limit < math.inf and rng.random() < 0.1:
                 values[key] = limit if rng.random() < 0.5 else math.nextafter(limit, math.inf)
         expected = limits.is_severe(loss=values["train/loss"], grad_norm=values["train/grad_norm"])

@@ -1,7 +1,8 @@
-"""How often the detector is right, on curves whose truth is known: runs of 3000 steps of each family.
+"""How often the detector is right, on curves whose truth is known: runs of 3000 steps of each
+family.
 
-The same targets hold for families that were never looked at while the rules were made. Runs of 200 per family:
-benchmarks/guard_calibration.py.
+The same targets hold for families that were never looked at while the rules were made. Runs of 200
+per family: benchmarks/guard_calibration.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,14 @@ from sweeps import short_or_full
 from trainer.detection import Detector, Level
 
 SEEDS, SEEDS_OF_TWO_KINDS = short_or_full(range(1), full=range(4)), range(6)
-"""Runs of each family, and of those whose batches are of two kinds, which need more to be judged."""
+"""Runs of each family, and of those whose batches are of two kinds, which need more to be
+judged.
+"""
 TRIPLE, QUINTUPLE = "spike x3, gradient x27", "spike x5, gradient x125"
 DRIFTS = ("drift +0.2% a step", "drift +1% a step", "drift +5% a step", "level +30%")
-ASKED = {name: FAULTS[name] for name in (TRIPLE, QUINTUPLE, "gradient x20", "gradient x100", *DRIFTS)}
+ASKED = {
+    name: FAULTS[name] for name in (TRIPLE, QUINTUPLE, "gradient x20", "gradient x100", *DRIFTS)
+}
 QUIET = ("gauss", "student", "stairs", "autoregressive", "garch", "restarts", "wander")
 """Losses with at most 7% noise."""
 GROUPS = {
@@ -31,7 +36,10 @@ Outcomes = Mapping[Family, Sequence[Outcome]]
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     return {
-        family: [trial(family, seed, ASKED) for seed in (SEEDS_OF_TWO_KINDS if family[0] in BIMODAL else SEEDS)]
+        family: [
+            trial(family, seed, ASKED)
+            for seed in (SEEDS_OF_TWO_KINDS if family[0] in BIMODAL else SEEDS)
+        ]
         for family in (*TUNED, *HELD_OUT)
     }
 
@@ -65,15 +73,22 @@ def test_one_batch_in_fifty_of_another_kind_is_told_exactly_once(outcomes: Outco
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_loss_three_times_as_high_with_its_gradient_is_severe(outcomes: Outcomes, group: str) -> None:
+def test_a_loss_three_times_as_high_with_its_gradient_is_severe(
+    outcomes: Outcomes, group: str
+) -> None:
     """At once, before the update."""
     found = of(outcomes, [family for family in steady(group) if family[0] in QUIET])
     assert recall(found, TRIPLE, [Level.SEVERE]) >= 0.99
 
 
 def test_gradients_that_come_in_waves_hide_some_faults(outcomes: Outcomes) -> None:
-    """Below the target: the window follows such a level late. Held out, so measured and left as it is."""
-    waves = of(outcomes, [family for family in HELD_OUT if family[0] in QUIET and family[1] == "persistent"])
+    """Below the target: the window follows such a level late. Held out, so measured and left as
+    it is.
+    """
+    waves = of(
+        outcomes,
+        [family for family in HELD_OUT if family[0] in QUIET and family[1] == "persistent"],
+    )
     assert recall(waves, TRIPLE, [Level.SEVERE]) >= 0.90
     assert recall(waves, "gradient x20", [Level.WARN, Level.SEVERE]) >= 0.75
     assert recall(waves, "gradient x100", [Level.SEVERE]) >= 0.90
@@ -86,8 +101,12 @@ def test_severe_is_seldom_wrong(outcomes: Outcomes) -> None:
 
 @pytest.mark.parametrize(("group", "least"), [("tuned", 0.97), ("held out", 0.90)])
 @pytest.mark.covers("S2.25")
-def test_an_exploding_gradient_is_found_before_its_update(outcomes: Outcomes, group: str, least: float) -> None:
-    """Gamma distributed gradients, held out, are often so low that even a multiple is nothing unusual."""
+def test_an_exploding_gradient_is_found_before_its_update(
+    outcomes: Outcomes, group: str, least: float
+) -> None:
+    """Gamma distributed gradients, held out, are often so low that even a multiple is nothing
+    unusual.
+    """
     found = of(outcomes, steady(group))
     assert recall(found, "gradient x20", [Level.WARN, Level.SEVERE]) >= least
     assert recall(found, "gradient x100", [Level.SEVERE]) >= least
@@ -96,7 +115,9 @@ def test_an_exploding_gradient_is_found_before_its_update(outcomes: Outcomes, gr
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("fault", DRIFTS)
 @pytest.mark.covers("S1.14")
-def test_a_rising_loss_is_found_within_200_steps(outcomes: Outcomes, group: str, fault: str) -> None:
+def test_a_rising_loss_is_found_within_200_steps(
+    outcomes: Outcomes, group: str, fault: str
+) -> None:
     """But for a memorised loss, whose rise is far below 0.1 nat."""
     found = of(outcomes, [family for family in GROUPS[group] if family[0] != "memorised"])
     delays = [outcome.delays[fault].get(Level.DIVERGING, 1000) for outcome in found]
@@ -106,7 +127,9 @@ def test_a_rising_loss_is_found_within_200_steps(outcomes: Outcomes, group: str,
 @pytest.mark.covers("S3.39")
 @pytest.mark.parametrize("fall_steps", [5, 15])
 def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps: int) -> None:
-    """The loss falls from 8 to 2 in the first steps; a window with them would call any spike usual."""
+    """The loss falls from 8 to 2 in the first steps; a window with them would call any spike
+    usual.
+    """
     num_found = num_false = 0
     for seed in range(30):
         generator, detector = np.random.default_rng(seed), Detector()
@@ -115,7 +138,11 @@ def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps: int) 
         norms = (1 + 9 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.3, 300))
         losses[89], norms[89] = 3 * losses[89], 27 * norms[89]
         for step, loss, norm in zip(steps.tolist(), losses.tolist(), norms.tolist(), strict=True):
-            values = {"train/loss": loss, "train/grad_norm": norm, "train/total_valid_token_count": 100}
+            values = {
+                "train/loss": loss,
+                "train/grad_norm": norm,
+                "train/total_valid_token_count": 100,
+            }
             is_severe = any(event.level == Level.SEVERE for event in detector.observe(step, values))
             num_found += is_severe and step == 90
             num_false += is_severe and step != 90

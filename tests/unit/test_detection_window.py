@@ -1,4 +1,6 @@
-"""The window that says what is usual: right numbers, unspoilt by outliers, exact after a restart."""
+"""The window that says what is usual: right numbers, unspoilt by outliers, exact after a
+restart.
+"""
 
 import json
 import math
@@ -31,12 +33,16 @@ def by_numpy(values: np.ndarray) -> tuple[float, float]:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("num_points", [32, 33, 127, 128, 500])
 def test_centre_and_spread_are_those_of_the_last_values(num_points: int, sign: float) -> None:
-    """Small noise: nothing is winsorised. Below zero the values themselves count, above their logarithms."""
+    """Small noise: nothing is winsorised. Below zero the values themselves count, above their
+    logarithms.
+    """
     values = sign * np.exp(np.random.default_rng(num_points).uniform(-0.3, 0.3, num_points))
     usual = measured(filled(values))
     assert usual.is_log == (sign > 0)
     last = values[-128:]
-    assert (usual.centre, usual.scale) == pytest.approx(by_numpy(np.log(last) if sign > 0 else last), rel=1e-12)
+    assert (usual.centre, usual.scale) == pytest.approx(
+        by_numpy(np.log(last) if sign > 0 else last), rel=1e-12
+    )
 
 
 def test_nothing_is_usual_before_the_least_number_of_points() -> None:
@@ -47,7 +53,9 @@ def test_nothing_is_usual_before_the_least_number_of_points() -> None:
 def test_a_quiet_window_has_the_floor_for_its_spread() -> None:
     assert measured(filled(np.full(40, 2.0), MIN_LOSS_SPREAD)).scale == 0.05
     assert measured(filled(np.full(40, 2.0), MIN_GRAD_SPREAD)).scale == 0.10
-    assert measured(filled(np.full(40, -2.0), MIN_LOSS_SPREAD)).scale == pytest.approx(0.1), "5% of the centre"
+    assert measured(filled(np.full(40, -2.0), MIN_LOSS_SPREAD)).scale == pytest.approx(0.1), (
+        "5% of the centre"
+    )
     assert measured(filled(np.full(40, -1e-4), MIN_LOSS_SPREAD)).scale == 1e-3
 
 
@@ -75,7 +83,9 @@ def test_only_rises_are_winsorised() -> None:
     window = filled(np.ones(128), MIN_LOSS_SPREAD)
     window.push(1e-6)
     window.push(1e6)
-    assert min(window.state_dict()) == 1e-6 and max(window.state_dict()) == pytest.approx(math.exp(6 * 0.05))
+    assert min(window.state_dict()) == 1e-6 and max(window.state_dict()) == pytest.approx(
+        math.exp(6 * 0.05)
+    )
 
 
 def test_scores_and_values_are_inverse_and_never_overflow() -> None:
@@ -83,7 +93,9 @@ def test_scores_and_values_are_inverse_and_never_overflow() -> None:
         assert usual.z(usual.at(7.5)) == pytest.approx(7.5)
     assert Usual(600.0, 100.0, True).at(8) < math.inf
     below = Usual(0.0, 0.1, True)
-    assert below.z(0.0) == pytest.approx(-10) and below.z(-1.0) == pytest.approx(-20), "finite without a logarithm"
+    assert below.z(0.0) == pytest.approx(-10) and below.z(-1.0) == pytest.approx(-20), (
+        "finite without a logarithm"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -95,4 +107,6 @@ def test_a_restored_window_goes_on_bit_equal(seed: int) -> None:
         restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
         window.push(value)
         restored.push(value)
-        assert restored.state_dict() == window.state_dict() and restored.usual == window.usual, f"seed {seed}"
+        assert restored.state_dict() == window.state_dict() and restored.usual == window.usual, (
+            f"seed {seed}"
+        )

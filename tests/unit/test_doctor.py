@@ -49,9 +49,15 @@ class Scene:
         self.patch, self.limits = patch, {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 65536}
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
-        for name in [name for name in os.environ if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))]:
+        for name in [
+            name
+            for name in os.environ
+            if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))
+        ]:
             patch.delenv(name)
-        patch.setattr(machine.resource, "getrlimit", lambda kind: (self.limits.get(kind, 8 << 20), GIB))
+        patch.setattr(
+            machine.resource, "getrlimit", lambda kind: (self.limits.get(kind, 8 << 20), GIB)
+        )
         patch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
         patch.setattr(machine, "RDMA_DEVICES", Path("rdma"))
         self.free()
@@ -61,12 +67,16 @@ class Scene:
         Path(name).write_text(text)
 
     def free(self, size_bytes: int = 100 * GIB, shared_bytes: int = GIB) -> None:
-        self.patch.setattr(fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes)
+        self.patch.setattr(
+            fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes
+        )
 
     def limit(self, kind: int, number: int) -> None:
         self.limits[kind] = number
 
-    def cards(self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900) -> None:
+    def cards(
+        self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900
+    ) -> None:
         self.patch.setattr(machine, "count_gpus", lambda: number)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
         self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
@@ -85,11 +95,17 @@ class Scene:
     def without(self, module: str) -> None:
         found, version = importlib.util.find_spec, importlib.metadata.version
         gone = raising(importlib.metadata.PackageNotFoundError())
-        self.patch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
-        self.patch.setattr(importlib.metadata, "version", lambda name: (gone if name == module else version)(name))
+        self.patch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == module else found(name)
+        )
+        self.patch.setattr(
+            importlib.metadata, "version", lambda name: (gone if name == module else version)(name)
+        )
 
     def offline(self, **env: str) -> None:
-        self.patch.setattr("huggingface_hub.HfApi.model_info", raising(OSError("Network is unreachable")))
+        self.patch.setattr(
+            "huggingface_hub.HfApi.model_info", raising(OSError("Network is unreachable"))
+        )
         self.patch.setattr(socket, "getaddrinfo", raising(OSError("Network is unreachable")))
         self.env(**env)
 
@@ -103,7 +119,10 @@ class Scene:
 
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
-        self.write("model/config.json", json.dumps(json.loads(Path("model/config.json").read_text()) | changes))
+        self.write(
+            "model/config.json",
+            json.dumps(json.loads(Path("model/config.json").read_text()) | changes),
+        )
         self.write("model/model.safetensors", "")
 
     def vllm(self) -> None:
@@ -135,33 +154,114 @@ LORA = f"{MINE} model.lora_rank=8"
 RULE = "'trainer.guard.rules=[{metric: train/los, above: 3}]'"
 Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
-    # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says and how to mend it
-    "a package": ("", lambda s: s.without("tokenizers"), "!requirements", "pip install 'tokenizers"),
+    # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says
+    # and how to mend it
+    "a package": (
+        "",
+        lambda s: s.without("tokenizers"),
+        "!requirements",
+        "pip install 'tokenizers",
+    ),
     "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
-    "driver": ("", lambda s: s.patch.setattr(machine, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
+    "driver": (
+        "",
+        lambda s: s.patch.setattr(machine, "count_gpus", raising(ConfigError("old"))),
+        "!cards",
+        "old",
+    ),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
     "which machine": ("", lambda s: s.env(NNODES="2"), "!cards", "NODE_RANK is not set"),
     "few cores": ("", lambda s: s.cards(num_cores=2), "?cores", "--cpus-per-task=8"),
-    "little shm": ("", lambda s: (s.cards(), s.free(shared_bytes=64 << 20)), "?/dev/shm", "--shm-size=1g"),
-    "few open files": ("", lambda s: s.limit(resource.RLIMIT_NOFILE, 256), "?limits", "ulimit -n 65536"),
-    "locked memory": ("", lambda s: (s.cards(), s.write("rdma/mlx5_0", "")), "?limits", "ulimit -l unlimited"),
-    "core files": ("", lambda s: (s.cards(), s.limit(resource.RLIMIT_CORE, -1)), "?limits", "ulimit -c 0"),
+    "little shm": (
+        "",
+        lambda s: (s.cards(), s.free(shared_bytes=64 << 20)),
+        "?/dev/shm",
+        "--shm-size=1g",
+    ),
+    "few open files": (
+        "",
+        lambda s: s.limit(resource.RLIMIT_NOFILE, 256),
+        "?limits",
+        "ulimit -n 65536",
+    ),
+    "locked memory": (
+        "",
+        lambda s: (s.cards(), s.write("rdma/mlx5_0", "")),
+        "?limits",
+        "ulimit -l unlimited",
+    ),
+    "core files": (
+        "",
+        lambda s: (s.cards(), s.limit(resource.RLIMIT_CORE, -1)),
+        "?limits",
+        "ulimit -c 0",
+    ),
     "clock in 1970": ("", lambda s: s.clock(0.0), "?clock", "1970-01-01"),
-    "interface": ("", lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")), "!network", "unset NCCL_SOCKET_IFNAME"),
-    "first": ("", lambda s: s.offline(NNODES="2", NODE_RANK="0", MASTER_ADDR="head"), "?network", "MASTER_ADDR=head"),
+    "interface": (
+        "",
+        lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
+        "!network",
+        "unset NCCL_SOCKET_IFNAME",
+    ),
+    "first": (
+        "",
+        lambda s: s.offline(NNODES="2", NODE_RANK="0", MASTER_ADDR="head"),
+        "?network",
+        "MASTER_ADDR=head",
+    ),
     "rule": (RULE, lambda s: None, "!guard", "train/loss"),
-    "no mlflow": ("trainer.logger=[mlflow]", lambda s: s.without("mlflow"), "!trackers", "pip install"),
+    "no mlflow": (
+        "trainer.logger=[mlflow]",
+        lambda s: s.without("mlflow"),
+        "!trackers",
+        "pip install",
+    ),
     "no template": ("data.chat_template=no.jinja", lambda s: None, "!template", "No such file"),
     "no peft": (LORA, lambda s: (s.model(), s.without("peft")), "!adapters", "pip install 'peft"),
-    "no adapter": (f"{MINE} model.lora_adapter_path=gone", lambda s: s.model(), "!adapters", "adapter_config.json is"),
-    "no network": ("model.partial_pretrain=a/b", lambda s: s.offline(), "!model", "run 'hf download a/b'"),
-    "no model": ("model.partial_pretrain=./nope", lambda s: None, "!model", "there is no such directory"),
-    "another run": ("", lambda s: s.write("run/run.json", OTHER), "!run directory", "trainer.experiment_name"),
+    "no adapter": (
+        f"{MINE} model.lora_adapter_path=gone",
+        lambda s: s.model(),
+        "!adapters",
+        "adapter_config.json is",
+    ),
+    "no network": (
+        "model.partial_pretrain=a/b",
+        lambda s: s.offline(),
+        "!model",
+        "run 'hf download a/b'",
+    ),
+    "no model": (
+        "model.partial_pretrain=./nope",
+        lambda s: None,
+        "!model",
+        "there is no such directory",
+    ),
+    "another run": (
+        "",
+        lambda s: s.write("run/run.json", OTHER),
+        "!run directory",
+        "trainer.experiment_name",
+    ),
     "no file": ("data.train_files=no.jsonl", lambda s: None, "!files", "give an existing path"),
-    "format": ("data.train_files=rows.csv", lambda s: s.write("rows.csv", "a,b"), "!files", "convert it"),
-    "read-only": ("", lambda s: s.refuse("create", "run"), "!directories", "trainer.default_local_dir=run"),
-    "read-only cache": ("", lambda s: s.refuse("create", "tokens"), "!directories", "data.cache_dir=tokens"),
+    "format": (
+        "data.train_files=rows.csv",
+        lambda s: s.write("rows.csv", "a,b"),
+        "!files",
+        "convert it",
+    ),
+    "read-only": (
+        "",
+        lambda s: s.refuse("create", "run"),
+        "!directories",
+        "trainer.default_local_dir=run",
+    ),
+    "read-only cache": (
+        "",
+        lambda s: s.refuse("create", "tokens"),
+        "!directories",
+        "data.cache_dir=tokens",
+    ),
     "no rename": ("", lambda s: s.refuse("rename", "run"), "!directories", "choose a directory"),
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
     "no locks": (
@@ -170,26 +270,106 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "!directories",
         "require_lock=false",
     ),
-    "trains now": ("", lambda s: s.write("run/.train.lock", LIVE), "!resume", "wait for it or stop it"),
-    "pointer to nothing": ("", lambda s: s.write(POINTER, "x"), "!run directory", "Restore one of them"),
+    "trains now": (
+        "",
+        lambda s: s.write("run/.train.lock", LIVE),
+        "!resume",
+        "wait for it or stop it",
+    ),
+    "pointer to nothing": (
+        "",
+        lambda s: s.write(POINTER, "x"),
+        "!run directory",
+        "Restore one of them",
+    ),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
-    "no resume": ("trainer.resume_mode=disable", lambda s: s.checkpoint(), "!run directory", "use resume_mode=auto"),
+    "no resume": (
+        "trainer.resume_mode=disable",
+        lambda s: s.checkpoint(),
+        "!run directory",
+        "use resume_mode=auto",
+    ),
     "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
-    "quantized": (MINE, lambda s: s.model(quantization_config={}), "!architecture", "bfloat16 or float32 weights"),
-    "too long": (MINE, lambda s: s.model(max_position_embeddings=512), "?architecture", "data.max_length=512"),
-    "own code": (MINE, lambda s: s.model(auto_map={"AutoModel": "m.M"}), "?architecture", "--trust-remote-code"),
-    "not in vLLM": ("--python=./python", lambda s: s.vllm(), "?serving", "Qwen2ForCausalLM is not among"),
-    "broken row": ("", lambda s: s.write("rows.jsonl", "{\n"), "!rows", "rows.jsonl:1: broken JSON"),
-    "left out": ("data.on_bad_row=skip", lambda s: s.write("rows.jsonl", "{\n"), "?rows", "it is left out"),
-    "template": ("data.chat_template=t", lambda s: s.write("t", "{% if %}"), "!rows", "template is broken in line 1"),
-    "no end": ("data.chat_template=t", lambda s: s.write("t", ENDLESS), "!rows", "never learn to stop"),
+    "quantized": (
+        MINE,
+        lambda s: s.model(quantization_config={}),
+        "!architecture",
+        "bfloat16 or float32 weights",
+    ),
+    "too long": (
+        MINE,
+        lambda s: s.model(max_position_embeddings=512),
+        "?architecture",
+        "data.max_length=512",
+    ),
+    "own code": (
+        MINE,
+        lambda s: s.model(auto_map={"AutoModel": "m.M"}),
+        "?architecture",
+        "--trust-remote-code",
+    ),
+    "not in vLLM": (
+        "--python=./python",
+        lambda s: s.vllm(),
+        "?serving",
+        "Qwen2ForCausalLM is not among",
+    ),
+    "broken row": (
+        "",
+        lambda s: s.write("rows.jsonl", "{\n"),
+        "!rows",
+        "rows.jsonl:1: broken JSON",
+    ),
+    "left out": (
+        "data.on_bad_row=skip",
+        lambda s: s.write("rows.jsonl", "{\n"),
+        "?rows",
+        "it is left out",
+    ),
+    "template": (
+        "data.chat_template=t",
+        lambda s: s.write("t", "{% if %}"),
+        "!rows",
+        "template is broken in line 1",
+    ),
+    "no end": (
+        "data.chat_template=t",
+        lambda s: s.write("t", ENDLESS),
+        "!rows",
+        "never learn to stop",
+    ),
     "no such tokens": ("data.chat_template=llama3", lambda s: None, "!rows", "model.new_tokens="),
-    "tokenizer": (MINE, lambda s: (s.model(), s.write("model/tokenizer.json", "{")), "!rows", "copy a whole one"),
-    "leak": ("data.val_files=rows.jsonl", lambda s: s.prepare(), "?cache", "take them out of one side"),
-    "big model": ("trainer.device=cpu", lambda s: s.cards(host_gib=0.5), "!memory and disk", "smallest change"),
-    "little host memory": ("", lambda s: s.cards(host_gib=0.01), "!memory and disk", "async_save=false"),
+    "tokenizer": (
+        MINE,
+        lambda s: (s.model(), s.write("model/tokenizer.json", "{")),
+        "!rows",
+        "copy a whole one",
+    ),
+    "leak": (
+        "data.val_files=rows.jsonl",
+        lambda s: s.prepare(),
+        "?cache",
+        "take them out of one side",
+    ),
+    "big model": (
+        "trainer.device=cpu",
+        lambda s: s.cards(host_gib=0.5),
+        "!memory and disk",
+        "smallest change",
+    ),
+    "little host memory": (
+        "",
+        lambda s: s.cards(host_gib=0.01),
+        "!memory and disk",
+        "async_save=false",
+    ),
     "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "at most 6 at a time"),
-    "tight disk": ("", lambda s: s.free(80 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
+    "tight disk": (
+        "",
+        lambda s: s.free(80 << 20),
+        "?memory and disk",
+        "lower trainer.max_ckpt_to_keep",
+    ),
 }
 
 
@@ -200,7 +380,8 @@ def planned() -> MemoryPlan:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) -> Scene:
-    def composed(words: list[str]) -> Config:  # hydra takes a tenth of a second to read the same files
+    # hydra takes a tenth of a second to read the same files
+    def composed(words: list[str]) -> Config:
         return with_words(BASE, words)
 
     monkeypatch.chdir(tmp_path)
@@ -213,7 +394,9 @@ def complaints(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
     """The exit code, and all that is not ok."""
     first, *rest = shlex.split(words if words[:1].isdecimal() else f"2 {words}")
     code = doctor.main([first, *WORDS, *rest, "--json"])
-    return code, [said for said in json.loads(capsys.readouterr().out)["checks"] if said["level"] != "ok"]
+    return code, [
+        said for said in json.loads(capsys.readouterr().out)["checks"] if said["level"] != "ok"
+    ]
 
 
 def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
@@ -226,7 +409,9 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
     scene.cards()
     assert doctor.main([*WORDS]) == 0
     out = capsys.readouterr().out
-    assert "continues from run/global_step_2" in out and "prepared: 4 samples, 1 for validation" in out
+    assert (
+        "continues from run/global_step_2" in out and "prepared: 4 samples, 1 for validation" in out
+    )
     assert "[[Bye 0<|im_end|>]]" in out and "H100; torch" in out and "NCCL 2.29.3" in out
 
 
@@ -252,4 +437,6 @@ def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main([*WORDS, "model.partial_pretrain=./nope"]) == 1
-    assert capsys.readouterr().out.endswith("is mended: architecture, serving, rows, cache, memory and disk\n")
+    assert capsys.readouterr().out.endswith(
+        "is mended: architecture, serving, rows, cache, memory and disk\n"
+    )

@@ -42,7 +42,10 @@ def test_allocator_and_threads_are_set_unless_the_user_chose_otherwise(
         ({}, [0, 1, 2, 8 * MB, 16 * MB]),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [0, 1, 2, 8 * MB, 16 * MB]),
         ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, [0, 1, 2, 5 * MB, 9 * MB]),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, pinned_max_cached_size_mb: 8"}, [0, 1, 2, 8 * MB, 9 * MB]),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, pinned_max_cached_size_mb: 8"},
+            [0, 1, 2, 8 * MB, 9 * MB],
+        ),
     ],
 )
 def test_page_locked_memory_comes_in_powers_of_two_up_to_the_limit_of_the_user(

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_fakes import WORLD_SIZE
-from finished_runs import NAMES, STEPS, data_state, process_group, rank_state, rewrite_checkpoint, row, write_run
+from finished_runs import (
+    NAMES,
+    STEPS,
+    data_state,
+    process_group,
+    rank_state,
+    rewrite_checkpoint,
+    row,
+    write_run,
+)
 from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
@@ -33,7 +42,9 @@ def compare(runs: tuple[Path, Path]) -> Comparison:
 def log_again(run_dir: Path, step: int, **changes: float) -> None:
     """A newer attempt of one step, with other values."""
     metrics = MetricsFile(run_dir / FILE_NAME)
-    metrics.write(MetricsRow.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step))
+    metrics.write(
+        MetricsRow.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step)
+    )
     metrics.close()
 
 
@@ -59,8 +70,12 @@ def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
     assert compare(runs) == Comparison(STEPS, num_tensors, 1, [])
 
 
-def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(runs: tuple[Path, Path]) -> None:
-    """A run that was killed once it had ended has no record for the next start, which looks itself then."""
+def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(
+    runs: tuple[Path, Path],
+) -> None:
+    """A run that was killed once it had ended has no record for the next start, which looks
+    itself then.
+    """
     (runs[0] / RECORD).write_text("{}")
     (runs[1] / f".reading_{layout.step_dir_name(STEPS)}").touch()
     assert compare(runs).differences == []
@@ -121,7 +136,8 @@ def test_a_missing_step_is_a_difference_even_in_both(runs: tuple[Path, Path]) ->
     [
         (
             lambda states, data: moment(states, 1).view(-1)[5:7].add_(0.5),
-            "optim_world_size_2_rank_1.pt, state.norm.weight.exp_avg: 2 of 12 numbers differ, by at most 0.5",
+            "optim_world_size_2_rank_1.pt, state.norm.weight.exp_avg: 2 of 12 numbers differ, by "
+            "at most 0.5",
         ),
         (
             lambda states, data: weight(states, 0)[1, 1].fill_(math.nan),
@@ -166,10 +182,14 @@ def test_an_incomplete_checkpoint_is_a_difference_even_in_both(runs: tuple[Path,
         (run_dir / place).write_bytes(b"")
     reason = f"data.pt has 0 bytes, {size_bytes} were written"
     place = f"global_step_{STEPS}"
-    assert compare(runs).differences[:2] == [f"{place}: {name} has none: {reason}" for name in ("straight", "resumed")]
+    assert compare(runs).differences[:2] == [
+        f"{place}: {name} has none: {reason}" for name in ("straight", "resumed")
+    ]
 
 
-@pytest.mark.parametrize("name", [layout.optim_file(WORLD_SIZE, 0), layout.model_file(WORLD_SIZE, 1), layout.DATA])
+@pytest.mark.parametrize(
+    "name", [layout.optim_file(WORLD_SIZE, 0), layout.model_file(WORLD_SIZE, 1), layout.DATA]
+)
 def test_a_file_that_cannot_be_read_is_a_difference(runs: tuple[Path, Path], name: str) -> None:
     file = runs[1] / layout.step_dir_name(STEPS) / name
     file.write_bytes(bytes(file.stat().st_size))
@@ -177,11 +197,15 @@ def test_a_file_that_cannot_be_read_is_a_difference(runs: tuple[Path, Path], nam
     assert difference.startswith(f"global_step_{STEPS}, {name}: {file}")
 
 
-def test_reading_says_nothing_about_meshes(runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_says_nothing_about_meshes(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_logger, said = logging.getLogger("torch.distributed.device_mesh"), []
     monkeypatch.setattr(torch_logger, "handle", said.append)
     level = torch_logger.level
     compare(runs)
     assert said == [] and torch_logger.level == level
-    torch.load(runs[0] / layout.step_dir_name(STEPS) / layout.model_file(WORLD_SIZE, 0), weights_only=True)
+    torch.load(
+        runs[0] / layout.step_dir_name(STEPS) / layout.model_file(WORLD_SIZE, 0), weights_only=True
+    )
     assert said, "torch no longer warns: nothing needs to be silenced"

@@ -1,4 +1,6 @@
-"""Programs that a model wrote: right ones pass, hostile ones score 0, and nothing of them is left running."""
+"""Programs that a model wrote: right ones pass, hostile ones score 0, and nothing of them is
+left running.
+"""
 
 import glob
 import json
@@ -18,7 +20,14 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.evaluation import program_runner, programs
-from trainer.evaluation.programs import FIRST_UID, ProgramLimits, Verdict, has_bubblewrap, require_isolation, run_tests
+from trainer.evaluation.programs import (
+    FIRST_UID,
+    ProgramLimits,
+    Verdict,
+    has_bubblewrap,
+    require_isolation,
+    run_tests,
+)
 
 TEST = "solve(20) == 41"
 RIGHT = "def solve(x):\n    return 2 * x + 1\n"
@@ -33,7 +42,8 @@ BOUNDED = {
     "disk": "with open('f', 'wb') as f:\n    while True: f.write(bytes(2**20))",
     "endless loop": "while True: pass",
     "ignores signals": (
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: "
+        "time.sleep(1)"
     ),
     "output flood": "while True: print('x' * 10**6)",
     "ends with success": "import os\nos._exit(0)",
@@ -42,7 +52,9 @@ BOUNDED = {
     "wrong answer": "def solve(x): return 0",
 }
 """Limits stop these with and without bubblewrap."""
-in_bubblewrap = pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap is not installed or may not run")
+in_bubblewrap = pytest.mark.skipif(
+    not has_bubblewrap(), reason="bubblewrap is not installed or may not run"
+)
 SYSTEM_PYTHON = "/usr/bin/python3"
 Judge = Callable[[str, list[str]], Verdict]
 
@@ -145,9 +157,17 @@ def _left(before: set[int]) -> list[str]:
         "import socket\nsocket.create_connection(('127.0.0.1', PORT), timeout=1).send(b'x')",
         "import os\nopen(os.__file__, 'a').write('x = 1')",
     ],
-    ids=["reads a file", "reads by a link", "writes a file", "network", "changes the standard library"],
+    ids=[
+        "reads a file",
+        "reads by a link",
+        "writes a file",
+        "network",
+        "changes the standard library",
+    ],
 )
-def test_bubblewrap_keeps_files_and_network_away(code: str, server: tuple[int, list[bytes]], tmp_path: Path) -> None:
+def test_bubblewrap_keeps_files_and_network_away(
+    code: str, server: tuple[int, list[bytes]], tmp_path: Path
+) -> None:
     outside = tmp_path / "outside"
     code = code.replace("PORT", str(server[0])).replace("OUTSIDE", str(outside))
     assert not run_tests(code + "\n" + RIGHT, [TEST], LIMITS).is_passed
@@ -180,7 +200,9 @@ def test_the_command_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPa
         require_isolation()
 
 
-def test_the_environment_of_the_command_does_not_reach_a_program(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_command_does_not_reach_a_program(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "token")
     code = "import os\nfound = [name for name in os.environ if name not in ('LANG', 'LC_CTYPE', 'PWD')]"
     assert judge(code, ["found == []"]).reason == ""

@@ -1,4 +1,6 @@
-"""The scripts that a newcomer starts from do what they say, on a tiny model. Ranks are forked instead of started."""
+"""The scripts that a newcomer starts from do what they say, on a tiny model. Ranks are forked
+instead of started.
+"""
 
 import json
 import runpy
@@ -58,7 +60,9 @@ def test_own_rows_are_trained_and_their_model_takes_an_adapter(start: Start, her
     assert said.startswith("validation loss ") and (export / "config.json").is_file()
     rest = [word for word in tiny if not word.startswith(("model.", "data.train", "data.val"))]
     said = start("lora_one_card.py", *rest)
-    with safetensors.safe_open(Path(said.strip().split(": ")[-1]) / "adapter_model.safetensors", "pt") as file:
+    with safetensors.safe_open(
+        Path(said.strip().split(": ")[-1]) / "adapter_model.safetensors", "pt"
+    ) as file:
         assert any("lora_B" in name for name in file.keys())  # noqa: SIM118
 
 

@@ -1,4 +1,6 @@
-"""Ready files for clusters: the SLURM job runs under a fake scheduler, the others say what readers and ranks need."""
+"""Ready files for clusters: the SLURM job runs under a fake scheduler, the others say what
+readers and ranks need.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ from trainer.launch.ranks import NodeLayout, node_layout, parse_arguments
 from trainer.run.compose import load_config
 
 ROOT = Path(__file__).parents[2]
-SBATCH, JOBSET, DOCKERFILE = (ROOT / "examples" / name for name in ("slurm.sbatch", "kubernetes.yaml", "Dockerfile"))
+SBATCH, JOBSET, DOCKERFILE = (
+    ROOT / "examples" / name for name in ("slurm.sbatch", "kubernetes.yaml", "Dockerfile")
+)
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in
@@ -32,32 +36,54 @@ def job(tmp_path: Path) -> Any:
     """Starts the batch script as SLURM does, where `srun` does what it is told."""
 
     def start(behaviour: str, **env: str) -> "subprocess.Popen[str]":
-        srun = FAKE_SRUN.format(calls=tmp_path / "srun", ready=tmp_path / "ready", behaviour=behaviour)
-        for name, text in {"srun": srun, "scontrol": f'#!/bin/sh\necho "$@" >>{tmp_path / "scontrol"}\n'}.items():
+        srun = FAKE_SRUN.format(
+            calls=tmp_path / "srun", ready=tmp_path / "ready", behaviour=behaviour
+        )
+        for name, text in {
+            "srun": srun,
+            "scontrol": f'#!/bin/sh\necho "$@" >>{tmp_path / "scontrol"}\n',
+        }.items():
             (tmp_path / "bin").mkdir(exist_ok=True)
             (tmp_path / "bin" / name).write_text(text)
             (tmp_path / "bin" / name).chmod(0o755)
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "64", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-        return subprocess.Popen(["bash", str(SBATCH), "optim.lr=1"], env={**os.environ, **slurm, **env}, text=True)
+        slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_CPUS_PER_TASK": "64",
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        }
+        return subprocess.Popen(
+            ["bash", str(SBATCH), "optim.lr=1"], env={**os.environ, **slurm, **env}, text=True
+        )
 
     return start
 
 
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
-    [("75", "", True), ("75", "49", True), ("75", "50", False), ("0", "", False), ("1", "", False), ("2", "", False)],
+    [
+        ("75", "", True),
+        ("75", "49", True),
+        ("75", "50", False),
+        ("0", "", False),
+        ("1", "", False),
+        ("2", "", False),
+    ],
 )
 def test_the_slurm_job_is_requeued_on_75_and_not_for_ever(
     code: str, restarts: str, is_requeued: bool, job: Any, tmp_path: Path
 ) -> None:
-    assert job(code, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})).wait(30) == int(code)
+    assert job(code, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})).wait(30) == int(
+        code
+    )
     assert (tmp_path / "srun").read_text() == "--cpus-per-task=64 bash run_sft.sh optim.lr=1\n"
     assert (tmp_path / "scontrol").exists() is is_requeued
     if is_requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
 
 
-@pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)]
+)
 def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_requeued(
     number: signal.Signals, is_requeued: bool, job: Any, tmp_path: Path
 ) -> None:
@@ -71,7 +97,11 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
 
 def test_the_slurm_job_asks_for_what_the_launcher_expects() -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", SBATCH.read_text(), re.M))
-    assert options["ntasks-per-node"] == "1" and options["open-mode"] == "append" and "requeue" in options
+    assert (
+        options["ntasks-per-node"] == "1"
+        and options["open-mode"] == "append"
+        and "requeue" in options
+    )
     assert re.fullmatch(r"B:USR1@\d+", options["signal"])
     assert int(options["cpus-per-task"]) >= 4 * int(options["gpus-per-node"])
 
@@ -85,14 +115,22 @@ def pod_template() -> tuple[dict, dict, dict]:
     return jobset, group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
 
 
-def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others() -> None:
+def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others() -> (
+    None
+):
     jobset, job, pod = pod_template()
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and set(rule) == {"action", "onExitCodes"}
-    assert rule["onExitCodes"]["operator"] == "In" and pod["restartPolicy"] == "Never", "a policy needs Never"
-    assert rule["onExitCodes"]["containerName"] in {container["name"] for container in pod["containers"]}
+    assert rule["onExitCodes"]["operator"] == "In" and pod["restartPolicy"] == "Never", (
+        "a policy needs Never"
+    )
+    assert rule["onExitCodes"]["containerName"] in {
+        container["name"] for container in pod["containers"]
+    }
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    assert rule["onExitCodes"]["values"] == sorted(codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE})
+    assert rule["onExitCodes"]["values"] == sorted(
+        codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE}
+    )
     policy = jobset["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0 and job["backoffLimit"] == 0, "all pods start again, or none"
     (ending,) = policy["rules"]
@@ -104,22 +142,35 @@ def test_the_pods_of_the_job_set_find_each_other_and_what_they_share() -> None:
     jobset, job, pod = pod_template()
     (container,) = pod["containers"]
     env = {entry["name"]: entry.get("value", "1") for entry in container["env"]}
-    (field,) = [entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in container["env"] if "valueFrom" in entry]
+    (field,) = [
+        entry["valueFrom"]["fieldRef"]["fieldPath"]
+        for entry in container["env"]
+        if "valueFrom" in entry
+    ]
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
     name, group = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
-    assert node_layout(env) == NodeLayout(job["completions"], 1, f"{name}-{group}-0-0.{name}", 29500)
+    assert node_layout(env) == NodeLayout(
+        job["completions"], 1, f"{name}-{group}-0-0.{name}", 29500
+    )
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert mounts.keys() == volumes.keys()
     (memory,) = [name for name, path in mounts.items() if path == "/dev/shm"]
     assert volumes[memory]["emptyDir"]["medium"] == "Memory"
     config = load_config(parse_arguments(container["args"]).overrides)
-    assert all(path.startswith("/shared/") for path in (config.trainer.default_local_dir, config.data.cache_dir))
+    assert all(
+        path.startswith("/shared/")
+        for path in (config.trainer.default_local_dir, config.data.cache_dir)
+    )
 
 
 def test_the_image_holds_what_the_entry_point_needs() -> None:
-    lines = [line.split(maxsplit=1) for line in DOCKERFILE.read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line.split(maxsplit=1)
+        for line in DOCKERFILE.read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     copied: dict[str, Path] = {}
     for sources, target in [text.rsplit(maxsplit=1) for word, text in lines if word == "COPY"]:
         for source in sources.split():
@@ -137,4 +188,7 @@ def test_the_image_holds_what_the_entry_point_needs() -> None:
     shell, script = json.loads(next(text for word, text in lines if word == "ENTRYPOINT"))
     assert shell == "bash" and copied[script] == ROOT / "run_sft.sh"
     (install,) = [text for word, text in lines if word == "RUN" and "prepare_python" in text]
-    assert "/opt/sft/trainer/launch/environment.sh" in install and (ROOT / "trainer/launch/environment.sh").exists()
+    assert (
+        "/opt/sft/trainer/launch/environment.sh" in install
+        and (ROOT / "trainer/launch/environment.sh").exists()
+    )

@@ -1,4 +1,6 @@
-"""Floating-point operations of mixtures of experts, against torch's count over transformers' own model."""
+"""Floating-point operations of mixtures of experts, against torch's count over transformers'
+own model.
+"""
 
 from typing import Any
 
@@ -46,10 +48,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def small_model(name: str) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings = {"num_key_value_heads": 2, "vocab_size": 160, "tie_word_embeddings": False, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    settings = {
+        "num_key_value_heads": 2,
+        "vocab_size": 160,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }
     config = AutoConfig.for_model(name, **{**sizes, **settings, **FAMILIES[name]})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="batched_mm")
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="batched_mm"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,12 +74,19 @@ def test_a_token_costs_its_own_experts_and_the_shared_ones(name: str) -> None:
         model(input_ids=torch.arange(TOKENS)[None]).logits.sum().backward()
     cost = flops.step_flops(model)
     assert cost is not None
-    counts = {"num_loss_tokens": TOKENS, "num_tokens": TOKENS, "num_samples": 1, "lengths": (TOKENS,)}
+    counts = {
+        "num_loss_tokens": TOKENS,
+        "num_tokens": TOKENS,
+        "num_samples": 1,
+        "lengths": (TOKENS,),
+    }
     step = StepBatch(step=1, epoch=0, micro_batches=(), **counts)
     assert cost.of(step) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_experts_chosen_by_an_unknown_number_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_chosen_by_an_unknown_number_are_not_guessed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = small_model("qwen3_moe")
     monkeypatch.setattr(flops, "num_chosen", lambda config: None)
     assert flops.step_flops(model) is None

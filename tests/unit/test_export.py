@@ -35,7 +35,9 @@ def test_parameters_are_cast_and_buffers_are_not(source: ExportSource, tmp_path:
     plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, dtype="bfloat16")
     write_weights(plan, target, Reader(), root=tmp_path)
     found = load_file(target / "model.safetensors")
-    assert found["weight"].dtype == torch.bfloat16 and torch.equal(found["weight"], WEIGHT.bfloat16())
+    assert found["weight"].dtype == torch.bfloat16 and torch.equal(
+        found["weight"], WEIGHT.bfloat16()
+    )
     assert found["buffer"].dtype == torch.float32 and torch.equal(found["buffer"], BUFFER)
 
 

@@ -9,7 +9,9 @@ from trainer.run.end import write_final_report
 from trainer.tracking import Tracking
 
 
-def test_a_run_leaves_a_page_and_its_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_leaves_a_page_and_its_verdict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=5)
     for step in range(1, 6):
         tracking.log({"train/loss": 2.0 - 0.1 * step, "train/grad_norm": 1.0}, step)
@@ -20,6 +22,10 @@ def test_a_run_leaves_a_page_and_its_verdict(tmp_path: Path, caplog: pytest.LogC
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_report_that_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_fails_is_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_final_report(tmp_path / "nothing")
-    assert "no report: UnreadableLogError" in caplog.text and "bash run_sft.sh report" in caplog.text
+    assert (
+        "no report: UnreadableLogError" in caplog.text and "bash run_sft.sh report" in caplog.text
+    )

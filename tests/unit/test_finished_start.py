@@ -1,4 +1,6 @@
-"""A start with nothing to do: what the launcher answers for a finished run, and when it has the ranks look again."""
+"""A start with nothing to do: what the launcher answers for a finished run, and when it has the
+ranks look again.
+"""
 
 import os
 import subprocess
@@ -33,9 +35,18 @@ def words(tmp_path: Path) -> list[str]:
     """A run on rows and a model of its own, with files as it leaves them."""
     (tmp_path / "model" / "more").mkdir(parents=True)
     (tmp_path / "run" / "step").mkdir(parents=True)
-    given = {"model/config.json": '{"model_type": "qwen2"}', "model/tokenizer.json": "{}", "model/more/x": "1"}
+    given = {
+        "model/config.json": '{"model_type": "qwen2"}',
+        "model/tokenizer.json": "{}",
+        "model/more/x": "1",
+    }
     left = {"run/step/model.pt": "weights", "run/report.html": "<p>"}
-    for name, text in {**given, **left, "rows.jsonl": "{}\n", "mine.jinja": "{{ messages }}"}.items():
+    for name, text in {
+        **given,
+        **left,
+        "rows.jsonl": "{}\n",
+        "mine.jinja": "{{ messages }}",
+    }.items():
         (tmp_path / name).write_text(text)
     return [
         f"data.train_files={tmp_path}/*.jsonl",
@@ -48,7 +59,9 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def stamp(config: Config, num_ranks: int = 2) -> str:
-    return preflight.stamp_of(config, find_files(config), config.model.partial_pretrain, num_ranks=num_ranks)
+    return preflight.stamp_of(
+        config, find_files(config), config.model.partial_pretrain, num_ranks=num_ranks
+    )
 
 
 def recalled(config: Config, num_ranks: int = 2) -> str | None:
@@ -76,7 +89,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_recalled_once_something_has_changed(words: list[str], tmp_path: Path, change: str) -> None:
+def test_nothing_is_recalled_once_something_has_changed(
+    words: list[str], tmp_path: Path, change: str
+) -> None:
     config = load_config(words)
     preflight.remember(tmp_path / "run", stamp(config), "all done")
     assert recalled(config) == "all done"
@@ -84,10 +99,15 @@ def test_nothing_is_recalled_once_something_has_changed(words: list[str], tmp_pa
     assert recalled(config) is None
 
 
-def test_nor_for_another_run(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_for_another_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(words)
     preflight.remember(tmp_path / "run", stamp(config), "all done")
-    assert recalled(load_config([*words, "trainer.total_epochs=7"])) is None and recalled(config, num_ranks=3) is None
+    assert (
+        recalled(load_config([*words, "trainer.total_epochs=7"])) is None
+        and recalled(config, num_ranks=3) is None
+    )
     monkeypatch.setattr(preflight, "version", lambda name: "another")
     assert recalled(config) is None
 
@@ -95,12 +115,16 @@ def test_nor_for_another_run(words: list[str], tmp_path: Path, monkeypatch: pyte
 def test_doctor_says_that_nothing_is_left_to_do(words: list[str], tmp_path: Path) -> None:
     launch = Launch(load_config(words), 2)
     save(tmp_path / "run", 2)
-    assert [said.what for said in resume(launch)] == [f"continues from {tmp_path}/run/global_step_2"]
+    assert [said.what for said in resume(launch)] == [
+        f"continues from {tmp_path}/run/global_step_2"
+    ]
     preflight.remember(tmp_path / "run", stamp(launch.config), "all done")
     assert [said.what for said in resume(launch)] == ["all done"]
 
 
-def test_what_changed_while_the_run_read_it_is_looked_at_again(words: list[str], tmp_path: Path) -> None:
+def test_what_changed_while_the_run_read_it_is_looked_at_again(
+    words: list[str], tmp_path: Path
+) -> None:
     config = load_config(words)
     before = stamp(config)
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
@@ -108,8 +132,11 @@ def test_what_changed_while_the_run_read_it_is_looked_at_again(words: list[str],
     assert recalled(config) is None
 
 
-def test_the_launcher_answers_without_ranks_and_without_libraries(words: list[str], tmp_path: Path) -> None:
-    words.append("trainer.checkpoint.mirror=hf://org/model")  # which is not up to date: nobody asks it here
+def test_the_launcher_answers_without_ranks_and_without_libraries(
+    words: list[str], tmp_path: Path
+) -> None:
+    # which is not up to date: nobody asks it here
+    words.append("trainer.checkpoint.mirror=hf://org/model")
     preflight.remember(tmp_path / "run", stamp(load_config(words)), "all done")
     command = [sys.executable, "-c", LAUNCH, "2,3", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

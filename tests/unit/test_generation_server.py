@@ -1,4 +1,6 @@
-"""A server that is asked for answers: which of its models is scored, and what is said of one that is none."""
+"""A server that is asked for answers: which of its models is scored, and what is said of one
+that is none.
+"""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +32,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
-        self._answer({"choices": [{"message": {"content": body["messages"][-1]["content"].upper()}}]})
+        self._answer(
+            {"choices": [{"message": {"content": body["messages"][-1]["content"].upper()}}]}
+        )
 
     def _answer(self, value: object) -> None:
         self.send_response(200)
@@ -76,7 +80,9 @@ def test_a_server_is_asked_for_the_checkpoint_and_not_for_its_base(
 ) -> None:
     server.models = {"data": models}
     assert answers(server) == {7: "A", 9: "B"}
-    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in server.asked} == {(name, 3, 0.0)}
+    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in server.asked} == {
+        (name, 3, 0.0)
+    }
 
 
 def test_an_adapter_on_another_runs_export_of_the_same_step_is_not_taken_for_that(
@@ -93,7 +99,9 @@ def test_an_adapter_on_another_runs_export_of_the_same_step_is_not_taken_for_tha
     answers(server, adapter)
     answers(server, base)
     assert [body["model"] for body in server.asked] == ["tuned"] * 2 + ["base"] * 2
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/small"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "org/small"})
+    )
     server.models = {"data": [{"id": "org/small", "root": "org/small"}]}
     with pytest.raises(ConfigError, match="serves org/small"):
         answers(server, adapter)
@@ -102,14 +110,22 @@ def test_an_adapter_on_another_runs_export_of_the_same_step_is_not_taken_for_tha
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        ({"data": [{"id": "m", "root": "/runs/global_step_100/huggingface"}]}, "serves m (/runs/global_step_100/hugg"),
-        ({"data": [BASE, {"id": "other", "root": "/x"}]}, f"other (/x), which is not {EXPORT}: serve that there"),
+        (
+            {"data": [{"id": "m", "root": "/runs/global_step_100/huggingface"}]},
+            "serves m (/runs/global_step_100/hugg",
+        ),
+        (
+            {"data": [BASE, {"id": "other", "root": "/x"}]},
+            f"other (/x), which is not {EXPORT}: serve that there",
+        ),
         ({"data": []}, "serves nothing"),
         ({"detail": "no"}, "/v1/models does not answer as OpenAI's API does: KeyError: 'data'"),
         ([], "does not answer as OpenAI's API does"),
     ],
 )
-def test_another_checkpoint_is_not_scored_in_its_place(server: Server, models: object, said: str) -> None:
+def test_another_checkpoint_is_not_scored_in_its_place(
+    server: Server, models: object, said: str
+) -> None:
     server.models = models
     with pytest.raises(ConfigError) as error:
         answers(server)
@@ -117,8 +133,17 @@ def test_another_checkpoint_is_not_scored_in_its_place(server: Server, models: o
 
 
 @pytest.mark.parametrize(
-    "words", ["--temperature -1", "--temperature nan", "--time-limit 0", "--max-new-tokens 0", "--memory-mib 0"]
+    "words",
+    [
+        "--temperature -1",
+        "--temperature nan",
+        "--time-limit 0",
+        "--max-new-tokens 0",
+        "--memory-mib 0",
+    ],
 )
-def test_a_limit_that_cannot_be_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_cannot_be_is_refused(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path), "--score", "exec", "--allow-code", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err and list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""The findings of docs/gpu.md: each has tests that exist, and what settles it is in the list of what is taken out."""
+"""The findings of docs/gpu.md: each has tests that exist, and what settles it is in the list of
+what is taken out.
+"""
 
 import json
 import re
@@ -23,7 +25,11 @@ KEPT = {"14": "torch's own, said where it is chosen"}
 
 def test_every_finding_has_its_row() -> None:
     numbers = [number for number, *_ in ROWS]
-    assert numbers == [*map(str, range(1, NUM_FINDINGS + 1)), "fine print", *[""] * (NUM_FINE_PRINT - 1)]
+    assert numbers == [
+        *map(str, range(1, NUM_FINDINGS + 1)),
+        "fine print",
+        *[""] * (NUM_FINE_PRINT - 1),
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1][:40])
@@ -45,6 +51,10 @@ def test_what_settles_a_finding_is_taken_out_and_seen_to_be_missed() -> None:
         number = mutation.name.removeprefix("GPU ").partition(":")[0]
         taken.add(number)
         tests = by_number.get(number, fine_print)
-        assert any(test in tests for test in mutation.tests) or "snapshot" in mutation.name or "thread" in mutation.name
+        assert (
+            any(test in tests for test in mutation.tests)
+            or "snapshot" in mutation.name
+            or "thread" in mutation.name
+        )
         assert seen[mutation.name] in mutation.tests
     assert set(by_number) - taken == set(KEPT)

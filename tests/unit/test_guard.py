@@ -24,7 +24,12 @@ class Events:
 
 
 def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
-    return {"train/loss": loss, "train/grad_norm": grad_norm, "train/total_valid_token_count": 100, **others}
+    return {
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/total_valid_token_count": 100,
+        **others,
+    }
 
 
 def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
@@ -39,7 +44,9 @@ def new_guard(events: Events | None = None, **changes: Any) -> Guard:
     return Guard(guard_config(**changes), tell=None if events is None else events.event)
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, -INF), (NAN, NAN)])
+@pytest.mark.parametrize(
+    ("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, -INF), (NAN, NAN)]
+)
 def test_guard_counts_what_is_not_finite(loss: float, grad_norm: float) -> None:
     guard = new_guard()
     guard.observe(1, signals(1e3, 0.1), is_skipped=False)
@@ -76,7 +83,9 @@ def test_guard_survives_a_restart() -> None:
     resumed = new_guard()
     resumed.load_state_dict(guard.state_dict())
     assert resumed.num_skipped == 5
-    assert resumed.observe(7, signals(NAN), is_skipped=True).is_stop, "the steps before the restart count"
+    assert resumed.observe(7, signals(NAN), is_skipped=True).is_stop, (
+        "the steps before the restart count"
+    )
 
 
 def test_a_state_from_before_the_detector_is_taken_over() -> None:
@@ -162,7 +171,9 @@ def test_a_rule_can_skip_updates_before_they_are_made() -> None:
         GuardRule("train/loss", above=9, action="skip"),
     ]
     guard = new_guard(rules=rules)
-    assert guard.limits().is_severe(loss=1.0, grad_norm=0.6) and guard.limits().is_severe(loss=9.1, grad_norm=0.1)
+    assert guard.limits().is_severe(loss=1.0, grad_norm=0.6) and guard.limits().is_severe(
+        loss=9.1, grad_norm=0.1
+    )
     assert not guard.limits().is_severe(loss=9.0, grad_norm=0.5)
 
 
@@ -192,8 +203,13 @@ def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the
     events = Events()
     guard, stopping = new_guard(events), new_guard(early_stop_patience=2)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
-    decisions = [guard.observe_validation(step, val, train_loss=train) for step, train, val in curve]
-    stops = [stopping.observe_validation(step, val, train_loss=train).is_stop for step, train, val in curve]
+    decisions = [
+        guard.observe_validation(step, val, train_loss=train) for step, train, val in curve
+    ]
+    stops = [
+        stopping.observe_validation(step, val, train_loss=train).is_stop
+        for step, train, val in curve
+    ]
     assert decisions == [Decision()] * 4 and stops == [False, False, False, True]
     assert events.found == [(2000, "overfit", "warn")] and guard.best_step == 1000
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}
@@ -215,7 +231,9 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts() -> None:
     guard.after_rollback(before, rolled)
     assert (guard.num_skipped, guard.num_decisions, guard.episodes) == (1, 1, [(61, 61)])
     assert guard.scores()["guard/loss_z"] != 0, "scores are those of the last step"
-    assert not guard.limits().is_severe(loss=8.0, grad_norm=20.0), "the window is that of the checkpoint: empty"
+    assert not guard.limits().is_severe(loss=8.0, grad_norm=20.0), (
+        "the window is that of the checkpoint: empty"
+    )
 
 
 def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint() -> None:

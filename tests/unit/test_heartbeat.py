@@ -1,4 +1,6 @@
-"""The rank's side of the watchdog: its record, its stacks on request, and that it never stops the run itself."""
+"""The rank's side of the watchdog: its record, its stacks on request, and that it never stops
+the run itself.
+"""
 
 import json
 import os
@@ -44,7 +46,9 @@ def test_a_rank_starts_unwatched_and_says_what_it_does(status: Status) -> None:
     assert before <= first.at_s <= second.at_s <= third.at_s <= time.monotonic()
 
 
-def test_without_a_launcher_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     heartbeat = Heartbeat()
@@ -83,7 +87,9 @@ in_main()
 in_main()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stderr) == (0, "")
     stacks = status.stacks(1).decode()
     assert stacks.count(" in in_a_thread") == stacks.count(" in in_main") == 2

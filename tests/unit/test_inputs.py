@@ -27,20 +27,28 @@ def inputs_of(*given: str) -> Inputs:
 
 
 def texts(inputs: Inputs) -> list[str]:
-    return [str(inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist())) for i in range(len(inputs.train.lengths))]
+    return [
+        str(inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist()))
+        for i in range(len(inputs.train.lengths))
+    ]
 
 
 def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(
     files: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    inputs = inputs_of(*words(files, chats(files), answers(files, ",repeat:2.5")), "data.val_ratio=0")
+    inputs = inputs_of(
+        *words(files, chats(files), answers(files, ",repeat:2.5")), "data.val_ratio=0"
+    )
     assert inputs.train.names == ("chats", "answers") and inputs.validation is None
     assert [(share.num_rows, share.num_samples) for share in inputs.train.shares] == [
         (NUM_CHATS, 12),
         (NUM_ANSWERS, 20),
     ]
-    assert texts(inputs)[2] == "<|im_start|>user\nAdd 2 to x.<|im_end|>\n<|im_start|>assistant\nx + 2<|im_end|>\n"
+    assert (
+        texts(inputs)[2]
+        == "<|im_start|>user\nAdd 2 to x.<|im_end|>\n<|im_start|>assistant\nx + 2<|im_end|>\n"
+    )
     said = "<|im_start|>user says What is 1?<|im_end|><|im_start|>assistant says 1 it is, and no other number<|im_end|>"
     assert texts(inputs)[NUM_CHATS + 1] == said
     ids, mask = inputs.train.sample(NUM_CHATS + 1)
@@ -56,7 +64,9 @@ def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(
     made: list[ChatEncoder] = []
     init = ChatEncoder.__init__
     monkeypatch.setattr(
-        ChatEncoder, "__init__", lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1]
+        ChatEncoder,
+        "__init__",
+        lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1],
     )
     alone = inputs_of(f"data.train_files={files}/chats.jsonl", *words(files, chats(files))[1:])
     as_source = inputs_of(*words(files, chats(files)))
@@ -74,17 +84,24 @@ def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
     held_out = [source.indices for source in inputs.validation.sources]
     assert [len(rows) for rows in held_out] == [3, 2]
     assert inputs.validation.shares[0].repeat == 1, "a validation measures every row once"
-    for rows, source, count in zip(held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True):
+    for rows, source, count in zip(
+        held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True
+    ):
         assert sorted([*rows, *np.asarray(source.indices)]) == list(range(count))
     alone = inputs_of(*words(files, answers(files)), ratio)
     assert alone.validation is not None
-    assert np.array_equal(alone.validation.sources[0].indices, held_out[1]), "whatever stands beside it"
+    assert np.array_equal(alone.validation.sources[0].indices, held_out[1]), (
+        "whatever stands beside it"
+    )
 
 
 def test_limits_hold_for_each_source(files: Path) -> None:
     entries = (chats(files), answers(files, ",max_samples:5"))
     inputs = inputs_of(
-        *words(files, *entries), "data.train_max_samples=7", "data.val_ratio=0.5", "data.val_max_samples=1"
+        *words(files, *entries),
+        "data.train_max_samples=7",
+        "data.val_ratio=0.5",
+        "data.val_max_samples=1",
     )
     assert inputs.validation is not None
     assert [share.num_rows for share in inputs.train.shares] == [3, 3]
@@ -104,7 +121,9 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
     assert lines[0] == "source 'answers': 1 of 9 rows cannot be trained on (8 can):"
     assert lines[1].startswith(f"  {files}/answers.jsonl:9: empty prompt")
     inputs = inputs_of(*words(files, chats(files), answers(files)), "data.on_bad_row=skip")
-    assert inputs.train.total("num_bad_rows") == 1 and inputs.train.total("num_rows") == NUM_CHATS + 9
+    assert (
+        inputs.train.total("num_bad_rows") == 1 and inputs.train.total("num_rows") == NUM_CHATS + 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,6 +135,8 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
         (["optim.lr=3e-4"], False, 3e-4),
     ],
 )
-def test_the_peak_rate_follows_what_is_trained(words: list[str], is_random: bool, rate: float) -> None:
+def test_the_peak_rate_follows_what_is_trained(
+    words: list[str], is_random: bool, rate: float
+) -> None:
     inputs: Any = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
     assert main._lr_schedule(load_config(words), inputs, 10).peak_lr == rate

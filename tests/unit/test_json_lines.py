@@ -1,4 +1,6 @@
-"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, files that are no JSON."""
+"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, files
+that are no JSON.
+"""
 
 import json
 import math
@@ -18,23 +20,33 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     lines, places = JsonLines(path), []
     assert list(lines) == []
     with path.open("w") as file:
-        for text, expected in (('{"a": 1}\n{"a"', [1]), (": 2", []), ('}\nnot json\n[1]\n{"a": 3}\n', [2, 3])):
+        for text, expected in (
+            ('{"a": 1}\n{"a"', [1]),
+            (": 2", []),
+            ('}\nnot json\n[1]\n{"a": 3}\n', [2, 3]),
+        ):
             file.write(text)
             file.flush()
             found = list(lines)
             assert [row["a"] for _, row in found] == expected
             places += found
     content = path.read_bytes()
-    assert [json.loads(content[offset:].splitlines()[0]) for offset, _ in places] == [row for _, row in places]
+    assert [json.loads(content[offset:].splitlines()[0]) for offset, _ in places] == [
+        row for _, row in places
+    ]
 
 
-def test_damaged_lines_end_no_reading_and_a_whole_one_behind_a_torn_one_is_read_at_its_place(tmp_path: Path) -> None:
+def test_damaged_lines_end_no_reading_and_a_whole_one_behind_a_torn_one_is_read_at_its_place(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"[" * 100_000 + b'\n{"step": 1, "l{"step": 2}\n\n{"step": 3}\n{"step": 4')
     lines = JsonLines(path)
     found = list(lines)
     assert ([row["step"] for _, row in found], lines.num_unparsed) == ([2, 3], 2)
-    assert [json.loads(path.read_bytes()[offset:].splitlines()[0]) for offset, _ in found] == [row for _, row in found]
+    assert [json.loads(path.read_bytes()[offset:].splitlines()[0]) for offset, _ in found] == [
+        row for _, row in found
+    ]
 
 
 @dataclass(frozen=True)
@@ -44,11 +56,24 @@ class Point:
 
 
 def test_what_json_lacks_is_written_strictly() -> None:
-    value = {1: (math.nan, -math.inf, 0.5), "point": Point(math.inf, Path("a/b")), "on": True, "none": None}
-    named = {"1": ["nan", "-inf", 0.5], "point": {"x": "inf", "path": "a/b"}, "on": True, "none": None}
+    value = {
+        1: (math.nan, -math.inf, 0.5),
+        "point": Point(math.inf, Path("a/b")),
+        "on": True,
+        "none": None,
+    }
+    named = {
+        "1": ["nan", "-inf", 0.5],
+        "point": {"x": "inf", "path": "a/b"},
+        "on": True,
+        "none": None,
+    }
     assert strict(value) == named
     assert strict(value, nonfinite=lambda _: None)["1"] == [None, None, 0.5]
-    assert json.dumps(strict([np.float32(0.5), np.int64(3), np.float64("nan")]), allow_nan=False) == '[0.5, 3, "nan"]'
+    assert (
+        json.dumps(strict([np.float32(0.5), np.int64(3), np.float64("nan")]), allow_nan=False)
+        == '[0.5, 3, "nan"]'
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\xff", b"[" * 100_000])

@@ -28,7 +28,12 @@ from trainer.launch.supervise import killed_exit_code, run_exit_code
 from trainer.runtime.status import ABORTED, VARIABLE, Status, new_status
 
 ROOT = Path(__file__).parents[2]
-SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_JOB_ID": "40123"}
+SLURM = {
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "n[07-08]",
+    "SLURM_JOB_ID": "40123",
+}
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
@@ -75,7 +80,9 @@ def test_number_of_ranks() -> None:
         ({**SLURM, **NODES}, NodeLayout(2, 1, "10.0.0.1", 29500)),
     ],
 )
-def test_node_layout(env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_layout(
+    env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert node_layout(env) == expected
 
@@ -103,9 +110,17 @@ def test_several_slurm_tasks_on_a_node() -> None:
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("a1", "a1"), ("a1,b2", "a1"), ("n[01-04]", "n01"), ("gpu-[3,5-7]-ib,x", "gpu-3-ib"), ("n[007],m1", "n007")],
+    [
+        ("a1", "a1"),
+        ("a1,b2", "a1"),
+        ("n[01-04]", "n01"),
+        ("gpu-[3,5-7]-ib,x", "gpu-3-ib"),
+        ("n[007],m1", "n007"),
+    ],
 )
-def test_first_host_without_scontrol(nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_host_without_scontrol(
+    nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert first_host(nodelist) == host
 
@@ -123,7 +138,12 @@ def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status=Status("here"))
     assert env["OMP_NUM_THREADS"] == "4"
     assert (env["HOME"], env[VARIABLE], env["PYTHONSAFEPATH"]) == ("/h", "here", "1")
-    mine = {"OMP_NUM_THREADS": "3", VARIABLE: "old", "PYTHONSAFEPATH": "", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    mine = {
+        "OMP_NUM_THREADS": "3",
+        VARIABLE: "old",
+        "PYTHONSAFEPATH": "",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+    }
     assert rank_environment(mine, NodeLayout(), num_ranks=2, status=Status("here")) == {
         **mine,
         VARIABLE: "here",
@@ -138,7 +158,11 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
     assert command[:3] == [sys.executable, "-m", "trainer.launch.agent"]
     args = parse_args(command[3:])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
-    assert (args.module, args.training_script, args.training_script_args) == (True, "trainer", ["optim.lr=1e-5"])
+    assert (args.module, args.training_script, args.training_script_args) == (
+        True,
+        "trainer",
+        ["optim.lr=1e-5"],
+    )
     if layout.num_nodes == 1:
         assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
     else:
@@ -172,7 +196,9 @@ def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, c
     assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
 
 
-@pytest.mark.parametrize(("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)])
+@pytest.mark.parametrize(
+    ("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)]
+)
 def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code: int) -> None:
     assert killed_exit_code(reported) == code
 
@@ -214,14 +240,23 @@ def test_a_port_that_is_in_use_on_this_machine_is_named(
         code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
         assert run_exit_code(status.exit_code(), agent_code=code, was_signalled=False) == 2
     error = capsys.readouterr().err
-    assert f"MASTER_PORT={port} is already in use" in error and "Fix: set MASTER_PORT to a free port" in error
+    assert (
+        f"MASTER_PORT={port} is already in use" in error
+        and "Fix: set MASTER_PORT to a free port" in error
+    )
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     code = "import sys; from trainer.launch.__main__ import main; code = main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules; sys.exit(code)"
     full_env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run([sys.executable, "-c", code, *argv], env=full_env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        env=full_env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +268,9 @@ def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.Comple
         (["2"], {"NNODES": "2"}, "NODE_RANK is not set"),
     ],
 )
-def test_mistakes_end_with_2_before_torch_is_loaded(argv: list[str], env: dict[str, str], message: str) -> None:
+def test_mistakes_end_with_2_before_torch_is_loaded(
+    argv: list[str], env: dict[str, str], message: str
+) -> None:
     result = run_main(*argv, env=env)
     assert result.returncode == 2
     assert result.stderr.startswith("ERROR: ") and message in result.stderr
@@ -245,10 +282,15 @@ def test_mistakes_end_with_2_before_torch_is_loaded(argv: list[str], env: dict[s
 def test_a_path_that_is_not_utf8_is_refused_before_a_rank_starts(key: str, quote: str) -> None:
     result = run_main("2", f"{key}={quote}/tmp/bad\udcff/x{quote}")
     assert result.returncode == 2
-    assert f"{key}={quote}/tmp/bad\\udcff/x{quote}' is not valid UTF-8" in result.stderr and "Fix: " in result.stderr
+    assert (
+        f"{key}={quote}/tmp/bad\\udcff/x{quote}' is not valid UTF-8" in result.stderr
+        and "Fix: " in result.stderr
+    )
 
 
-def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_was_removed_under_the_shell_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -256,7 +298,8 @@ def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("nodes", "num_gpus", "num_ranks", "code"), [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)]
+    ("nodes", "num_gpus", "num_ranks", "code"),
+    [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)],
 )
 def test_a_rank_that_was_aborted_may_have_lost_a_peer(
     nodes: dict[str, str],
@@ -287,8 +330,12 @@ def test_aborts_without_a_new_step_are_not_resumable_for_ever(
             log.write(json.dumps({"step": step, "kind": "train", "attempt": 1, "ts": 0.0}) + "\n")
         return exit_code_after_abort(tmp_path, 0)
 
-    assert [ends_after(step) for step in (5, 4, 6, 6)] == [75] * 4, "a step that is new begins the count again"
+    assert [ends_after(step) for step in (5, 4, 6, 6)] == [75] * 4, (
+        "a step that is new begins the count again"
+    )
     assert exit_code_after_abort(tmp_path, 1) == 75, "another machine counts for itself"
     assert ends_after(5) == 1
-    assert "ERROR: 3 starts in a row were aborted, and none got past step 6" in capsys.readouterr().err
+    assert (
+        "ERROR: 3 starts in a row were aborted, and none got past step 6" in capsys.readouterr().err
+    )
     assert ends_after(5) == 75, "started by hand it has as many tries again"

@@ -1,4 +1,6 @@
-"""Hangs of ranks that register like real ones: which end the run, what is kept, and that nothing is left alive."""
+"""Hangs of ranks that register like real ones: which end the run, what is kept, and that
+nothing is left alive.
+"""
 
 import os
 import signal
@@ -83,7 +85,9 @@ class Run:
     def end(self) -> tuple[int, str]:
         """(exit code, stderr); nothing of the run may be alive then."""
         _, stderr = self.launcher.communicate(timeout=60)
-        assert [name for name in ("rank_0", "rank_1", "third") if is_alive(self.pid(name))] == [], stderr
+        assert [name for name in ("rank_0", "rank_1", "third") if is_alive(self.pid(name))] == [], (
+            stderr
+        )
         return self.launcher.returncode, stderr
 
 
@@ -111,7 +115,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
             os.kill(int(third.read_text()), signal.SIGKILL)
 
 
-def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(start: Callable[[str], Run]) -> None:
+def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
+    start: Callable[[str], Run],
+) -> None:
     run = start("train_until('wait' if local_rank() == 0 else 'end')\nwait_for_a_peer()\n")
     os.kill(run.pid("rank_0"), signal.SIGUSR2)  # somebody looked at an earlier moment
     time.sleep(0.3)
@@ -120,9 +126,18 @@ def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
     os.kill(run.pid("rank_1"), signal.SIGSTOP)
     code, stderr = run.end()
     assert code == 75
-    assert sorted(path.name for path in (run.run_dir / "hang_1").iterdir()) == ["rank_0.txt", "rank_1.txt"]
-    waiting, stopped = [(run.run_dir / "hang_1" / f"rank_{rank}.txt").read_text() for rank in range(2)]
-    assert " in wait_for_a_peer" in waiting and " in work_in_a_thread" in waiting and " in train_until" not in waiting
+    assert sorted(path.name for path in (run.run_dir / "hang_1").iterdir()) == [
+        "rank_0.txt",
+        "rank_1.txt",
+    ]
+    waiting, stopped = [
+        (run.run_dir / "hang_1" / f"rank_{rank}.txt").read_text() for rank in range(2)
+    ]
+    assert (
+        " in wait_for_a_peer" in waiting
+        and " in work_in_a_thread" in waiting
+        and " in train_until" not in waiting
+    )
     assert stopped.endswith("\n\nno stack: stopped by a signal\n")
     first, second, third, fourth = stderr.splitlines()
     assert first.startswith("ERROR: the run hangs") and "continue with the same command" in first
@@ -157,12 +172,18 @@ def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start: Callable[[str
 
 @pytest.mark.parametrize("limit", ["None", "60"])
 def test_a_phase_has_its_own_limit(limit: str, start: Callable[[str], Run]) -> None:
-    run = start(f"heartbeat.enter('save', limit_s={limit})\ntime.sleep(3)\nheartbeat.enter('train', limit_s=2.0)\n")
+    run = start(
+        f"heartbeat.enter('save', limit_s={limit})\ntime.sleep(3)\nheartbeat.enter('train', "
+        f"limit_s=2.0)\n"
+    )
     assert run.end() == (0, "")
 
 
 def test_after_a_long_phase_the_short_limit_holds_again(start: Callable[[str], Run]) -> None:
-    run = start("heartbeat.enter('save', limit_s=60)\nheartbeat.enter('train', limit_s=1.0)\nwait_for_a_peer()\n")
+    run = start(
+        "heartbeat.enter('save', limit_s=60)\nheartbeat.enter('train', "
+        "limit_s=1.0)\nwait_for_a_peer()\n"
+    )
     code, stderr = run.end()
     assert code == 75
     assert stderr.count("phase 'train'") == 2
@@ -173,7 +194,9 @@ def test_a_failure_that_a_rank_reported_stays_the_exit_code(start: Callable[[str
     assert run.end()[0] == 65
 
 
-def test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait(start: Callable[[str], Run]) -> None:
+def test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait(
+    start: Callable[[str], Run],
+) -> None:
     run = start(
         f"""
 heartbeat.enter("start", limit_s=None)

@@ -1,4 +1,6 @@
-"""What the launcher finds out about its machine: cards, cores, and the way to the other machines."""
+"""What the launcher finds out about its machine: cards, cores, and the way to the other
+machines.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ from trainer.run.compose import load_config
 from trainer.runtime.status import Status
 
 
-def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
+def with_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str
+) -> None:
     """A machine with one driver of two, and a torch that is this source."""
     drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
     drivers[not is_nvidia].touch()
@@ -68,7 +72,8 @@ def test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason(
 
 RELEASES = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  (dvs-builder@U16)",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  "
+    "(dvs-builder@U16)",
 )
 
 
@@ -84,23 +89,37 @@ def test_an_old_driver_is_refused_with_its_version_and_a_torch_that_runs_on_it(
         count_gpus()
     message = str(caught.value)
     assert "the NVIDIA driver 535.104.05 is too old: it supports CUDA 12.2 at most" in message
-    assert "torch 2.13.0+cu130 is built for CUDA 13.0. Fix: update the driver to 580 or newer" in message
-    assert "install the CUDA 12.6 build of torch 2.13.0 " in message and "trainer.device=cpu" in message
+    assert (
+        "torch 2.13.0+cu130 is built for CUDA 13.0. Fix: update the driver to 580 or newer"
+        in message
+    )
+    assert (
+        "install the CUDA 12.6 build of torch 2.13.0 " in message
+        and "trainer.device=cpu" in message
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [[], ["8"]])
 def test_cuda_without_a_card_is_refused_before_a_rank_starts(
-    num_ranks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    num_ranks: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(ranks, "GPU_DRIVERS", ("/nonexistent",))
     monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    (tmp_path / "torch.py").write_text(FAKE_TORCH.format(is_built=False, is_usable=False, num_gpus=0))
+    (tmp_path / "torch.py").write_text(
+        FAKE_TORCH.format(is_built=False, is_usable=False, num_gpus=0)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["trainer.device=cuda", f"trainer.default_local_dir={tmp_path}/run"]
     assert launch.main([*num_ranks, *words]) == 2
     error = capsys.readouterr().err
-    assert "trainer.device=cuda, but torch found 0 cards on this machine: torch 2.13.0+cu130 is built without" in error
+    assert (
+        "trainer.device=cuda, but torch found 0 cards on this machine: torch 2.13.0+cu130 is built "
+        "without" in error
+    )
     assert "Fix: " in error and not (tmp_path / "run").exists()
 
 
@@ -108,19 +127,25 @@ def test_cuda_without_a_card_is_refused_before_a_rank_starts(
 def test_cards_are_counted_by_torch(
     is_nvidia: bool, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drivers of other makers are found on machines without a card for training too: then it is a CPU machine."""
+    """Drivers of other makers are found on machines without a card for training too: then it is
+    a CPU machine.
+    """
     torch = FAKE_TORCH.format(is_built=True, is_usable=num_gpus > 0, num_gpus=num_gpus)
     with_driver(tmp_path, monkeypatch, is_nvidia=is_nvidia, torch=torch)
     assert count_gpus() == num_gpus
 
 
 def test_the_question_is_one_that_torch_understands() -> None:
-    answer = subprocess.run([sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True).stdout
+    answer = subprocess.run(
+        [sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True
+    ).stdout
     found = json.loads(answer)
     assert isinstance(found["number"], int) and found["reason"] and found["torch"]
 
 
-@pytest.mark.parametrize(("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)])
+@pytest.mark.parametrize(
+    ("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)]
+)
 def test_few_cores_beside_cards_are_warned_of(
     num_gpus: int,
     num_cores: int,
@@ -140,7 +165,9 @@ def test_what_is_wrong_with_the_machine_is_said_before_a_rank_starts(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["2", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    assert (
+        launch.main(["2", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    )
     assert "GLOO_SOCKET_IFNAME=none0 names no network interface here" in capsys.readouterr().err
 
 
@@ -183,9 +210,17 @@ LONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "idle0": []}
 @pytest.mark.parametrize(
     ("interfaces", "routes", "expected"),
     [
-        (INTERFACES, {"head": "192.168.5.7", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        (
+            INTERFACES,
+            {"head": "192.168.5.7", "192.0.2.1": "10.0.0.7"},
+            {"GLOO_SOCKET_IFNAME": "ib0"},
+        ),
         # /etc/hosts of the first machine has 127.0.1.1 head
-        (INTERFACES, {"head": "127.0.0.1", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (
+            INTERFACES,
+            {"head": "127.0.0.1", "192.0.2.1": "10.0.0.7"},
+            {"GLOO_SOCKET_IFNAME": "eth0"},
+        ),
         (INTERFACES, {"head": "127.0.0.1"}, {}),
         (LONE, {"head": "127.0.0.1"}, {"GLOO_SOCKET_IFNAME": "eth0"}),
         (INTERFACES, {}, {}),
@@ -200,20 +235,28 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     kernel = Routes(routes)
     monkeypatch.setattr(ranks.socket, "getaddrinfo", kernel.getaddrinfo)
     monkeypatch.setattr(ranks.socket, "socket", kernel.socket)
-    entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
+    entries = {
+        name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]]
+        for name in interfaces
+    }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected
     said = checks.network(Launch(load_config([]), 1, layout=NodeLayout(2, 0, "head", 29500)))
     assert ["set GLOO_SOCKET_IFNAME" in found.fix for found in said] == [True] * (expected == {})
 
 
-def test_only_runs_on_several_machines_are_told_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_runs_on_several_machines_are_told_an_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ranks, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
     nodes = NodeLayout(2, 1, "head", 1234)
     alone, several = [
-        rank_environment({}, layout, num_ranks=1, status=Status("none")) for layout in (NodeLayout(), nodes)
+        rank_environment({}, layout, num_ranks=1, status=Status("none"))
+        for layout in (NodeLayout(), nodes)
     ]
     assert "GLOO_SOCKET_IFNAME" not in alone and several["GLOO_SOCKET_IFNAME"] == "to head"
-    mine = rank_environment({"GLOO_SOCKET_IFNAME": "mine"}, nodes, num_ranks=1, status=Status("none"))
+    mine = rank_environment(
+        {"GLOO_SOCKET_IFNAME": "mine"}, nodes, num_ranks=1, status=Status("none")
+    )
     assert mine["GLOO_SOCKET_IFNAME"] == "mine"
     assert len(os.sched_getaffinity(0)) >= int(mine["OMP_NUM_THREADS"]) >= 1

@@ -1,4 +1,6 @@
-"""Processes of the launcher: signals on their way to the ranks, exit codes on theirs, nothing left behind."""
+"""Processes of the launcher: signals on their way to the ranks, exit codes on theirs, nothing
+left behind.
+"""
 
 import os
 import signal
@@ -37,8 +39,8 @@ import os, time
 open(os.path.join(os.environ["SCRATCH"], "agent"), "w").write(str(os.getpid()))
 time.sleep(60)
 """
-# Stands for a rank: notes every signal, and half a second after the first, or when it need not stay any more, leaves in
-# order with 75.
+# Stands for a rank: notes every signal, and half a second after the first, or when it need not stay
+# any more, leaves in order with 75.
 RANK = """
 import os, signal, sys, time
 from trainer.runtime.status import launcher_status
@@ -61,7 +63,9 @@ status.report(75)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """Starts `supervise` on an agent script in a process group of its own, with `tmp_path/scratch` for the ranks."""
+    """Starts `supervise` on an agent script in a process group of its own, with
+    `tmp_path/scratch` for the ranks.
+    """
     (tmp_path / "scratch").mkdir()
     (tmp_path / "rank.py").write_text(RANK)
 
@@ -76,7 +80,11 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
             tmp_path / "rank.py",
         ]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "SCRATCH": str(tmp_path / "scratch")}
-        streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        streams: dict = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+        }
         return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
     return run
@@ -97,11 +105,17 @@ def wait_for_ranks(scratch: Path) -> None:
     [
         ("import sys; sys.exit(0)", 0),
         ("import sys; sys.exit(3)", 1),
-        ("import os; from trainer.runtime.status import *; launcher_status().report(65); os._exit(1)", 65),
+        (
+            "import os; from trainer.runtime.status import *; launcher_status().report(65); "
+            "os._exit(1)",
+            65,
+        ),
         ("from trainer.runtime.status import *; launcher_status().report(75)", 75),
     ],
 )
-def test_exit_code_of_an_agent(agent: str, code: int, start: Callable[..., subprocess.Popen]) -> None:
+def test_exit_code_of_an_agent(
+    agent: str, code: int, start: Callable[..., subprocess.Popen]
+) -> None:
     assert start(agent).wait(timeout=20) == code
 
 
@@ -113,7 +127,9 @@ def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_a_signal_reaches_every_rank_once(
+    name: str, start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     wait_for_ranks(scratch)
     os.killpg(launcher.pid, signal.Signals[name])  # as a terminal does: the whole process group
@@ -128,25 +144,37 @@ def test_a_rank_lost_beside_an_orderly_stop_is_a_crash_unless_a_signal_asked_for
     (tmp_path / "rank.py").write_text(RANK + "sys.exit(1)\n")
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     wait_for_ranks(scratch)
-    for pid in [launcher.pid] if is_asked else [read_pid(scratch / f"rank_{rank}.pid") for rank in range(2)]:
+    for pid in (
+        [launcher.pid]
+        if is_asked
+        else [read_pid(scratch / f"rank_{rank}.pid") for rank in range(2)]
+    ):
         os.kill(pid, signal.SIGTERM)
     assert launcher.wait(timeout=20) == code
 
 
-def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_a_second_signal_is_passed_on(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     (scratch / "stay").touch()
     wait_for_ranks(scratch)
     launcher.send_signal(signal.SIGUSR1)
     assert wait_until(lambda: all((scratch / f"received_{rank}").exists() for rank in range(2)))
     launcher.send_signal(signal.SIGTERM)
-    assert wait_until(lambda: all("SIGTERM" in (scratch / f"received_{rank}").read_text() for rank in range(2)))
+    assert wait_until(
+        lambda: all("SIGTERM" in (scratch / f"received_{rank}").read_text() for rank in range(2))
+    )
     (scratch / "stay").unlink()
     assert launcher.wait(timeout=20) == 75
-    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGUSR1 SIGTERM"] * 2
+    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == [
+        "SIGUSR1 SIGTERM"
+    ] * 2
 
 
-def test_a_signal_before_any_rank_stops_the_agent(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_a_signal_before_any_rank_stops_the_agent(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     launcher = start(SLEEPING_AGENT)
     agent_pid = read_pid(tmp_path / "scratch" / "agent")
     launcher.send_signal(signal.SIGTERM)
@@ -154,7 +182,9 @@ def test_a_signal_before_any_rank_stops_the_agent(start: Callable[..., subproces
     assert not is_alive(agent_pid)
 
 
-def test_nohup_keeps_sighup_from_launcher_and_ranks(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_nohup_keeps_sighup_from_launcher_and_ranks(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     rank = "import signal, sys; from trainer.runtime.signals import heeded_signals; from pathlib import Path\n"
     rank += "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.SIGHUP not in heeded_signals()\n"
     (tmp_path / "rank.py").write_text(rank + RANK.replace(", signal.SIGHUP", ""))
@@ -171,7 +201,9 @@ def test_nohup_keeps_sighup_from_launcher_and_ranks(start: Callable[..., subproc
 def test_a_launcher_that_is_stopped_and_continued_changes_nothing(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
-    """Python 3.11 returns any number from a wait that SIGCONT interrupts after its time; it is no signal to pass on."""
+    """Python 3.11 returns any number from a wait that SIGCONT interrupts after its time; it is
+    no signal to pass on.
+    """
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     wait_for_ranks(scratch)
     for stopped_s in (0.2, 1.2, 1.2):
@@ -200,7 +232,9 @@ def test_a_signal_to_a_stopped_launcher_is_passed_on_when_it_continues(
 def test_a_stopped_agent_is_continued_when_its_ranks_have_ended(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
-    agent = f"import os; open(os.environ['SCRATCH'] + '/agent', 'w').write(str(os.getpid()))\n{AGENT}"
+    agent = (
+        f"import os; open(os.environ['SCRATCH'] + '/agent', 'w').write(str(os.getpid()))\n{AGENT}"
+    )
     launcher, scratch = start(agent), tmp_path / "scratch"
     wait_for_ranks(scratch)
     time.sleep(1.2)  # the launcher looks every second: it knows the ranks now
@@ -209,7 +243,9 @@ def test_a_stopped_agent_is_continued_when_its_ranks_have_ended(
     assert launcher.wait(timeout=20) == 75
 
 
-def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+def test_kill_9_of_the_process_group_leaves_nothing(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
     launcher = start(SLEEPING_AGENT)
     agent_pid = read_pid(tmp_path / "scratch" / "agent")
     assert os.getsid(agent_pid) == agent_pid != os.getsid(launcher.pid)
@@ -236,7 +272,9 @@ except RuntimeError as error:
 
 
 def test_a_lost_rank_prints_no_stack_of_torch() -> None:
-    env = rank_environment({**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status=Status("none"))
+    env = rank_environment(
+        {**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status=Status("none")
+    )
     command = [sys.executable, "-c", HOLDS_THE_STORE]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("DistNetworkError\n", "")

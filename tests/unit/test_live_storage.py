@@ -25,7 +25,10 @@ def test_living_storages_are_counted_once_and_only_while_they_live() -> None:
 
 
 def test_flash_attention_takes_its_queries_gradient_in_fp32_and_shared_keys_apart() -> None:
-    query, key = torch.empty(100, 4, 16, dtype=torch.bfloat16), torch.empty(100, 2, 16, dtype=torch.bfloat16)
+    query, key = (
+        torch.empty(100, 4, 16, dtype=torch.bfloat16),
+        torch.empty(100, 2, 16, dtype=torch.bfloat16),
+    )
     alone = 4 * (100 + 2 * 128) * 4 * (16 + 1)
     assert flash_backward_bytes(query, query, num_documents=2) == alone
     assert flash_backward_bytes(query, key, num_documents=2) == alone + 2 * 100 * 4 * 16 * 2

@@ -52,39 +52,58 @@ class Fixed(OneSource):
 def test_pack_by_hand() -> None:
     batch = pack(Fixed(), [0, 1, 2])
     assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 20, 30, 31, 32]
-    assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], "a last token predicts nothing"
+    assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], (
+        "a last token predicts nothing"
+    )
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
     assert batch.cu_seqlens_D1.tolist() == [0, 4, 5, 8]
     assert batch.supervised_S.tolist() == [0, 2, 5, 6]
     assert (batch.seqlens, batch.max_seqlen, batch.num_tokens) == ((4, 1, 3), 4, 8)
     assert (batch.num_loss_tokens, batch.sample_ids) == (4, (0, 1, 2))
     assert batch.cu_seqlens_D1.dtype == torch.int32
-    assert {batch.input_ids_T.dtype, batch.labels_T.dtype, batch.supervised_S.dtype} == {torch.int64}
+    assert {batch.input_ids_T.dtype, batch.labels_T.dtype, batch.supervised_S.dtype} == {
+        torch.int64
+    }
 
 
 def test_pack_of_nothing_is_one_token_without_a_label() -> None:
     batch = pack(Fixed(), [])
     assert batch.input_ids_T.tolist() == [0] and batch.labels_T.tolist() == [-100]
     assert batch.cu_seqlens_D1.tolist() == [0, 1] and batch.supervised_S.tolist() == []
-    assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids, batch.seqlens) == (0, 0, (), (1,))
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids, batch.seqlens) == (
+        0,
+        0,
+        (),
+        (1,),
+    )
 
 
 def test_shares_of_a_batch_hold_each_token_once_and_its_documents() -> None:
     whole = pack(Fixed(), [0, 1, 2])
     shares = [whole.share(rank, 3) for rank in range(3)]
     for name in ("input_ids_T", "labels_T", "position_ids_T"):
-        assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(whole, name))
+        assert torch.equal(
+            torch.cat([getattr(share, name) for share in shares]), getattr(whole, name)
+        )
     assert [len(share.input_ids_T) for share in shares] == [2, 3, 3]
     assert [(share.supervised_S + share.start).tolist() for share in shares] == [[0], [2], [5, 6]]
-    assert [(share.num_tokens, share.num_loss_tokens) for share in shares] == [(2, 1), (3, 1), (3, 2)]
-    assert {(share.seqlens, share.sample_ids) for share in shares} == {(whole.seqlens, whole.sample_ids)}
+    assert [(share.num_tokens, share.num_loss_tokens) for share in shares] == [
+        (2, 1),
+        (3, 1),
+        (3, 2),
+    ]
+    assert {(share.seqlens, share.sample_ids) for share in shares} == {
+        (whole.seqlens, whole.sample_ids)
+    }
 
 
 def test_of_fewer_tokens_than_ranks_the_last_hold_padding() -> None:
     shares = [pack(Fixed(), [2]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
     assert [share.num_loss_tokens for share in shares] == [1, 1, 0, 0, 0]
-    assert {(share.seqlens, share.sample_ids, len(share.input_ids_T)) for share in shares} == {((3, 2), (2,), 1)}
+    assert {(share.seqlens, share.sample_ids, len(share.input_ids_T)) for share in shares} == {
+        ((3, 2), (2,), 1)
+    }
     assert [share.position_ids_T.tolist() for share in shares] == [[0], [1], [2], [0], [1]]
     empty = [pack(Fixed(), []).share(rank, 2) for rank in range(2)]
     assert [(share.seqlens, share.num_tokens) for share in empty] == [((1, 1), 0)] * 2
@@ -98,8 +117,14 @@ def test_a_step_holds_each_sample_once_and_counts_globally(world_size: int) -> N
     steps = [build_step(samples, ids, plan, step=3, epoch=1) for plan in plans]
     assert sorted(sample_ids(steps)) == sorted(ids)
     assert len({len(step.micro_batches) for step in steps}) == 1
-    assert sum(batch.num_loss_tokens for step in steps for batch in step.micro_batches) == steps[0].num_loss_tokens
-    assert sum(batch.num_tokens for step in steps for batch in step.micro_batches) == steps[0].num_tokens
+    assert (
+        sum(batch.num_loss_tokens for step in steps for batch in step.micro_batches)
+        == steps[0].num_loss_tokens
+    )
+    assert (
+        sum(batch.num_tokens for step in steps for batch in step.micro_batches)
+        == steps[0].num_tokens
+    )
     assert {(s.step, s.epoch, s.num_samples, s.num_loss_tokens, s.num_tokens) for s in steps} == {
         (3, 1, 5, int(samples.num_loss_tokens[ids].sum()), int(samples.lengths[ids].sum()))
     }
@@ -113,8 +138,16 @@ def sample_ids(steps: list[StepBatch]) -> list[int]:
     return [index for step in steps for batch in step.micro_batches for index in batch.sample_ids]
 
 
-def loader(*, rank: int = 0, world_size: int = 1, num_workers: int = 0, **changes: Any) -> TrainLoader:
-    settings = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "seed": 4, "start": START, **changes}
+def loader(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, **changes: Any
+) -> TrainLoader:
+    settings = {
+        "num_samples": NUM_SAMPLES,
+        "batch_size": BATCH_SIZE,
+        "seed": 4,
+        "start": START,
+        **changes,
+    }
     shares = (Share(settings["num_samples"]),)
     return TrainLoader(
         ToySamples(settings["num_samples"]),
@@ -165,7 +198,9 @@ def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers:
 @pytest.mark.covers("S3.28")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int) -> None:
-    """The position is one integer: what two ranks saved at step 2, any number of ranks continues."""
+    """The position is one integer: what two ranks saved at step 2, any number of ranks
+    continues.
+    """
     two = loader(world_size=2)
     next(iter(two))
     schedule = Schedule((Share(NUM_SAMPLES),), BATCH_SIZE, seed=4)
@@ -208,8 +243,12 @@ def test_validation_can_be_walked_again() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch passes tensors through a socket there: with 108 bytes in its path the run waited for its first batch."""
+def test_a_worker_needs_no_short_path_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch passes tensors through a socket there: with 108 bytes in its path the run waited
+    for its first batch.
+    """
     place = tmp_path / ("x" * 100)
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -218,7 +257,9 @@ def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path: Path, monkeyp
         assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
 
 
-def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = multiprocessing.active_children()
     batches = iter(loader(num_workers=1))
     next(batches)
@@ -234,20 +275,28 @@ def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("torchdata.stateful_dataloader.StatefulDataLoader.__iter__", no_room)
-    with pytest.raises(CannotWriteError, match="/dev/shm: No space left on device; a container needs --shm-size=1g"):
+    with pytest.raises(
+        CannotWriteError, match="/dev/shm: No space left on device; a container needs --shm-size=1g"
+    ):
         next(iter(loader(num_workers=1)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_told(num_workers: int) -> None:
+def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_told(
+    num_workers: int,
+) -> None:
     whole = {batch.step: sample_ids([batch]) for batch in loader()}
     rewound = loader(num_workers=num_workers)
     before = [batch.step for batch, _ in zip(rewound, range(4), strict=False)]
     rewound.rewind(Position(1, 0, rewound.schedule.batch_size), skipped_steps=frozenset({3, 4}))
     assert rewound.position.step == 1
     after = {batch.step: sample_ids([batch]) for batch in rewound}
-    assert before == [1, 2, 3, 4] and list(after) == [step for step in whole if step > 1 and step not in (3, 4)]
-    assert all(ids == whole[step] for step, ids in after.items()), "the others are trained with their own samples"
+    assert before == [1, 2, 3, 4] and list(after) == [
+        step for step in whole if step > 1 and step not in (3, 4)
+    ]
+    assert all(ids == whole[step] for step, ids in after.items()), (
+        "the others are trained with their own samples"
+    )
 
 
 @pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
@@ -256,20 +305,34 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
 ) -> None:
     """A copy from other memory would hold up the host in every micro-batch."""
     pinned: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
-    config: Any = SimpleNamespace(max_micro_batch_tokens=None, data=SimpleNamespace(micro_batch_size_per_gpu=None))
+    monkeypatch.setattr(
+        Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1]
+    )
+    config: Any = SimpleNamespace(
+        max_micro_batch_tokens=None, data=SimpleNamespace(micro_batch_size_per_gpu=None)
+    )
     model: Any = SimpleNamespace(is_packed=True)
     sizes = {"data_rank": 0, "num_data_ranks": 1, "sequence_rank": 0, "sequence_size": 1}
     world: Any = SimpleNamespace(device=torch.device(device), **sizes)
     monkeypatch.setattr(main.flops, "length_costs", lambda model: (0.0, {}))
     plan = main._rank_plan(config, model, world)
     batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
-    tensors = [v for step in batches for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
+    tensors = [
+        v
+        for step in batches
+        for b in step.micro_batches
+        for v in vars(b).values()
+        if isinstance(v, Tensor)
+    ]
     assert len(tensors) == 3 * 6
-    assert [any(tensor is one for one in pinned) for tensor in tensors] == [is_pinned] * len(tensors)
+    assert [any(tensor is one for one in pinned) for tensor in tensors] == [is_pinned] * len(
+        tensors
+    )
     moved: list[dict[str, Any]] = []
     batch = pack(Fixed(), [0])
-    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor)
+    monkeypatch.setattr(
+        Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor
+    )
     batch.to(torch.device(device))
     assert moved == [{"non_blocking": True}] * 6
 
@@ -290,7 +353,9 @@ time.sleep(600)
 
 def test_a_worker_ends_with_the_process_that_is_killed() -> None:
     """Whatever it waits for: one that was writing a large batch stayed for good."""
-    with subprocess.Popen([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         worker = psutil.Process(int(process.stdout.readline()))
         assert worker.is_running()

@@ -1,4 +1,6 @@
-"""The memory plan: what it counts, what it advises, and that it needs neither weights nor a GPU nor peers."""
+"""The memory plan: what it counts, what it advises, and that it needs neither weights nor a GPU
+nor peers.
+"""
 
 import math
 from dataclasses import replace
@@ -30,11 +32,23 @@ from trainer.tools.plan.live_storage import (
     SHARDED_GRADIENTS,
     LiveStorages,
 )
-from trainer.tools.plan.memory import SAVE_COPY, Change, MemoryPlan, heaviest_workload, plan_memory, planner
+from trainer.tools.plan.memory import (
+    SAVE_COPY,
+    Change,
+    MemoryPlan,
+    heaviest_workload,
+    plan_memory,
+    planner,
+)
 from trainer.tools.plan.table import NAME_WIDTH
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
 
 
@@ -51,8 +65,12 @@ def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPl
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
-def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path: Path, num_ranks: int) -> None:
-    """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not tied, two layers."""
+def test_parameters_and_optimizer_state_are_counted_to_the_byte(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not
+    tied, two layers.
+    """
     q, kv, mlp = [(64, 64), (64,)], [(32, 64), (32,)], [(96, 64), (96, 64), (64, 96)]
     layer = [*q, *kv, *kv, (64, 64), *mlp, (64,), (64,)]
     shapes = [*layer, *layer, (163, 64), (163, 64), (64,)]
@@ -62,18 +80,26 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path: Path, 
     assert found.device_bytes[OPTIMIZER] == 2 * shard_bytes + 4 * len(shapes)
     buffers = found.device_bytes[PARAMETERS] - shard_bytes
     assert 0 <= buffers <= 2 * 8 * 4, "only the rotary frequencies"
-    assert found.host_bytes[SAVE_COPY] == found.device_bytes[PARAMETERS] + found.device_bytes[OPTIMIZER]
+    assert (
+        found.host_bytes[SAVE_COPY]
+        == found.device_bytes[PARAMETERS] + found.device_bytes[OPTIMIZER]
+    )
 
 
 @pytest.mark.parametrize("setting", ["", "pinned_max_cached_size_mb:1"])
 def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
 ) -> None:
-    """With offload: parameters and gradients, each shard of them. Moments are not page-locked, a save's copy is one
-    block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary 32,000, tied, two layers, on two ranks.
+    """With offload: parameters and gradients, each shard of them. Moments are not page-locked, a
+    save's copy is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
+    32,000, tied, two layers, on two ranks.
     """
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{setting}")
-    q, kv, mlp = [(1024, 1024), (1024,)], [(512, 1024), (512,)], [(2816, 1024), (2816, 1024), (1024, 2816)]
+    q, kv, mlp = (
+        [(1024, 1024), (1024,)],
+        [(512, 1024), (512,)],
+        [(2816, 1024), (2816, 1024), (1024, 2816)],
+    )
     layer = [*q, *kv, *kv, (1024, 1024), *mlp, (1024,), (1024,)]
     sizes = [4 * math.prod(shape) // 2 for shape in [*layer, *layer, (32000, 1024), (1024,)]]
     limit = 2**20 if setting else math.inf
@@ -81,15 +107,21 @@ def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise
     assert (locked_bytes > 1.1 * sum(sizes)) == (not setting)
     found = planned(tmp_path, 2, *tokens(64, 32), OFFLOAD, **WIDE)
     for name in (PARAMETERS, SHARDED_GRADIENTS):
-        assert found.host_bytes[name] == pytest.approx(locked_bytes, abs=2**12), "the rotary frequencies"
+        assert found.host_bytes[name] == pytest.approx(locked_bytes, abs=2**12), (
+            "the rotary frequencies"
+        )
     assert found.host_bytes[OPTIMIZER] == pytest.approx(2 * sum(sizes), rel=1e-4)
     assert found.host_bytes[SAVE_COPY] == pytest.approx(3 * sum(sizes), rel=1e-4)
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
-    """There is nothing to gather but adapters. Two cards each hold half, and gather it; offloaded layers come."""
+    """There is nothing to gather but adapters. Two cards each hold half, and gather it;
+    offloaded layers come.
+    """
     one, two = (planned(tmp_path, num_ranks, *tokens(64, 32), LORA, **WIDE) for num_ranks in (1, 2))
-    offloaded = planned(tmp_path, 1, *tokens(64, 32), LORA, "model.fsdp_config.cpu_offload=true", **WIDE)
+    offloaded = planned(
+        tmp_path, 1, *tokens(64, 32), LORA, "model.fsdp_config.cpu_offload=true", **WIDE
+    )
     base_bytes = 2 * (one.num_parameters - one.num_trained)
     assert one.device_bytes[FROZEN] == base_bytes
     assert one.device_bytes[GATHERED] <= 4 * one.num_trained
@@ -103,7 +135,9 @@ LORA = "model.lora_rank=4"
 
 def test_what_is_sharded_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     words = tokens(64, 64)
-    few, many = (planned(tmp_path, n, "model.fsdp_config.cpu_offload=true", *words, **WIDE) for n in (2, 32))
+    few, many = (
+        planned(tmp_path, n, "model.fsdp_config.cpu_offload=true", *words, **WIDE) for n in (2, 32)
+    )
     assert few.workload.seqlens == many.workload.seqlens
     for name in (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, SAVE_COPY):
         assert few.host_bytes[name] == pytest.approx(16 * many.host_bytes[name], rel=1e-3), name
@@ -111,14 +145,17 @@ def test_what_is_sharded_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_recomputation_lowers_activations(tmp_path: Path) -> None:
-    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own. With offload the hidden
-    states lie in host memory, but for the two at work.
+    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own. With
+    offload the hidden states lie in host memory, but for the two at work.
     """
     kept, on_host = {}, {}
     for how in ("false", "selective", "true", "offload"):
         words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
         found = planned(tmp_path, 8, *words, num_hidden_layers=4, **WIDE)
-        kept[how], on_host[how] = found.device_bytes[ACTIVATIONS], found.host_bytes.get(HOST_INPUTS, 0)
+        kept[how], on_host[how] = (
+            found.device_bytes[ACTIVATIONS],
+            found.host_bytes.get(HOST_INPUTS, 0),
+        )
     assert kept["true"] < 0.4 * kept["false"]
     assert kept["true"] < kept["selective"] < 0.8 * kept["false"]
     assert [how for how, size_bytes in on_host.items() if size_bytes] == ["offload"]
@@ -132,7 +169,9 @@ def test_recomputation_lowers_activations(tmp_path: Path) -> None:
 def test_four_and_five_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) -> None:
     found = planned(tmp_path, 8, *tokens(512, 64), *words, num_hidden_layers=9, vocab_size=1024)
     assert found.num_measured_layers == (4, 5)
-    job = memory._job(load_config([f"model.partial_pretrain={tmp_path}", *tokens(512, 64), *words]), 8)
+    job = memory._job(
+        load_config([f"model.partial_pretrain={tmp_path}", *tokens(512, 64), *words]), 8
+    )
     whole = fake_step.measure(job, 9)
     fullest = max(whole.on_device.values(), key=lambda held: held.total())
     assert found.device_bytes == {name: fullest[name] for name in found.device_bytes}
@@ -140,17 +179,26 @@ def test_four_and_five_layers_tell_all_of_nine(tmp_path: Path, words: list[str])
 
 def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 4
-    changes = {"sliding_window": 16, "query_pre_attn_scalar": 8, "layer_types": kinds, "num_hidden_layers": 8}
+    changes = {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 8,
+        "layer_types": kinds,
+        "num_hidden_layers": 8,
+    }
     write_model_config(tmp_path, "gemma3_text", **changes)
     words = [f"model.partial_pretrain={tmp_path}", *tokens(64, 64)]
     assert plan_memory(load_config(words), 2).num_measured_layers == (8,)
 
 
 def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path: Path) -> None:
-    """Longer documents in as many tokens: on a GPU fewer rows of padding, on a CPU kept probabilities."""
+    """Longer documents in as many tokens: on a GPU fewer rows of padding, on a CPU kept
+    probabilities.
+    """
     on_gpu, on_cpu = (
         [
-            planned(tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1)
+            planned(
+                tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1
+            )
             for length in (64, 512)
         ]
         for device in ("cuda", "cpu")
@@ -161,12 +209,18 @@ def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path: Path) -> None:
     assert long > 2 * short
 
 
-def test_what_the_kernel_takes_inside_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_storage, "flash_backward_bytes", lambda *tensors, num_documents: 2**40 + num_documents)
+def test_what_the_kernel_takes_inside_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        live_storage, "flash_backward_bytes", lambda *tensors, num_documents: 2**40 + num_documents
+    )
     assert 2**40 + 2 <= planned(tmp_path, 1, *tokens(64, 32)).peak_bytes < 2**41
 
 
-def test_a_layer_computed_again_belongs_to_the_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_computed_again_belongs_to_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     phases, enter = [], LiveStorages.enter
 
     def noted(live: LiveStorages, *phase: int | str, **settings: str) -> None:
@@ -174,21 +228,25 @@ def test_a_layer_computed_again_belongs_to_the_backward_pass(tmp_path: Path, mon
         enter(live, *phase, **settings)
 
     monkeypatch.setattr(LiveStorages, "enter", noted)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from here on its step calls hooks too, also within ours
+    # from here on its step calls hooks too, also within ours
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     planned(tmp_path, 4, *tokens(64, 64, batch=4), RECOMPUTE, num_hidden_layers=5)
     layers = [0, 1, -3, -2, -1]
     forward, backward = [[(kind, layer) for layer in layers] for kind in ("forward", "backward")]
     assert phases == [("start",), *forward, ("head",), *reversed(backward), ("update",)]
 
 
-def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batches: int) -> dict[str, int]:
+def real_step(
+    world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batches: int
+) -> dict[str, int]:
     """Bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source)
     routers = Routers(model, world.device, is_asked=True)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     batches = [fake_step.full_batch(seqlens)] * num_micro_batches
     fake_step.run_step(model, routers, optimizer, batches)
-    cpu_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned
+    # so that the second step makes them, as the one that is planned
+    cpu_attention._mask.cache_clear()
     live = LiveStorages()
     with live:
         fake_step.follow(model, optimizer, live)
@@ -197,16 +255,27 @@ def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batch
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {}), (2, EXPERTS)])
-def test_a_real_step_takes_what_was_planned(tmp_path: Path, num_ranks: int, changes: dict[str, Any]) -> None:
-    words = [*tokens(192, 64, batch=3 * 2 * num_ranks), "trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
+def test_a_real_step_takes_what_was_planned(
+    tmp_path: Path, num_ranks: int, changes: dict[str, Any]
+) -> None:
+    words = [
+        *tokens(192, 64, batch=3 * 2 * num_ranks),
+        "trainer.device=cpu",
+        "model.fsdp_config.param_dtype=float32",
+    ]
     found = planned(tmp_path, num_ranks, *words, **changes)
     assert found.workload == fake_step.Workload((64, 64, 64), 2)
-    real = run_ranks(real_step, num_ranks, write_model_config(tmp_path, **changes), (64, 64, 64), 2)[0]
+    real = run_ranks(
+        real_step, num_ranks, write_model_config(tmp_path, **changes), (64, 64, 64), 2
+    )[0]
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
-    if num_ranks == 1:  # on two, with half the parameters each, a layer's backward pass is the fullest moment
+    # on two, with half the parameters each, a layer's backward pass is the fullest moment
+    if num_ranks == 1:
         assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"
     for name in (PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD):
-        assert found.device_bytes[name] == pytest.approx(real.get(name, 0), rel=0.01, abs=2048), name
+        assert found.device_bytes[name] == pytest.approx(real.get(name, 0), rel=0.01, abs=2048), (
+            name
+        )
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -223,12 +292,24 @@ def test_a_plan_leaves_nothing_behind(tmp_path: Path, device: str) -> None:
         (tokens(1000, 300, batch=64), 2, True, ((300, 300, 300, 100), 11)),
         (tokens(1000, 300, batch=4), 2, True, ((300, 300), 1)),
         (tokens(1000, 300, batch=2), 8, True, ((300,), 1)),
-        ([*tokens(1000, 300, batch=64), "data.micro_batch_size_per_gpu=2"], 2, True, ((300, 300), 16)),
-        (["data.max_token_len_per_gpu=null", "data.train_batch_size=6", "data.max_length=10"], 2, True, ((10,) * 3, 1)),
+        (
+            [*tokens(1000, 300, batch=64), "data.micro_batch_size_per_gpu=2"],
+            2,
+            True,
+            ((300, 300), 16),
+        ),
+        (
+            ["data.max_token_len_per_gpu=null", "data.train_batch_size=6", "data.max_length=10"],
+            2,
+            True,
+            ((10,) * 3, 1),
+        ),
         (tokens(1000, 300, batch=64), 2, False, ((300,), 32)),
     ],
 )
-def test_the_heaviest_micro_batch(words: list[str], num_ranks: int, is_packed: bool, expected: tuple[Any, int]) -> None:
+def test_the_heaviest_micro_batch(
+    words: list[str], num_ranks: int, is_packed: bool, expected: tuple[Any, int]
+) -> None:
     found = heaviest_workload(load_config(words).data, num_ranks, is_packed=is_packed)
     assert (found.seqlens, found.num_micro_batches) == expected
 
@@ -257,16 +338,22 @@ def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
 
 
 def found_change(fitting: set[Change], *words: str) -> Change | None:
-    """What is advised to 8 ranks with micro-batches of 4 times 1024 tokens when only `fitting` fits."""
+    """What is advised to 8 ranks with micro-batches of 4 times 1024 tokens when only `fitting`
+    fits.
+    """
 
     def plan(change: Change) -> MemoryPlan:
         return a_plan(change.num_ranks, 0 if change in fitting else 2**40)
 
-    return smallest_change(load_config([*tokens(4096, 1024), *words]), plan, a_plan(8), limit_gib=4.0)
+    return smallest_change(
+        load_config([*tokens(4096, 1024), *words]), plan, a_plan(8), limit_gib=4.0
+    )
 
 
 def test_the_change_that_costs_least_is_named() -> None:
-    """In the order promised: shorter, recomputed, both, inputs put away; more ranks, with both; offload, with both."""
+    """In the order promised: shorter, recomputed, both, inputs put away; more ranks, with both;
+    offload, with both.
+    """
     least_first = [
         [Change(8, (SHORT[1],)), Change(8, (SHORT[2],))],
         [Change(8, (RECOMPUTE,))],
@@ -279,7 +366,10 @@ def test_the_change_that_costs_least_is_named() -> None:
         [Change(8, (OFFLOAD, *BOTH))],
     ]
     for number, series in enumerate(least_first):
-        assert found_change({change for later in least_first[number:] for change in later}) == series[0]
+        assert (
+            found_change({change for later in least_first[number:] for change in later})
+            == series[0]
+        )
     assert found_change(set()) is None
 
 
@@ -288,7 +378,9 @@ def test_only_what_changes_something_is_tried() -> None:
         config = load_config([*tokens(4096, 1024), *words])
         now = replace(a_plan(8), is_cuda=config.trainer.device != "cpu")
         changes = [change for series in change_series(config, now) for change in series]
-        return {word for change in changes for word in change.overrides} | {str(c.num_ranks) for c in changes}
+        return {word for change in changes for word in change.overrides} | {
+            str(c.num_ranks) for c in changes
+        }
 
     everything = {*SHORT, RECOMPUTE, PUT_AWAY, OFFLOAD, "8", "16", "32", "64", "128", "256", "512"}
     assert tried() == everything
@@ -332,7 +424,11 @@ def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_change_it_names_makes_it_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_ranks: int, words: list[str], change: Change
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_ranks: int,
+    words: list[str],
+    change: Change,
 ) -> None:
     write_model_config(tmp_path, **WIDE)
     words = [f"model.partial_pretrain={tmp_path}", *words]
@@ -340,7 +436,9 @@ def test_the_change_it_names_makes_it_fit(
     limit = ["--memory-gib", str(needed_gib + 1e-6)]
     code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
     assert code == 1
-    advice = " ".join([*([f"on {change.num_ranks} ranks"] * (change.num_ranks != num_ranks)), *change.overrides])
+    advice = " ".join(
+        [*([f"on {change.num_ranks} ranks"] * (change.num_ranks != num_ranks)), *change.overrides]
+    )
     assert lines[-2].startswith("fail  memory: ")
     assert lines[-1] == f"      fix: {advice} (needs {needed_gib:.1f} GiB)"
     assert run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)[0] == 0
@@ -356,22 +454,33 @@ def test_what_fits_nowhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["8", "data.max_token_length_per_gpu=4"], "unknown configuration key 'data.max_token_length_per_gpu'"),
+        (
+            ["8", "data.max_token_length_per_gpu=4"],
+            "unknown configuration key 'data.max_token_length_per_gpu'",
+        ),
         (["0"], "number of ranks must be at least 1"),
         (["eight"], "'eight' is neither a number of ranks"),
         (["8", "--memory-gib", "0"], "--memory-gib must be positive"),
         (["8", "--memory-gib", "much"], "invalid float value: 'much'"),
         (["8", "--memory"], "--memory"),
         (["8", "data.max_length=9000"], "raise the first or lower the second"),
-        (["8", "model.partial_pretrain=/no/such/model"], "model.partial_pretrain=/no/such/model: there is no such"),
-        (["8", "MODEL", "model.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 ranks"),
+        (
+            ["8", "model.partial_pretrain=/no/such/model"],
+            "model.partial_pretrain=/no/such/model: there is no such",
+        ),
+        (
+            ["8", "MODEL", "model.fsdp_config.fsdp_size=3"],
+            "fsdp_size=3 does not divide the 8 ranks",
+        ),
     ],
 )
 def test_wrong_usage_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     write_model_config(tmp_path)
-    code, lines, errors = run(capsys, *[f"model.partial_pretrain={tmp_path}" if w == "MODEL" else w for w in words])
+    code, lines, errors = run(
+        capsys, *[f"model.partial_pretrain={tmp_path}" if w == "MODEL" else w for w in words]
+    )
     assert (code, lines) == (2, [])
     assert message in errors
     assert "Traceback" not in errors

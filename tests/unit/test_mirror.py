@@ -1,4 +1,6 @@
-"""Checkpoints beyond the machine: what goes up, what comes back, and what a fault leaves of either."""
+"""Checkpoints beyond the machine: what goes up, what comes back, and what a fault leaves of
+either.
+"""
 
 import json
 import logging
@@ -9,7 +11,16 @@ import fsspec
 import pytest
 from checkpoint_fakes import commit, content_of, is_whole, save
 from fsspec.registry import known_implementations
-from mirror_faults import URL, FaultyStorage, mirrored, restored, roll_back, steps_in, trainer_of, uploader
+from mirror_faults import (
+    URL,
+    FaultyStorage,
+    mirrored,
+    restored,
+    roll_back,
+    steps_in,
+    trainer_of,
+    uploader,
+)
 from mirror_faults import in_order as in_order  # a fixture
 
 from trainer.checkpoint import layout, retention
@@ -38,7 +49,10 @@ START = '{"ts":1,"attempt":3,"step":0,"kind":"start","level":"info","message":""
 def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     path.mkdir()
-    lines = [{"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss} for step, kind, loss in ROWS]
+    lines = [
+        {"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss}
+        for step, kind, loss in ROWS
+    ]
     (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
     (path / "evidence").mkdir()
     (path / "evidence" / "step_3.json").write_text("{}")
@@ -97,7 +111,9 @@ def test_what_a_rollback_discarded_is_never_taken_again(run_dir: Path, tmp_path:
     assert taken is not None and taken.name == "global_step_2"
 
 
-def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(run_dir: Path, tmp_path: Path) -> None:
+def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(
+    run_dir: Path, tmp_path: Path
+) -> None:
     storage = mirrored(run_dir, 2, 4)
     layout.publish(run_dir, 2)
     (run_dir / layout.POINTER).write_text("2")
@@ -106,7 +122,9 @@ def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(run_dir: Path, tm
     assert steps_in(storage) == [2, 4] and taken is not None and taken.name == "global_step_2"
 
 
-def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(run_dir: Path, tmp_path: Path) -> None:
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
+    run_dir: Path, tmp_path: Path
+) -> None:
     (run_dir / "metrics.jsonl").unlink()  # no best one
     storage = mirrored(run_dir, 2, 8, 9, mirror_keep=3)
     (run_dir / layout.POINTER).write_text("2")
@@ -127,7 +145,9 @@ def test_a_damaged_file_lets_the_one_before_be_taken(
     assert not list((tmp_path / "new").glob(".staging_*")), "the damaged one takes no room"
     assert "passed over step 4" in caplog.text and "data.pt is not as it was written" in caplog.text
     storage._put(f"{URL}/global_step_2/data.pt", b"dAta 2")
-    with pytest.raises(NoUsableCheckpointError, match=r"none to continue from:\n  step 4.*\n  step 2"):
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"none to continue from:\n  step 4.*\n  step 2"
+    ):
         restored(tmp_path / "newer", storage)
 
 
@@ -189,7 +209,9 @@ def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> 
     prepare(trainer_of(run_dir), Storage(URL, storage))
     storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
     for path in (run_dir, tmp_path / "new"):
-        with pytest.raises(ConfigError, match="mirrors the run 'other' of project 'toy', not 'toy'"):
+        with pytest.raises(
+            ConfigError, match="mirrors the run 'other' of project 'toy', not 'toy'"
+        ):
             prepare(trainer_of(path), Storage(URL, storage))
 
 
@@ -201,7 +223,11 @@ def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
     assert "training goes on, uploads are tried again" in caplog.text
     with pytest.raises(ResumableError, match="whether the run has checkpoints there is not known"):
         restored(tmp_path / "new", FaultyStorage(1, "refused"))
-    prepare(trainer_of(tmp_path / "new"), Storage(URL, FaultyStorage(1, "refused")), retry_after_s=(0.0,))
+    prepare(
+        trainer_of(tmp_path / "new"),
+        Storage(URL, FaultyStorage(1, "refused")),
+        retry_after_s=(0.0,),
+    )
 
 
 def test_a_mirror_that_is_ahead_is_said_and_left(
@@ -218,7 +244,9 @@ def test_a_mirror_that_is_ahead_is_said_and_left(
 def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
     storage, trainer = mirrored(run_dir, 2), trainer_of(tmp_path / "new")
     object.__setattr__(trainer, "resume_mode", "disable")
-    with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not overwritten"):
+    with pytest.raises(
+        ConfigError, match="holds checkpoints up to step 2; they are not overwritten"
+    ):
         prepare(trainer, Storage(URL, storage))
 
 
@@ -231,16 +259,25 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     storage, ending = FaultyStorage(4, "refused"), threading.Event()
     (run_dir / "events.jsonl").write_text(START)
     save(run_dir, 2)
-    following = threading.Thread(target=process.follow, args=(trainer_of(run_dir), Storage(URL, storage), ending))
+    following = threading.Thread(
+        target=process.follow, args=(trainer_of(run_dir), Storage(URL, storage), ending)
+    )
     following.start()
     while not any(event["kind"] == "mirror" for event in read_events(run_dir / "events.jsonl")):
         assert following.is_alive()
     assert steps_in(storage) == [2]
     ending.set()
     following.join()
-    told = [(event["kind"], event["step"], event["attempt"]) for event in read_events(run_dir / "events.jsonl")]
+    told = [
+        (event["kind"], event["step"], event["attempt"])
+        for event in read_events(run_dir / "events.jsonl")
+    ]
     assert told == [("start", 0, 3), ("mirror_failed", 0, 3), ("mirror", 2, 3)]
-    assert caplog.text.count("the mirror waits, training does not") == caplog.text.count("up to date again") == 1
+    assert (
+        caplog.text.count("the mirror waits, training does not")
+        == caplog.text.count("up to date again")
+        == 1
+    )
 
 
 def test_a_storage_that_falls_silent_is_given_up_and_asked_anew(
@@ -263,7 +300,9 @@ def test_a_storage_that_falls_silent_is_given_up_and_asked_anew(
 
 
 def test_a_finished_run_knows_whether_its_end_is_up(run_dir: Path) -> None:
-    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}/"])
+    config = load_config(
+        [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}/"]
+    )
     storage = FaultyStorage()
     own = uploader(run_dir, storage)
     assert not is_up(config)
@@ -278,14 +317,19 @@ def test_a_finished_run_knows_whether_its_end_is_up(run_dir: Path) -> None:
     assert not is_up(config)
     own.sync()
     assert is_up(config)
-    assert not is_up(load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}2"]))
+    assert not is_up(
+        load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}2"])
+    )
     assert is_up(load_config([f"trainer.default_local_dir={run_dir}"]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "within 0 s")]
+    ("kind", "said"),
+    [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "within 0 s")],
 )
-def test_doctor_lists_the_mirror_once(kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_the_mirror_once(
+    kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = FaultyStorage(1, kind)
     monkeypatch.setattr(checks, "MIRROR_WITHIN_S", 0.3)
     monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **options: (storage, "/bucket/run"))
@@ -294,7 +338,9 @@ def test_doctor_lists_the_mirror_once(kind: str, said: str, run_dir: Path, monke
     assert said in found.what and found.level == ("fail" if kind else "ok") and storage.store == {}
 
 
-def test_a_storage_that_stays_away_does_not_hold_up_the_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_stays_away_does_not_hold_up_the_end(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
     storage, ending = FaultyStorage(), threading.Event()
     storage.find = lambda *words, **kwargs: 1 / 0  # type: ignore[method-assign,assignment]
@@ -304,10 +350,16 @@ def test_a_storage_that_stays_away_does_not_hold_up_the_end(run_dir: Path, monke
     assert "ZeroDivisionError" in read_object(run_dir / STATE)["failed"]
 
 
-def test_commands_know_the_mirror(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_know_the_mirror(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = f"file://{tmp_path}/mirror"
     config = load_config(
-        [f"trainer.checkpoint.mirror={url}", "trainer.project_name=toy", "trainer.experiment_name=toy"]
+        [
+            f"trainer.checkpoint.mirror={url}",
+            "trainer.project_name=toy",
+            "trainer.experiment_name=toy",
+        ]
     )
     save(run_dir, 2, 4)
     (run_dir / "run.json").write_text(json.dumps({"config": config.resolved}))
@@ -337,6 +389,8 @@ def test_commands_know_the_mirror(run_dir: Path, tmp_path: Path, capsys: pytest.
 def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(
     url: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(known_implementations, "x3", {"class": "nopackage.X", "err": "Install nopackage"})
+    monkeypatch.setitem(
+        known_implementations, "x3", {"class": "nopackage.X", "err": "Install nopackage"}
+    )
     with pytest.raises(ConfigError, match=reason):
         require_usable(url)

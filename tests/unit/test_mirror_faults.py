@@ -1,4 +1,6 @@
-"""A storage that kills, refuses, cuts short or shows late: what stays in a mirror, and what a machine takes of it."""
+"""A storage that kills, refuses, cuts short or shows late: what stays in a mirror, and what a
+machine takes of it.
+"""
 
 import logging
 from contextlib import suppress
@@ -42,7 +44,11 @@ def run_dir(tmp_path: Path) -> Path:
 def is_in(storage: FaultyStorage, step: int) -> bool:
     """Whole, and nothing beside it."""
     place = f"/bucket/run/global_step_{step}/"
-    found = {name.removeprefix(place): data for name, data in storage.seen().items() if name.startswith(place)}
+    found = {
+        name.removeprefix(place): data
+        for name, data in storage.seen().items()
+        if name.startswith(place)
+    }
     return found.pop(RUN_FILES, None) is not None and found == expected_files(f"global_step_{step}")
 
 
@@ -89,10 +95,16 @@ def test_a_download_that_ends_early_is_read_again(run_dir: Path, tmp_path: Path)
             taken = restored(tmp_path / str(at), storage)
         except ResumableError:
             continue
-        assert taken is not None and taken.name == "global_step_4" and (taken.parent / "events.jsonl").exists()
+        assert (
+            taken is not None
+            and taken.name == "global_step_4"
+            and (taken.parent / "events.jsonl").exists()
+        )
 
 
-def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir: Path, tmp_path: Path) -> None:
+def test_what_a_rollback_discarded_stays_until_its_target_is_up(
+    run_dir: Path, tmp_path: Path
+) -> None:
     storage = mirrored(run_dir, 4)
     save(run_dir, 6)
     own = uploader(run_dir, storage, mirror_keep=1)
@@ -122,7 +134,10 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Pat
         with pytest.raises(Killed):
             uploader(run_dir, storage, mirror_keep=3).sync()
         storage.revive()
-        assert restored(run_dir.with_name("new"), storage) == run_dir.with_name("new") / "global_step_2", at
+        assert (
+            restored(run_dir.with_name("new"), storage)
+            == run_dir.with_name("new") / "global_step_2"
+        ), at
 
 
 @pytest.mark.parametrize("kind", ["cut", "late"])

@@ -1,4 +1,6 @@
-"""A repository of the Hub as a mirror: what a checkpoint costs in commits, and what somebody finds who loads it."""
+"""A repository of the Hub as a mirror: what a checkpoint costs in commits, and what somebody
+finds who loads it.
+"""
 
 import json
 from collections.abc import Iterator
@@ -46,16 +48,25 @@ def up(run_dir: Path, hub: HfFileSystem, *steps: int, **settings: object) -> Upl
     return own
 
 
-def test_a_checkpoint_is_one_commit_and_comes_back(hub: HfFileSystem, run_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_one_commit_and_comes_back(
+    hub: HfFileSystem, run_dir: Path, tmp_path: Path
+) -> None:
     prepare(trainer_of(run_dir), storage_of(hub.mirror_url, hub))
     up(run_dir, hub, 2, 4, 6)
-    assert [title.partition(" (")[0] for title in FakeHub.commits[1:]] == ["step 2", "step 4", "step 6", "step 2 goes"]
+    assert [title.partition(" (")[0] for title in FakeHub.commits[1:]] == [
+        "step 2",
+        "step 4",
+        "step 6",
+        "step 2 goes",
+    ]
     taken = restored(tmp_path / "new", hub)
     assert taken is not None and taken.name == "global_step_6" and is_whole(taken)
     assert (taken.parent / "metrics.jsonl").exists()
     roll_back(run_dir, 4, 6)
     up(run_dir, hub).sync()
-    assert FakeHub.files[layout.POINTER] == b"4\n" and not [name for name in FakeHub.files if "step_6" in name]
+    assert FakeHub.files[layout.POINTER] == b"4\n" and not [
+        name for name in FakeHub.files if "step_6" in name
+    ]
 
 
 @pytest.mark.parametrize(("what", "status"), [("commit", 500), ("commit", 429), ("PUT", 403)])
@@ -65,21 +76,29 @@ def test_nothing_shows_of_a_commit_that_failed_and_what_was_sent_is_not_sent_aga
     FakeHub.refusals[what] = status
     save(run_dir, 2)
     own = uploader(run_dir, hub)
-    with pytest.raises(StorageError, match=r"cannot (commit|write) hf://org/model/(step 2|global_step_2)"):
+    with pytest.raises(
+        StorageError, match=r"cannot (commit|write) hf://org/model/(step 2|global_step_2)"
+    ):
         own.sync()
     assert FakeHub.files == {}
     own.sync()
     assert FakeHub.commits == ["step 2 (a1b2)"]
     assert {f"global_step_2/{name}" for name in content_of(2)} < FakeHub.files.keys()
     shards = [name for name in content_of(2) if name.endswith(".pt")]
-    assert len(FakeHub.uploads) == len(set(FakeHub.uploads)) <= len(shards) + 2, "the logs alone, which are packed anew"
+    assert len(FakeHub.uploads) == len(set(FakeHub.uploads)) <= len(shards) + 2, (
+        "the logs alone, which are packed anew"
+    )
 
 
 def test_exports_alone_are_a_model_at_the_root_and_no_run_to_continue(
     hub: HfFileSystem, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, adapter = {"mirror_contents": "hf_model"}, {"huggingface/adapter_config.json": b"{}"}
-    monkeypatch.setattr(checkpoint_fakes, "content_of", lambda step: content_of(step) | (adapter if step == 2 else {}))
+    monkeypatch.setattr(
+        checkpoint_fakes,
+        "content_of",
+        lambda step: content_of(step) | (adapter if step == 2 else {}),
+    )
     prepare(trainer_of(run_dir, **settings), storage_of(hub.mirror_url, hub))
     FakeHub.files["README.md"] = b"# mine"
     up(run_dir, hub, 2, **settings)
@@ -90,7 +109,10 @@ def test_exports_alone_are_a_model_at_the_root_and_no_run_to_continue(
     row = {"step": 2, "attempt": 1, "kind": "val", "ts": 1.0, "val/loss": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     up(run_dir, hub, **settings).sync()  # the best is in the history already
-    assert FakeHub.commits[1:] == ["step 2 (a1b2)", "step 4 (a1b4)"] and b'"step": 4' in FakeHub.files["manifest.json"]
+    assert (
+        FakeHub.commits[1:] == ["step 2 (a1b2)", "step 4 (a1b4)"]
+        and b'"step": 4' in FakeHub.files["manifest.json"]
+    )
     with pytest.raises(NoUsableCheckpointError, match="step 4: its export alone is there"):
         restored(tmp_path / "new", hub, **settings)
     roll_back(run_dir, 2, 4)
@@ -98,8 +120,12 @@ def test_exports_alone_are_a_model_at_the_root_and_no_run_to_continue(
     assert b'"step": 2' in FakeHub.files["manifest.json"]
 
 
-def test_the_best_of_an_evaluation_is_the_model_though_a_newer_one_lay_there(hub: HfFileSystem, run_dir: Path) -> None:
-    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={hub.mirror_url}"])
+def test_the_best_of_an_evaluation_is_the_model_though_a_newer_one_lay_there(
+    hub: HfFileSystem, run_dir: Path
+) -> None:
+    config = load_config(
+        [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={hub.mirror_url}"]
+    )
     own = uploader(run_dir, hub, mirror_contents="hf_model", best_metric="eval/toy")
     save(run_dir, 2, 4, 6)
     own.sync()
@@ -108,7 +134,13 @@ def test_the_best_of_an_evaluation_is_the_model_though_a_newer_one_lay_there(hub
         if mean is None:
             save(run_dir, step)
         else:
-            row = {"kind": "summary", "name": "eval/toy", "step": step, "nonce": f"a1b{step}", "mean": mean}
+            row = {
+                "kind": "summary",
+                "name": "eval/toy",
+                "step": step,
+                "nonce": f"a1b{step}",
+                "mean": mean,
+            }
             with (run_dir / "evaluations.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         assert own.is_behind
@@ -125,7 +157,9 @@ def test_a_model_that_is_there_already_is_not_overwritten(hub: HfFileSystem, run
     assert FakeHub.commits == []
 
 
-def test_a_repository_that_is_not_there_or_not_to_be_written_is_refused(hub: HfFileSystem, run_dir: Path) -> None:
+def test_a_repository_that_is_not_there_or_not_to_be_written_is_refused(
+    hub: HfFileSystem, run_dir: Path
+) -> None:
     FakeHub.refusals["commit"] = 403
     for url in ("hf://org/model", "hf://org/other"):
         with pytest.raises(ConfigError, match="mend that, or train without"):

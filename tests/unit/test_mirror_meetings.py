@@ -1,4 +1,6 @@
-"""The mirror and what else a run does: evaluations, a damaged disk, a full one, saves that fail, several machines."""
+"""The mirror and what else a run does: evaluations, a damaged disk, a full one, saves that
+fail, several machines.
+"""
 
 import errno
 import io
@@ -9,7 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoint_fakes import commit, is_whole, save, stage
-from mirror_faults import URL, FaultyStorage, Killed, mirrored, restored, steps_in, trainer_of, uploader
+from mirror_faults import (
+    URL,
+    FaultyStorage,
+    Killed,
+    mirrored,
+    restored,
+    steps_in,
+    trainer_of,
+    uploader,
+)
 from mirror_faults import in_order as in_order  # a fixture
 
 from trainer.checkpoint import fsio, layout
@@ -62,7 +73,12 @@ def test_a_best_checkpoint_that_is_damaged_holds_up_nothing_else(run_dir: Path) 
 def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_again(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, new, write, written = mirrored(run_dir, 2), tmp_path / "new", fsio.HashingFile.write, list[bytes]()
+    storage, new, write, written = (
+        mirrored(run_dir, 2),
+        tmp_path / "new",
+        fsio.HashingFile.write,
+        list[bytes](),
+    )
 
     def full(file: fsio.HashingFile, data: bytes) -> int:
         written.append(data)
@@ -132,11 +148,18 @@ def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
     put_logs(storage, {"metrics.jsonl": b"{}"})
     monkeypatch.setattr("shutil.copyfileobj", full)
     taken = restored(new, storage)
-    assert taken is not None and is_whole(taken) and not list(new.rglob("partial")) and not list(new.rglob("*.jsonl"))
+    assert (
+        taken is not None
+        and is_whole(taken)
+        and not list(new.rglob("partial"))
+        and not list(new.rglob("*.jsonl"))
+    )
     assert "No space left" in caplog.text and "begin anew" in caplog.text
 
 
-def test_only_logs_of_a_sane_size_are_unpacked(run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_logs_of_a_sane_size_are_unpacked(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = mirrored(run_dir, 2)
     logs, others = ("metrics.jsonl", "proofs/x.json"), (".train.lock", "../x", "global_step_9/x")
     put_logs(storage, dict.fromkeys((*logs, *others), b"{}\n"))
@@ -146,7 +169,10 @@ def test_only_logs_of_a_sane_size_are_unpacked(run_dir: Path, tmp_path: Path, ca
     assert "cannot be read" not in caplog.text
     put_logs(storage, {"metrics.jsonl": bytes(2**26)})
     assert restored(tmp_path / "second", storage) is not None
-    assert not (tmp_path / "second" / "metrics.jsonl").exists() and "unpacks to more than 64 MiB" in caplog.text
+    assert (
+        not (tmp_path / "second" / "metrics.jsonl").exists()
+        and "unpacks to more than 64 MiB" in caplog.text
+    )
 
 
 def raise_killed(*words: object) -> None:
@@ -172,11 +198,18 @@ def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_fr
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_other_machines_wait_for_what_arrives_and_no_longer(
-    arrives: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arrives: bool,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nine times as long as they would wait for nothing; the clock is made up."""
     words = ["dist_timeout_s=1000", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
-    staging, now, tries = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1", [0.0], iter(range(100))
+    staging, now, tries = (
+        run_dir / f"{layout.STAGING_PREFIX}global_step_4.1",
+        [0.0],
+        iter(range(100)),
+    )
     staging.mkdir()
 
     def sleep(seconds: float) -> None:

@@ -17,7 +17,9 @@ LR = 0.1
 
 
 def by_definition(matrix: torch.Tensor) -> torch.Tensor:
-    """The five quintic iterations on the singular values themselves, which is what they do to the matrix."""
+    """The five quintic iterations on the singular values themselves, which is what they do to
+    the matrix.
+    """
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()
     for _ in range(5):
@@ -27,7 +29,9 @@ def by_definition(matrix: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(6, 6), (24, 5), (5, 24)])
 def test_iterations_act_on_singular_values_alone(shape: tuple[int, int]) -> None:
-    """float32 rounding, enlarged up to 500 times by the slope of the iterations at small singular values."""
+    """float32 rounding, enlarged up to 500 times by the slope of the iterations at small
+    singular values.
+    """
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     assert (orthogonalized(matrix) - by_definition(matrix)).abs().max() < 5e-5
 
@@ -56,15 +60,23 @@ def give_gradient(layer: nn.Module, seed: int, *, scale: float = 1.0) -> None:
 
 
 @torch.no_grad()
-def step(layer: nn.Module, optimizer: clip.Optimizer, *, max_norm: float = 1e9, is_skipped: bool = False) -> None:
+def step(
+    layer: nn.Module, optimizer: clip.Optimizer, *, max_norm: float = 1e9, is_skipped: bool = False
+) -> None:
     norm = clip.local_square_sum(list(layer.parameters())).sqrt()
     clip.clipped_step(
-        optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm, rounding_key=0
+        optimizer,
+        total_norm=norm,
+        is_skipped=torch.tensor(is_skipped),
+        max_norm=max_norm,
+        rounding_key=0,
     )
 
 
 def test_three_steps_are_those_of_torch() -> None:
-    """torch iterates in bfloat16, whose rounding the iterations enlarge: some per cent of the way gone."""
+    """torch iterates in bfloat16, whose rounding the iterations enlarge: some per cent of the
+    way gone.
+    """
     layer, optimizer = prepared(weight_decay=0.2)
     start = layer.weight.detach().clone()
     theirs = nn.Parameter(layer.weight.detach().clone())
@@ -94,9 +106,13 @@ def test_matrices_of_layers_are_orthogonalised_and_all_else_is_adamws() -> None:
     model = Model()
     optimizer = OPTIMIZERS["muon"](model, optim_config())
     names = {parameter: name for name, parameter in model.named_parameters()}
-    own = {names[p] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
+    own = {
+        names[p] for group in optimizer.param_groups if "momentum" in group for p in group["params"]
+    }
     assert own == {"proj.weight", "experts"}
-    assert {names[p] for group in optimizer.param_groups for p in group["params"]} == set(names.values())
+    assert {names[p] for group in optimizer.param_groups for p in group["params"]} == set(
+        names.values()
+    )
     assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in names if names[p] in own)
     assert all("exp_avg_sq" in optimizer.state[p] for p in names if names[p] not in own)
 
@@ -151,7 +167,11 @@ def sharded(world: Any) -> list[torch.Tensor]:
         square_sum = clip.local_square_sum(list(model.parameters()))
         torch.distributed.all_reduce(square_sum)
         clip.clipped_step(
-            optimizer, total_norm=square_sum.sqrt(), is_skipped=torch.tensor(False), max_norm=1.0, rounding_key=0
+            optimizer,
+            total_norm=square_sum.sqrt(),
+            is_skipped=torch.tensor(False),
+            max_norm=1.0,
+            rounding_key=0,
         )
     return [p.full_tensor().detach() for p in model.parameters()]
 

@@ -1,4 +1,6 @@
-"""No command hangs or crashes on odd files in a run directory: FIFOs, devices, directories, huge or nested content."""
+"""No command hangs or crashes on odd files in a run directory: FIFOs, devices, directories,
+huge or nested content.
+"""
 
 import os
 import signal
@@ -28,7 +30,8 @@ WITHIN_S = 5.0
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made, suppress(OSError):  # its name is limited to 108 bytes
+    # its name is limited to 108 bytes
+    with socket.socket(socket.AF_UNIX) as made, suppress(OSError):
         made.bind(str(path))
 
 
@@ -54,7 +57,11 @@ IN_RUN = (
     ".mirror.json", "rollbacks.json", ".train.lock", preflight.RECORD,
 )  # fmt: skip
 IN_CHECKPOINT = ("manifest.json", FSDP_CONFIG, "data.pt", "model_world_size_2_rank_0.pt")
-NAMES = (*IN_RUN, *(f"global_step_4/{name}" for name in IN_CHECKPOINT), f"global_step_9/{FSDP_CONFIG}")
+NAMES = (
+    *IN_RUN,
+    *(f"global_step_4/{name}" for name in IN_CHECKPOINT),
+    f"global_step_9/{FSDP_CONFIG}",
+)
 
 
 @pytest.fixture
@@ -102,7 +109,11 @@ def lock(run_dir: Path) -> None:
 def launch(run_dir: Path) -> None:
     """What the launcher reads of a run directory."""
     preflight.recall(run_dir, "a stamp")
-    mirroring.is_up(load_config([f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]))
+    mirroring.is_up(
+        load_config(
+            [f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]
+        )
+    )
     heartbeat.is_live(run_dir)
 
 
@@ -154,7 +165,10 @@ def test_a_file_is_replaced_without_following_a_link_of_its_temporary_name(tmp_p
     (tmp_path / "run.json").symlink_to("precious")
     atomic_write(tmp_path / "run.json", "{}")
     assert (tmp_path / "run.json").read_text() == "{}" and not (tmp_path / "run.json").is_symlink()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"precious": "precious", "run.json": "{}"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "precious": "precious",
+        "run.json": "{}",
+    }
     (tmp_path / "run.json.tmp").write_text("left by a kill")
     atomic_write(tmp_path / "run.json", "{1}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "run.json"]

@@ -19,9 +19,13 @@ from trainer.optim.schedule import LrSchedule
 KINDS = ("cosine", "linear", "constant", "wsd")
 
 
-def rates(kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0.1, stable: float = 0.5) -> list[float]:
+def rates(
+    kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0.1, stable: float = 0.5
+) -> list[float]:
     """Shares of the peak rate, step by step."""
-    config = optim_config(lr_scheduler=kind, lr_warmup_steps_ratio=warmup, min_lr_ratio=min_lr, stable_ratio=stable)
+    config = optim_config(
+        lr_scheduler=kind, lr_warmup_steps_ratio=warmup, min_lr_ratio=min_lr, stable_ratio=stable
+    )
     schedule = LrSchedule.from_config(config, peak_lr=2e-3, total_steps=total_steps)
     return [schedule.lr_at(step) / 2e-3 for step in range(1, total_steps + 1)]
 
@@ -34,7 +38,9 @@ def test_cosine_values() -> None:
 
 @pytest.mark.covers("S2.34:C")
 def test_linear_values() -> None:
-    assert rates("linear", 10, warmup=0.2) == pytest.approx([0.5, 1.0, *(0.1 + 0.9 * (1 - i / 8) for i in range(8))])
+    assert rates("linear", 10, warmup=0.2) == pytest.approx(
+        [0.5, 1.0, *(0.1 + 0.9 * (1 - i / 8) for i in range(8))]
+    )
 
 
 def test_constant_values() -> None:
@@ -66,7 +72,9 @@ def test_every_step_learns_and_none_exceeds_the_peak(
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 def test_the_last_step_is_one_short_of_the_minimum(kind: str) -> None:
-    """The decay reaches `min_lr_ratio` where the next step would be, so no step is wasted on a rate of zero."""
+    """The decay reaches `min_lr_ratio` where the next step would be, so no step is wasted on a
+    rate of zero.
+    """
     values = rates(kind, 1000, min_lr=0.1, stable=0.5)
     assert 0.1 < values[-1] < 0.1 + 0.9 / 400
 
@@ -79,13 +87,21 @@ def test_steps_of_warm_up_go_before_their_share(given: int | None, expected: int
 
 def test_the_saved_schedule_has_every_field() -> None:
     """A resume compares what was saved: a field that is left out could change unnoticed."""
-    schedule = LrSchedule.from_config(optim_config(lr_scheduler="wsd"), peak_lr=2e-3, total_steps=100)
-    assert schedule.state_dict() == {field.name: getattr(schedule, field.name) for field in fields(LrSchedule)}
+    schedule = LrSchedule.from_config(
+        optim_config(lr_scheduler="wsd"), peak_lr=2e-3, total_steps=100
+    )
+    assert schedule.state_dict() == {
+        field.name: getattr(schedule, field.name) for field in fields(LrSchedule)
+    }
 
 
 def test_apply_sets_every_group() -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0)
-    schedule = LrSchedule.from_config(optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0
+    )
+    schedule = LrSchedule.from_config(
+        optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4
+    )
     assert schedule.apply(optimizer, step=1, factor=1.0) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
@@ -102,7 +118,9 @@ class _Layer(nn.Module):
 
 
 def test_only_matrices_decay() -> None:
-    """Not by the number of dimensions alone: norms over heads and biases of fused experts have two."""
+    """Not by the number of dimensions alone: norms over heads and biases of fused experts have
+    two.
+    """
     layer = _Layer()
     optimizer = OPTIMIZERS["adamw"](layer, optim_config(weight_decay=0.3))
     names = {parameter: name for name, parameter in layer.named_parameters()}
@@ -128,10 +146,13 @@ def test_a_step_without_gradient_decays_matrices_alone() -> None:
     assert torch.equal(layer.bias, before["bias"])
 
 
-def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.Tensor], list[torch.Tensor]]:
+def sharded_step(
+    world: Any, max_norm: float
+) -> tuple[float, float, list[torch.Tensor], list[torch.Tensor]]:
     """One clipped update of two equal models, by hand and by the kernel.
 
-    (sum of squares over all ranks, the same in float64 from whole gradients, parameters by hand, by the kernel).
+    (sum of squares over all ranks, the same in float64 from whole gradients, parameters by hand, by
+    the kernel).
     """
     updated = []
     for is_by_hand in (True, False):
@@ -146,7 +167,9 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
         for parameter, size in zip(parameters, (1e-6, 1.0, 1e6, 1.0, 1e-3, 1.0), strict=True):
             whole = torch.randn(parameter.shape, generator=generator) * size
             if parameter.requires_grad:
-                parameter.grad = torch.distributed.tensor.distribute_tensor(whole, world.mesh, parameter.placements)
+                parameter.grad = torch.distributed.tensor.distribute_tensor(
+                    whole, world.mesh, parameter.placements
+                )
         grads = [p.grad for p in parameters if p.grad is not None]
         exact = sum(float(grad.full_tensor().double().square().sum()) for grad in grads)
         square_sum = clip.local_square_sum(parameters)
@@ -159,7 +182,11 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
             optimizer.step()
         else:
             clip.clipped_step(
-                optimizer, total_norm=norm, is_skipped=torch.tensor(False), max_norm=max_norm, rounding_key=0
+                optimizer,
+                total_norm=norm,
+                is_skipped=torch.tensor(False),
+                max_norm=max_norm,
+                rounding_key=0,
             )
         updated.append([p.full_tensor().detach() for p in parameters])
     return square_sum.item(), exact, updated[0], updated[1]
@@ -168,8 +195,12 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
 @pytest.mark.covers("S3.8")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("max_norm", [2.0, 1e9])
-def test_norm_and_clipped_update_over_uneven_shards_are_exact(world_size: int, max_norm: float) -> None:
-    """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a parameter."""
+def test_norm_and_clipped_update_over_uneven_shards_are_exact(
+    world_size: int, max_norm: float
+) -> None:
+    """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a
+    parameter.
+    """
     for square_sum, exact, by_hand, by_kernel in run_ranks(sharded_step, world_size, max_norm):
         assert square_sum == pytest.approx(exact, rel=1e-14)
         for expected, found in zip(by_hand, by_kernel, strict=True):
@@ -187,7 +218,11 @@ def one_step(
     layer.weight.grad = torch.tensor([gradient])
     norm = clip.local_square_sum([layer.weight]).sqrt()
     clip.clipped_step(
-        optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm, rounding_key=0
+        optimizer,
+        total_norm=norm,
+        is_skipped=torch.tensor(is_skipped),
+        max_norm=max_norm,
+        rounding_key=0,
     )
     return layer.weight, optimizer.state[layer.weight]
 
@@ -197,14 +232,18 @@ def one_step(
 def test_clipping_scales_down_only(max_norm: float, scale: float) -> None:
     """The first moment after one step is (1 - beta1) times the gradient that the update saw."""
     _, state = one_step([3.0, 4.0], max_norm=max_norm)
-    torch.testing.assert_close(state["exp_avg"], torch.tensor([[3.0, 4.0]]) * scale * 0.1, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        state["exp_avg"], torch.tensor([[3.0, 4.0]]) * scale * 0.1, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0], [nan, 0.0]])
 def test_a_step_left_out_changes_nothing(gradient: list[float]) -> None:
     weight, state = one_step(gradient, max_norm=1.0, is_skipped=True)
-    assert all(not value.any() for value in (weight, state["step"], state["exp_avg"], state["exp_avg_sq"]))
+    assert all(
+        not value.any() for value in (weight, state["step"], state["exp_avg"], state["exp_avg_sq"])
+    )
 
 
 def test_a_gradient_of_zero_is_no_reason_to_skip() -> None:

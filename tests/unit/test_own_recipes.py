@@ -21,7 +21,9 @@ def write(path: str, text: str = "optim:\n  lr: 0.5\n") -> str:
 
 
 def test_a_file_stands_between_the_defaults_and_the_words() -> None:
-    path = write("some where/own recipe.yaml", "optim:\n  lr: 0.5\n  clip_grad: 2\ntrainer: {seed: 5}\n")
+    path = write(
+        "some where/own recipe.yaml", "optim:\n  lr: 0.5\n  clip_grad: 2\ntrainer: {seed: 5}\n"
+    )
     config = load_config([f"experiment={path}", "optim.clip_grad=3"])
     assert (config.optim.lr, config.optim.clip_grad, config.trainer.seed) == (0.5, 3, 5)
     assert config.data == load_config([]).data
@@ -32,12 +34,21 @@ def test_conf_of_the_working_directory_goes_before_ours() -> None:
     assert load_config(["experiment=gsm8k"]).optim.lr != 0.5
     write("conf/experiment/gsm8k.yaml")
     write("conf/experiment/mine.yaml")
-    assert load_config(["experiment=gsm8k"]).optim.lr == load_config(["experiment=mine"]).optim.lr == 0.5
-    with pytest.raises(ConfigError, match=r"no recipe 'nope' in conf/experiment: known are gsm8k, lora_qwen7b, mine, "):
+    assert (
+        load_config(["experiment=gsm8k"]).optim.lr
+        == load_config(["experiment=mine"]).optim.lr
+        == 0.5
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"no recipe 'nope' in conf/experiment: known are gsm8k, lora_qwen7b, mine, ",
+    ):
         load_config(["experiment=nope"])
 
 
-def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert with_recipe(["a=1"], {}) == ["a=1"] and capsys.readouterr().err == ""
     write("sft.local.yaml")
     words = with_recipe(["trainer.seed=4"], {})
@@ -55,7 +66,10 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys: p
     [
         ("optim: {lr: [", "recipe own.yaml: while parsing"),
         ("- a\n- b\n", "recipe own.yaml holds no keys"),
-        ("optim:\n  lrr: 1\n", "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'"),
+        (
+            "optim:\n  lrr: 1\n",
+            "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'",
+        ),
         ("optim:\n  lr: high\n", "optim.lr"),
         ("optim: 3\n", "optim"),
     ],
@@ -102,16 +116,23 @@ def test_one_made_to_exhaust_the_machine_is_refused_at_once(text: str, reason: s
         "${oc.decode:${oc.env:SECRET}}",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("place", ["trainer: {{experiment_name: '{}'}}", "data: {{train_files: ['{}']}}"])
+@pytest.mark.parametrize(
+    "place", ["trainer: {{experiment_name: '{}'}}", "data: {{train_files: ['{}']}}"]
+)
 def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
     value: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     path = write("own.yaml", place.format(value))
-    with pytest.raises(ConfigError, match=r"own.yaml: (trainer.experiment_name|data.train_files): .*Fix:") as raised:
+    with pytest.raises(
+        ConfigError, match=r"own.yaml: (trainer.experiment_name|data.train_files): .*Fix:"
+    ) as raised:
         load_config([f"experiment={path}"])
     assert "hunter2" not in str(raised.value)
-    assert load_config(["trainer.experiment_name=${oc.env:SECRET}"]).trainer.experiment_name == "hunter2"
+    assert (
+        load_config(["trainer.experiment_name=${oc.env:SECRET}"]).trainer.experiment_name
+        == "hunter2"
+    )
 
 
 def test_other_interpolations_of_a_recipe_are_resolved() -> None:

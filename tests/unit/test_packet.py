@@ -15,7 +15,9 @@ from trainer.runtime.distributed import World
 INF, NAN = math.inf, math.nan
 
 
-def reduced(world: World, losses: list[float], squares: list[float], stopping: list[bool]) -> Totals:
+def reduced(
+    world: World, losses: list[float], squares: list[float], stopping: list[bool]
+) -> Totals:
     """Each rank's own share goes in; a float32 loss must not make the sum float32."""
     packet = reduce_packet(
         world,
@@ -49,13 +51,19 @@ def test_a_stop_request_of_any_rank_reaches_all() -> None:
 def test_a_nan_on_one_rank_is_seen_by_all_and_named() -> None:
     for sums, by_rank in run_ranks(reduced_nan, 2):
         assert math.isnan(sums["loss_sum"])
-        assert by_rank["loss_sum"][0] == 1.0 and math.isnan(by_rank["loss_sum"][1]), "the other rank's is untouched"
+        assert by_rank["loss_sum"][0] == 1.0 and math.isnan(by_rank["loss_sum"][1]), (
+            "the other rank's is untouched"
+        )
         assert by_rank["num_nonfinite"] == (0.0, 1.0) and by_rank["data_s"] == (0.5, 1.5)
 
 
 def reduced_nan(world: World) -> tuple[Any, Any]:
     loss_sum = torch.tensor(NAN if world.rank else 1.0)
-    own = {"data_s": 0.5 + world.rank, "loss_sum": loss_sum, "num_nonfinite": torch.tensor(float(world.rank))}
+    own = {
+        "data_s": 0.5 + world.rank,
+        "loss_sum": loss_sum,
+        "num_nonfinite": torch.tensor(float(world.rank)),
+    }
     totals = reduce_packet(world, sums={"loss_sum": loss_sum}, by_rank=own).read()
     return totals.sums, totals.by_rank
 
@@ -75,7 +83,9 @@ LIMITS = StepLimits(loss_with_grad=2.0, grad_with_loss=10.0, loss_alone=5.0, gra
         (1.0, INF, True),
     ],
 )
-def test_the_device_skips_by_the_rule_of_the_limits(loss: float, grad_norm: float, is_skipped: bool) -> None:
+def test_the_device_skips_by_the_rule_of_the_limits(
+    loss: float, grad_norm: float, is_skipped: bool
+) -> None:
     assert bool(is_left_out(torch.tensor(loss), torch.tensor(grad_norm), LIMITS)) == is_skipped
     if math.isfinite(loss + grad_norm):
         assert LIMITS.is_severe(loss=loss, grad_norm=grad_norm) == is_skipped

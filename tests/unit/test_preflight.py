@@ -1,4 +1,6 @@
-"""What the launcher finds before it starts a rank: within seconds, without torch, with the run's own exit code."""
+"""What the launcher finds before it starts a rank: within seconds, without torch, with the
+run's own exit code.
+"""
 
 import json
 import os
@@ -32,7 +34,10 @@ MODEL = {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "mode
 def write_model(directory: Path, **changes: str | None) -> Path:
     """Files named like a model's; `config_json=None` leaves that one out."""
     directory.mkdir(exist_ok=True)
-    for name, text in {**MODEL, **{key.replace("_", "."): text for key, text in changes.items()}}.items():
+    for name, text in {
+        **MODEL,
+        **{key.replace("_", "."): text for key, text in changes.items()},
+    }.items():
         if text is not None:
             (directory / name).write_text(text)
     return directory
@@ -45,34 +50,59 @@ MISTAKES = {
     "data.val_files=nope.jsonl": (65, "no such file: 'nope.jsonl'"),
     "data.train_files=[rows.jsonl,{files:nope.jsonl}]": (65, "no such file: 'nope.jsonl'"),
     "data.val_files=[{files:nope.jsonl}]": (65, "no such file: 'nope.jsonl'"),
-    "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (2, "nope.jinja: No such file"),
-    "data.train_files=[{files:rows.jsonl,repeats:2}]": (2, "did you mean 'data.train_files[0].repeat'?"),
+    "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (
+        2,
+        "nope.jinja: No such file",
+    ),
+    "data.train_files=[{files:rows.jsonl,repeats:2}]": (
+        2,
+        "did you mean 'data.train_files[0].repeat'?",
+    ),
     "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
-    "model.partial_pretrain=./nope": (2, "model.partial_pretrain=./nope: there is no such directory"),
+    "model.partial_pretrain=./nope": (
+        2,
+        "model.partial_pretrain=./nope: there is no such directory",
+    ),
     "model.partial_pretrain=rows.csv": (2, "rows.csv is a file; give the directory"),
     "model.partial_pretrain=no-config": (2, "no-config has no config.json"),
     "model.partial_pretrain=no-tokenizer": (2, "no-tokenizer has no tokenizer"),
-    "model.partial_pretrain=no-weights": (2, "no-weights has no weights (*.safetensors); model.random_weights=true"),
+    "model.partial_pretrain=no-weights": (
+        2,
+        "no-weights has no weights (*.safetensors); model.random_weights=true",
+    ),
     "model.partial_pretrain=half": (2, "names files that are not there: b.safetensors"),
     "model.partial_pretrain=some/model": (2, "run 'hf download some/model' where there is one"),
     "experiment=nope": (2, "no recipe 'nope'"),
     "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
-    "trainer.logger=mlflow": (2, "pip install 'mlflow-skinny>=3.17' 'sqlalchemy>=2' 'alembic>=1.13'"),
+    "trainer.logger=mlflow": (
+        2,
+        "pip install 'mlflow-skinny>=3.17' 'sqlalchemy>=2' 'alembic>=1.13'",
+    ),
     "trainer.guard.rules=[{metric: train/los, above: 3}]": (2, "did you mean 'train/loss'"),
-    "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (2, "is no usable checkpoint"),
+    "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (
+        2,
+        "is no usable checkpoint",
+    ),
     "trainer.default_local_dir=other": (2, "holds the run 'theirs' of project 'p'"),
-    "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (2, "holds checkpoints up to step 3"),
+    "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (
+        2,
+        "holds checkpoints up to step 3",
+    ),
     "data.train_files=rows.jsonl\tmodel.partial_pretrain=whole": (99, ""),
     "model.partial_pretrain=no-weights\tmodel.random_weights=true": (99, ""),
 }
 
 
-def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path: Path, repository: Path) -> None:
+def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
+    tmp_path: Path, repository: Path
+) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "run.json").write_text('{"project_name": "p", "experiment_name": "theirs"}')
+    (tmp_path / "other" / "run.json").write_text(
+        '{"project_name": "p", "experiment_name": "theirs"}'
+    )
     write_model(tmp_path / "whole")
     write_model(tmp_path / "no-config", config_json=None)
     write_model(tmp_path / "no-tokenizer", tokenizer_json=None)
@@ -84,11 +114,20 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path:
     env = {**os.environ, "PYTHONPATH": str(repository), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", TRY_ALL]
     done = subprocess.run(
-        command, input="\n".join(MISTAKES), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        command,
+        input="\n".join(MISTAKES),
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     messages = done.stderr.split("-- ")
-    found = [(int(line), message) for line, message in zip(done.stdout.splitlines(), messages, strict=False)]
+    found = [
+        (int(line), message)
+        for line, message in zip(done.stdout.splitlines(), messages, strict=False)
+    ]
     wrong = {
         word: message
         for (word, (code, part)), (found_code, message) in zip(MISTAKES.items(), found, strict=True)
@@ -103,9 +142,12 @@ def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
     """Of a run that begins; one that goes on may be complete, and then nothing is written."""
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     theirs.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)  # root may write anywhere
+    # root may write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)
     require_usable(load_config([f"trainer.default_local_dir={mine}/run"]))
-    with pytest.raises(CannotWriteError, match=f"user {os.geteuid()} may not write in '{theirs}'; choose another"):
+    with pytest.raises(
+        CannotWriteError, match=f"user {os.geteuid()} may not write in '{theirs}'; choose another"
+    ):
         require_usable(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
     save(theirs, 4)
     require_usable(load_config([f"trainer.default_local_dir={theirs}"]))
@@ -121,13 +163,17 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_question(
     (cached / "snapshots").mkdir()
     snapshot = write_model(cached / "snapshots" / ("0" * 40))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *args, **kwargs: pytest.fail("asked"))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda *args, **kwargs: pytest.fail("asked")
+    )
     require_model("some/model", random_weights=False)
     assert find_model("some/model", random_weights=False) == str(snapshot)
     assert find_architecture("some/model") == str(snapshot)
 
 
-def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_not_whole_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, shortly: without a network the client would try for half a minute."""
     asked = []
 
@@ -143,7 +189,9 @@ def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     for find in (find_model, require_model):
-        with pytest.raises(ValueError, match="could not be had from the Hub: no route; without a network"):
+        with pytest.raises(
+            ValueError, match="could not be had from the Hub: no route; without a network"
+        ):
             find("some/model", random_weights=False)
     assert [name for name, _ in asked] == ["some/model", "some/model"]
     assert max(timeout for _, timeout in asked) <= 10

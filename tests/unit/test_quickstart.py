@@ -1,4 +1,6 @@
-"""The embedded default: samples that run, a tokenizer every reader agrees on, files that can be made again."""
+"""The embedded default: samples that run, a tokenizer every reader agrees on, files that can be
+made again.
+"""
 
 import json
 import os
@@ -13,7 +15,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 
-TOOLS = [{"type": "function", "function": {"name": "area", "description": "d", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "area", "description": "d", "parameters": {"type": "object"}},
+    }
+]
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"w": 2}}}
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -39,17 +46,23 @@ def test_every_answer_runs_and_passes_its_check() -> None:
         assert eval(row["check"], namespace) is True, row
 
 
-def test_the_files_are_what_is_made_with_another_hash_seed(repository: Path, tmp_path: Path) -> None:
+def test_the_files_are_what_is_made_with_another_hash_seed(
+    repository: Path, tmp_path: Path
+) -> None:
     """The same tasks, tokens and configuration on every machine, as a resumed run needs them."""
     code = "import sys, pathlib, make_quickstart as m; m.make(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    shutil.copytree(MODEL_DIR, made := tmp_path / "model", ignore=shutil.ignore_patterns("*.json", "*.txt"))
+    shutil.copytree(
+        MODEL_DIR, made := tmp_path / "model", ignore=shutil.ignore_patterns("*.json", "*.txt")
+    )
     paths = os.pathsep.join([str(repository), str(repository / "tests")])
     command = [sys.executable, "-c", code, str(made), str(tmp_path / "train.jsonl")]
     subprocess.run(command, check=True, env={"PYTHONHASHSEED": "7", "PYTHONPATH": paths})
     again = {path.name: path.read_bytes() for path in (*made.iterdir(), tmp_path / "train.jsonl")}
     embedded = {path.name: path.read_bytes() for path in (*MODEL_DIR.iterdir(), TRAIN_FILE)}
     assert len(embedded) == 9 and sorted(again) == sorted(embedded)
-    assert [name for name in embedded if again[name] != embedded[name]] == [], "run: python tests/make_quickstart.py"
+    assert [name for name in embedded if again[name] != embedded[name]] == [], (
+        "run: python tests/make_quickstart.py"
+    )
 
 
 def test_special_tokens() -> None:
@@ -58,7 +71,10 @@ def test_special_tokens() -> None:
     assert set(tokenizer.all_special_tokens) == {"<|im_end|>", "<|endoftext|>", "<|im_start|>"}
     for reader in (AutoConfig, transformers.GenerationConfig):
         config = reader.from_pretrained(MODEL_DIR)
-        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert (config.eos_token_id, config.pad_token_id) == (
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
     config = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert config["chat_template"] == (MODEL_DIR / "chat_template.jinja").read_text()
@@ -71,15 +87,22 @@ def test_chat_template_renders_roles_tools_and_calls() -> None:
     text = tokenizer.apply_chat_template(CHAT, tools=TOOLS, tokenize=False)
     call = '<tool_call>\n{"name": "area", "arguments": {"w": 2}}\n</tool_call>'
     replies = "<tool_response>\nfour\n</tool_response>\n<tool_response>\nfive\n</tool_response>"
-    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and json.dumps(TOOLS[0]) in text
+    assert (
+        text.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and json.dumps(TOOLS[0]) in text
+    )
     assert text.endswith(
         f"<|im_start|>user\nArea?<|im_end|>\n<|im_start|>assistant\n{call}\n{call}<|im_end|>\n"
         f"<|im_start|>user\n{replies}<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
     )
     as_text = {"type": "function", "function": {"name": "area", "arguments": '{"w": 2}'}}
-    chat = [*CHAT[:2], {"role": "assistant", "content": "", "tool_calls": [as_text, as_text]}, *CHAT[3:]]
+    chat = [
+        *CHAT[:2],
+        {"role": "assistant", "content": "", "tool_calls": [as_text, as_text]},
+        *CHAT[3:],
+    ]
     assert tokenizer.apply_chat_template(chat, tools=TOOLS, tokenize=False) == text
     prompt = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert prompt == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nArea?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nArea?<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -31,15 +31,31 @@ def test_a_recipe_composes_and_stands_alone(name: str) -> None:
 
 def test_the_mixture_names_its_sources() -> None:
     code, math = sources_of(load_config(["experiment=mixture"]).data, "train_files")
-    assert (code.name, code.repeat, code.keys.prompt_key, code.keys.messages_key) == ("code", 1.0, None, "messages")
-    assert (math.name, math.repeat, math.keys.prompt_key, math.keys.response_key) == ("math", 2.5, "question", "answer")
+    assert (code.name, code.repeat, code.keys.prompt_key, code.keys.messages_key) == (
+        "code",
+        1.0,
+        None,
+        "messages",
+    )
+    assert (math.name, math.repeat, math.keys.prompt_key, math.keys.response_key) == (
+        "math",
+        2.5,
+        "question",
+        "answer",
+    )
 
 
 @pytest.mark.covers("S3.12", "S3.15", "S3.24", "S3.26")
 def test_the_coder_recipe_saves_and_validates_as_required(coder: Config) -> None:
     assert coder.trainer.project_name == "rlvr_coding_model"
-    assert coder.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
-    assert (coder.trainer.save_freq, coder.trainer.test_freq, coder.trainer.max_ckpt_to_keep) == (500, 500, 5)
+    assert (
+        coder.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
+    )
+    assert (coder.trainer.save_freq, coder.trainer.test_freq, coder.trainer.max_ckpt_to_keep) == (
+        500,
+        500,
+        5,
+    )
     assert coder.trainer.logger == ["console", "wandb"]
     assert coder.trainer.checkpoint.save_contents == ["model", "optimizer", "extra", "hf_model"]
     assert coder.trainer.resume_mode == "auto"

@@ -1,4 +1,6 @@
-"""The run of analysis 002: seven intervals, what moved along, in which order, why, and what to do about it."""
+"""The run of analysis 002: seven intervals, what moved along, in which order, why, and what to
+do about it.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -35,8 +37,12 @@ def test_the_seven_intervals_are_found_and_no_eighth(seed: int) -> None:
     anomalies = report_of(seed).anomalies
     assert len(anomalies) == 7, f"seed {seed}: {[a.steps for a in anomalies]}"
     for anomaly, (first, last), percent in zip(anomalies, BURSTS, PERCENTS, strict=True):
-        assert anomaly.steps[0] <= first and last <= anomaly.steps[1], f"seed {seed}: {anomaly.steps}"
-        assert anomaly.steps[0] >= first - 10 and anomaly.steps[1] <= last + 5, f"seed {seed}: {anomaly.steps}"
+        assert anomaly.steps[0] <= first and last <= anomaly.steps[1], (
+            f"seed {seed}: {anomaly.steps}"
+        )
+        assert anomaly.steps[0] >= first - 10 and anomaly.steps[1] <= last + 5, (
+            f"seed {seed}: {anomaly.steps}"
+        )
         assert abs(anomaly.percent - percent) < 1
         assert anomaly.has_recovered
 
@@ -69,17 +75,27 @@ def test_format_and_reward_are_named_as_moving_in_phase(seed: int) -> None:
     for anomaly in report_of(seed).anomalies:
         moved = {mover.metric: mover for mover in anomaly.movers}
         for key in ("rewards/Format/mean", "reward"):
-            assert moved[key].sign == -1 and abs(moved[key].peak_step - anomaly.steps[1]) <= 10, f"seed {seed}"
+            assert moved[key].sign == -1 and abs(moved[key].peak_step - anomaly.steps[1]) <= 10, (
+                f"seed {seed}"
+            )
         assert moved["completions/clipped_ratio"].sign == 1
     dropped = finding(report_of(seed), "V34")
-    assert "in phase with kl" in dropped.evidence[0] and "rewards/Format/mean down to" in dropped.evidence[0]
+    assert (
+        "in phase with kl" in dropped.evidence[0]
+        and "rewards/Format/mean down to" in dropped.evidence[0]
+    )
 
 
 @pytest.mark.covers("S2.21")
 def test_the_peaks_are_those_of_the_table() -> None:
-    by_step = {a.peak_step: {m.metric: m.peak_value for m in a.movers} for a in report_of(0).anomalies}
+    by_step = {
+        a.peak_step: {m.metric: m.peak_value for m in a.movers} for a in report_of(0).anomalies
+    }
     assert by_step[2800]["train/loss"] == 0.78 and by_step[2800]["kl"] == 19.6
-    assert by_step[2800]["train/grad_norm"] == 4.7e6 and by_step[2800]["completions/clipped_ratio"] == 0.875
+    assert (
+        by_step[2800]["train/grad_norm"] == 4.7e6
+        and by_step[2800]["completions/clipped_ratio"] == 0.875
+    )
     assert by_step[5145]["train/grad_norm"] == 5.5e7 and by_step[5145]["kl"] == 6.3
 
 
@@ -115,12 +131,28 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
     assert "distribution of lengths has moved" in finding(report, "V32").cause
     assert "unstable signal" in finding(report, "V34").cause
     told = finding(report, "V31").cause
-    assert "passed by themselves" in told and "KL penalty" in told and "learning rate falls late" in told
+    assert (
+        "passed by themselves" in told
+        and "KL penalty" in told
+        and "learning rate falls late" in told
+    )
     assert "gradient clipping" not in told, "no max_grad_norm was set: it cannot have helped"
     assert "PPO, GRPO, DPO" in told
 
 
-@pytest.mark.covers("S2.30", "S2.31", "S2.32", "S2.33", "S2.34", "S2.35", "S2.36", "S2.37", "S2.39", "S2.40", "S2.41")
+@pytest.mark.covers(
+    "S2.30",
+    "S2.31",
+    "S2.32",
+    "S2.33",
+    "S2.34",
+    "S2.35",
+    "S2.36",
+    "S2.37",
+    "S2.39",
+    "S2.40",
+    "S2.41",
+)
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -152,7 +184,11 @@ def test_the_configuration_is_quoted_as_evidence() -> None:
 def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
     report = report_of(0)
     rate = report.learning_rate
-    assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == ("cosine", 5e-5, 300)
+    assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == (
+        "cosine",
+        5e-5,
+        300,
+    )
     assert rate.anomalies_at_high_share == 1.0
     assert rate.high_share > 0.9, "it stays near its peak nearly to the end"
     assert "too high" in finding(report, "V15").title
@@ -168,7 +204,9 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() ->
     assert groups["completions/clipped_ratio"] == "length" and groups["progress/epoch"] == "state"
     assert all(metric.observation and metric.meaning for metric in report.metrics)
     kl = next(metric for metric in report.metrics if metric.key == "kl")
-    assert "; rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145." in kl.observation
+    assert (
+        "; rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145." in kl.observation
+    )
     assert next(m for m in report.metrics if m.key == "progress/epoch").last == 2.0
 
 
@@ -182,8 +220,14 @@ def test_length_and_reward_rules_read_the_runs_metrics() -> None:
     assert directions["completions/clipped_ratio"] == "down"
     by_key = {metric.key: metric for metric in report.metrics}
     assert "Apart from that rising, from 1.77 early to 2.1" in by_key["reward"].observation
-    assert (by_key["completions/min_length"].maximum, by_key["completions/min_length"].maximum_step) == (379, 2825)
-    assert by_key["completions/mean_length"].maximum == 481 and by_key["completions/max_length"].maximum > 500
+    assert (
+        by_key["completions/min_length"].maximum,
+        by_key["completions/min_length"].maximum_step,
+    ) == (379, 2825)
+    assert (
+        by_key["completions/mean_length"].maximum == 481
+        and by_key["completions/max_length"].maximum > 500
+    )
 
 
 @pytest.mark.covers("S2.43")

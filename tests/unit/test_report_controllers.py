@@ -1,4 +1,6 @@
-"""Runs of a controller by their CSV histories (requirement text S1): good ones are left alone, faults are found."""
+"""Runs of a controller by their CSV histories (requirement text S1): good ones are left alone,
+faults are found.
+"""
 
 import csv
 from dataclasses import replace
@@ -33,7 +35,9 @@ def write(directory: Path, train: Table, val: Table | None = None) -> Path:
             with (directory / name).open("w", newline="") as file:
                 writer = csv.writer(file)
                 writer.writerow(HISTORY_COLUMNS)
-                writer.writerows([int(row[0]), *(f"{value:.4f}" for value in row[1:])] for row in table)
+                writer.writerows(
+                    [int(row[0]), *(f"{value:.4f}" for value in row[1:])] for row in table
+                )
     return directory
 
 
@@ -60,27 +64,40 @@ def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path: Path) -> None:
         if {both.verdict, alone.verdict} != {"OK"}:
             told[seed] = [finding.title for finding in (*serious(both), *serious(alone))]
         found = both.generalisation
-        assert found is not None and found.metric == "val/reward_mean" and found.overfit_step is None
+        assert (
+            found is not None and found.metric == "val/reward_mean" and found.overfit_step is None
+        )
         assert found.recommended_step == int(np.argmax(np.round(val[:, REWARD], 4))) + 1
         assert alone.generalisation is None, "a policy loss recommends nothing"
     assert told == {}
 
 
 @pytest.mark.covers("S1.33")
-@pytest.mark.parametrize(("column", "key"), [(REWARD, "val/reward_mean"), (ACCURACY, "val/accuracy_mean")])
+@pytest.mark.parametrize(
+    ("column", "key"), [(REWARD, "val/reward_mean"), (ACCURACY, "val/accuracy_mean")]
+)
 def test_held_out_results_that_are_lost_stop_a_run(tmp_path: Path, column: int, key: str) -> None:
     for seed in range(10):
         train, val = controller_histories(seed)
         half = len(val) - 12
-        val[half:, column] = np.linspace(val[half - 1, column], 0.1 * val[half - 1, column] - 0.05, 12)
+        val[half:, column] = np.linspace(
+            val[half - 1, column], 0.1 * val[half - 1, column] - 0.05, 12
+        )
         report = judged(write(tmp_path / f"{seed}", train, val))
         (finding,) = serious(report)
-        assert finding.metric == key and finding.rule == "V45" and report.verdict == "ATTENTION", seed
-        assert finding.steps is not None and abs(finding.steps[0] - half) <= 6, (seed, finding.title)
+        assert finding.metric == key and finding.rule == "V45" and report.verdict == "ATTENTION", (
+            seed
+        )
+        assert finding.steps is not None and abs(finding.steps[0] - half) <= 6, (
+            seed,
+            finding.title,
+        )
 
 
 @pytest.mark.parametrize(("column", "rule"), [(REWARD, "V35"), (ACCURACY, "V39")])
-def test_a_collapse_of_the_training_results_is_told_with_its_place(tmp_path: Path, column: int, rule: str) -> None:
+def test_a_collapse_of_the_training_results_is_told_with_its_place(
+    tmp_path: Path, column: int, rule: str
+) -> None:
     """Epoch 500 of 1000, noise as large as half the fall."""
     rng = np.random.default_rng(3)
     train = np.repeat(controller_histories(1)[0][-1:], 1000, axis=0)
@@ -91,7 +108,9 @@ def test_a_collapse_of_the_training_results_is_told_with_its_place(tmp_path: Pat
     assert judged(write(tmp_path / "good", train)).verdict == "OK"
     train[500:, column] -= 0.4
     (finding,) = serious(judged(write(tmp_path / "bad", train)))
-    assert finding.rule == rule and finding.steps is not None and abs(finding.steps[0] - 500) <= 30, finding
+    assert (
+        finding.rule == rule and finding.steps is not None and abs(finding.steps[0] - 500) <= 30
+    ), finding
     assert "longer" not in finding.remedy
 
 
@@ -102,7 +121,10 @@ def test_a_loss_that_is_always_zero_means_no_effective_groups(tmp_path: Path) ->
     report = judged(write(tmp_path, train))
     finding = of(report, "loss_zero")
     assert report.verdict == "FAIL" and finding.cause.startswith("No effective groups"), finding
-    assert "several answers to one prompt" in finding.remedy and "label" not in finding.cause + finding.remedy
+    assert (
+        "several answers to one prompt" in finding.remedy
+        and "label" not in finding.cause + finding.remedy
+    )
 
 
 @pytest.mark.covers("S1.19")
@@ -110,10 +132,17 @@ def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path: 
     train, _ = controller_histories(0)
     run_dir = write(tmp_path / "run", train)
     (tmp_path / "limits").write_text("latency_budget: 250\n")
-    assert judged(run_dir, **read_thresholds(tmp_path / "limits")).verdict == "OK", "it ends at 245 ms"
+    assert judged(run_dir, **read_thresholds(tmp_path / "limits")).verdict == "OK", (
+        "it ends at 245 ms"
+    )
     too_slow = judged(run_dir, latency_budget=230)
-    assert "above the budget of 230 ms" in of(too_slow, "budget:latency").title and too_slow.verdict == "ATTENTION"
-    assert not [finding for finding in judged(run_dir).findings if finding.id == "budget:latency"], "none is known"
+    assert (
+        "above the budget of 230 ms" in of(too_slow, "budget:latency").title
+        and too_slow.verdict == "ATTENTION"
+    )
+    assert not [
+        finding for finding in judged(run_dir).findings if finding.id == "budget:latency"
+    ], "none is known"
 
 
 @pytest.mark.covers("S1.42")
@@ -128,13 +157,20 @@ def test_two_controllers_are_compared_by_their_results_and_not_by_their_losses(
         log = read_run(write(tmp_path / name, train, val))
         runs.append((analyse(log), log))
     sections = side_by_side(runs)
-    assert [section.id for section in sections][:3] == ["runs", "same-steps-val_reward", "same-steps-val_accuracy"]
+    assert [section.id for section in sections][:3] == [
+        "runs",
+        "same-steps-val_reward",
+        "same-steps-val_accuracy",
+    ]
     assert "same-steps-loss" not in {section.id for section in sections}
     rewards = sections[1].table
     assert rewards is not None and {row[-1] for row in rewards.rows} == {"+0.25"}
     print_section(Console(width=120), sections[0])
     lines = capsys.readouterr().out.splitlines()
-    places = [next(i for i, line in enumerate(lines) if words in line) for words in ("validation reward", "loss")]
+    places = [
+        next(i for i, line in enumerate(lines) if words in line)
+        for words in ("validation reward", "loss")
+    ]
     assert places == sorted(places)
 
 
@@ -155,7 +191,10 @@ def test_a_controller_that_logs_batches_is_judged_by_its_epochs() -> None:
     assert report.profile == "controller"
     assert "accuracy:zero" not in {finding.id for finding in report.findings}
     right[:25] = 0.0
-    assert "for 25 epochs" in of(analyse(by_batch(changed(log, accuracy_mean=right))), "accuracy:zero").title
+    assert (
+        "for 25 epochs"
+        in of(analyse(by_batch(changed(log, accuracy_mean=right))), "accuracy:zero").title
+    )
 
 
 @pytest.mark.parametrize("value", [1000.0, -1000.0])

@@ -20,8 +20,17 @@ def series(*values: float, stride: int = 1) -> Series:
 
 
 def drawn(one: Series) -> str:
-    figure = Figure("loss", "train/loss", scale_of(one.steps.tolist(), has_margin=False), (Curve(one, "s1", "loss"),))
-    return templates().get_template("plot.svg.jinja").render(figure=figure, report={"profile": "sft"}, log=None)
+    figure = Figure(
+        "loss",
+        "train/loss",
+        scale_of(one.steps.tolist(), has_margin=False),
+        (Curve(one, "s1", "loss"),),
+    )
+    return (
+        templates()
+        .get_template("plot.svg.jinja")
+        .render(figure=figure, report={"profile": "sft"}, log=None)
+    )
 
 
 def test_a_million_points_become_few_and_every_spike_keeps_its_height() -> None:
@@ -31,7 +40,10 @@ def test_a_million_points_become_few_and_every_spike_keeps_its_height() -> None:
     values[spikes[:50]], values[spikes[50:]] = 7.0, -7.0
     small = decimate(Series(np.arange(1_000_000), values), 400)
     assert len(small) <= 802
-    columns = {(int(at) * 400 // 1_000_000, value) for at, value in zip(small.steps, small.values, strict=True)}
+    columns = {
+        (int(at) * 400 // 1_000_000, value)
+        for at, value in zip(small.steps, small.values, strict=True)
+    }
     assert {(int(at) * 400 // 1_000_000, values[at]) for at in spikes} <= columns, f"seed {SEED}"
     assert np.all(np.diff(small.steps) > 0) and (small.steps[0], small.steps[-1]) == (0, 999_999)
 
@@ -52,8 +64,15 @@ def test_a_line_is_interrupted_where_a_value_is_missing() -> None:
     assert gaps(holed, known).tolist() == [False, False, True, True]
     drawing = drawn(holed)
     path = re.search(r'<path class="s1" d="([^"]*)"', drawing)
-    assert path is not None and path[1].count("M") == 3 and path[1].count("L") == 1 and path[1].count("h0") == 2
-    assert drawing.count("is not finite at step") == 2 and "nan" not in drawing.lower().replace("not finite", "")
+    assert (
+        path is not None
+        and path[1].count("M") == 3
+        and path[1].count("L") == 1
+        and path[1].count("h0") == 2
+    )
+    assert drawing.count("is not finite at step") == 2 and "nan" not in drawing.lower().replace(
+        "not finite", ""
+    )
 
 
 def test_a_million_missing_values_do_not_fill_the_page() -> None:
@@ -69,7 +88,9 @@ def test_a_million_missing_values_do_not_fill_the_page() -> None:
         ([1e-9, 2e-9], False), ([1e15, 1e15 + 2], False), ([math.inf, 1.0, 2.0], False), ([1e12, 1e-12], True),
     ],
 )  # fmt: skip
-def test_every_axis_has_room_few_ticks_and_different_words(values: list[float], is_log: bool) -> None:
+def test_every_axis_has_room_few_ticks_and_different_words(
+    values: list[float], is_log: bool
+) -> None:
     scale = scale_of(values, is_log=is_log)
     assert scale.low < scale.high and math.isfinite(scale.high - scale.low)
     ticks = scale.ticks()
@@ -94,11 +115,15 @@ def test_ticks_are_round_and_their_words_short(low: float, high: float, words: l
     assert axis_labels(Scale(low, high).ticks(), is_log=False) == words
 
 
-@pytest.mark.parametrize(("low", "high"), [(2.1, 4.9), (10.4, 19.0), (3.0, 3.001), (0.21, 0.49), (5.1e4, 9e4)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(2.1, 4.9), (10.4, 19.0), (3.0, 3.001), (0.21, 0.49), (5.1e4, 9e4)]
+)
 def test_a_log_axis_between_two_powers_still_has_ticks(low: float, high: float) -> None:
     scale = scale_of([low, high], is_log=True)
     words = axis_labels(scale.ticks(), is_log=True)
-    assert len(set(words)) == len(words) >= 2 and all(scale.low <= tick <= scale.high for tick in scale.ticks())
+    assert len(set(words)) == len(words) >= 2 and all(
+        scale.low <= tick <= scale.high for tick in scale.ticks()
+    )
 
 
 def test_a_log_axis_counts_in_powers_of_ten() -> None:

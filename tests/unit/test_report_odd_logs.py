@@ -1,4 +1,6 @@
-"""No log may bring the analysis down: holes, single points, infinities, keys of every framework at once."""
+"""No log may bring the analysis down: holes, single points, infinities, keys of every framework
+at once.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,10 @@ from trainer.report.result import LEVELS, Report
 from trainer.report.run_log import LogEvent, RunLog, Series
 from trainer.report.vocabulary import ROLES
 
-KEYS = sorted({key for keys in ROLES.values() for key in keys} | {"odd <key>", "val/accuracy", "time/train/update_s"})
+KEYS = sorted(
+    {key for keys in ROLES.values() for key in keys}
+    | {"odd <key>", "val/accuracy", "time/train/update_s"}
+)
 SOURCES = ("fsdp-sft", "ms-swift", "transformers", "verl", "csv", "jsonl")
 
 
@@ -38,7 +43,12 @@ def odd_series(rng: np.random.Generator) -> Series:
 def odd_log(seed: int) -> RunLog:
     rng = np.random.default_rng(seed)
     chosen = rng.choice(KEYS, size=int(rng.integers(0, len(KEYS))), replace=False)
-    config = [{}, OUR_CONFIG, SWIFT_CONFIG, {"max_grad_norm": "none", "learning_rate": None, "warmup_ratio": "0.1"}]
+    config = [
+        {},
+        OUR_CONFIG,
+        SWIFT_CONFIG,
+        {"max_grad_norm": "none", "learning_rate": None, "warmup_ratio": "0.1"},
+    ]
     return RunLog(
         path=Path("odd"),
         source=str(rng.choice(SOURCES)),
@@ -67,23 +77,32 @@ def check(report: Report, seed: int) -> None:
     assert len(report.checklist) == 14
     ids = [finding.id for finding in report.findings]
     assert len(ids) == len(set(ids)), (seed, ids)
-    assert [f.level for f in report.findings] == sorted((f.level for f in report.findings), key=LEVELS.index)
+    assert [f.level for f in report.findings] == sorted(
+        (f.level for f in report.findings), key=LEVELS.index
+    )
     for finding in report.findings:
         assert finding.value is None or isinstance(finding.value, float), (seed, finding)
-        assert finding.steps is None or all(type(step) is int for step in finding.steps), (seed, finding)
+        assert finding.steps is None or all(type(step) is int for step in finding.steps), (
+            seed,
+            finding,
+        )
 
 
 @pytest.mark.parametrize("place", ["mine/checkpoint-1000", "mine/global_step_20", "mine"])
 def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place: str, tmp_path: Path) -> None:
     (tmp_path / place).mkdir(parents=True)
     for path in (tmp_path / place, tmp_path / place / "trainer_state.json"):
-        assert analyse(RunLog(path=path, source="transformers", series={}, num_rows=0)).title == "mine"
+        assert (
+            analyse(RunLog(path=path, source="transformers", series={}, num_rows=0)).title == "mine"
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 5, 8])
 def test_a_long_log_of_noise_alone_is_judged(seed: int) -> None:
     """Its rises end before the onset that was looked for."""
     num_steps = 40_000
-    losses = Series(np.arange(1, num_steps + 1), abs(np.random.default_rng(seed).normal(2, 1, num_steps)))
+    losses = Series(
+        np.arange(1, num_steps + 1), abs(np.random.default_rng(seed).normal(2, 1, num_steps))
+    )
     report = analyse(RunLog(Path("run"), "jsonl", {"train/loss": losses}, num_steps), profile="sft")
     assert report.verdict in EXIT_CODES

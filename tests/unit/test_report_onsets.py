@@ -1,4 +1,6 @@
-"""Where a trouble began, what to go back to, and what a log alone in its directory does not prove."""
+"""Where a trouble began, what to go back to, and what a log alone in its directory does not
+prove.
+"""
 
 import json
 from dataclasses import replace
@@ -21,8 +23,12 @@ STEPS = np.arange(1, 601)
 
 def log_of(**columns: Any) -> RunLog:
     """600 steps of `columns` (`__` for `/`), and a checkpoint every 20."""
-    series = {key.replace("__", "/"): Series(STEPS, np.asarray(values)) for key, values in columns.items()}
-    return RunLog(Path("run"), "transformers", series, 600, checkpoints=checkpoints(range(20, 601, 20)))
+    series = {
+        key.replace("__", "/"): Series(STEPS, np.asarray(values)) for key, values in columns.items()
+    }
+    return RunLog(
+        Path("run"), "transformers", series, 600, checkpoints=checkpoints(range(20, 601, 20))
+    )
 
 
 def falling_loss(rng: np.random.Generator) -> np.ndarray:
@@ -35,26 +41,37 @@ def of_rule(report: Report, rule: str) -> Finding:
 
 @pytest.mark.parametrize("onset", [200, 260, 300, 400])
 @pytest.mark.parametrize("slope", [0.004, 0.01])
-def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset: int, slope: float) -> None:
+def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(
+    onset: int, slope: float
+) -> None:
     for seed in range(5):
         losses = falling_loss(np.random.default_rng(seed)) + slope * (STEPS - onset).clip(0)
         report = analyse(log_of(train__loss=losses), profile="sft")
         finding = of_rule(report, "V05")
-        assert finding.steps is not None and abs(finding.steps[0] - onset) <= 12, (seed, finding.title)
+        assert finding.steps is not None and abs(finding.steps[0] - onset) <= 12, (
+            seed,
+            finding.title,
+        )
         step = int(finding.remedy.split("checkpoint of step ")[1].split(".")[0])
         assert onset - 60 <= step <= onset, finding.remedy
 
 
 @pytest.mark.parametrize(
-    ("key", "factor"), [("throughput/train/tokens_per_s", 0.42), ("train/time(s)", 2.4)], ids=["tokens", "time"]
+    ("key", "factor"),
+    [("throughput/train/tokens_per_s", 0.42), ("train/time(s)", 2.4)],
+    ids=["tokens", "time"],
 )
 def test_a_throughput_that_is_halved_is_told_with_its_onset(key: str, factor: float) -> None:
     rng = np.random.default_rng(1)
     speed = rng.normal(1.0, 0.06, 600)
-    calm = analyse(log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft")
+    calm = analyse(
+        log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft"
+    )
     assert calm.verdict == "OK", calm.findings
     speed = np.where(STEPS > 350, factor, 1.0) * speed
-    report = analyse(log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft")
+    report = analyse(
+        log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft"
+    )
     finding = of_rule(report, "V19")
     assert report.verdict == "ATTENTION" and finding.metric == key
     assert finding.steps is not None and abs(finding.steps[0] - 350) <= 20, finding.title
@@ -65,10 +82,18 @@ def state(directory: Path, **facts: Any) -> Path:
     directory.mkdir(parents=True)
     losses = falling_loss(np.random.default_rng(2))
     rows: list[dict[str, Any]] = [
-        {"step": int(step), "loss": float(loss), "learning_rate": 1e-5 * (1 - step / 601), "grad_norm": 1.0}
+        {
+            "step": int(step),
+            "loss": float(loss),
+            "learning_rate": 1e-5 * (1 - step / 601),
+            "grad_norm": 1.0,
+        }
         for step, loss in zip(STEPS, losses, strict=True)
     ]
-    rows += [{"step": step, "eval_loss": 1.3 + 0.5 * float(np.exp(-step / 60))} for step in range(50, 601, 50)]
+    rows += [
+        {"step": step, "eval_loss": 1.3 + 0.5 * float(np.exp(-step / 60))}
+        for step in range(50, 601, 50)
+    ]
     content = {"max_steps": 600, "save_steps": 100, "eval_steps": 50, "log_history": rows} | facts
     (directory / "trainer_state.json").write_text(json.dumps(content))
     return directory
@@ -88,7 +113,9 @@ def test_checkpoints_that_a_limit_may_have_removed_are_not_missed(tmp_path: Path
         (saved / "model.safetensors").write_bytes(b"weights")
     assert "V27" not in {finding.rule for finding in analyse(read_run(run_dir)).findings}
     (run_dir / "checkpoint-400").mkdir()
-    assert "V27" in {finding.rule for finding in analyse(read_run(run_dir)).findings}, "an empty one is damaged"
+    assert "V27" in {finding.rule for finding in analyse(read_run(run_dir)).findings}, (
+        "an empty one is damaged"
+    )
 
 
 def test_no_checkpoint_is_named_where_none_is_known() -> None:
@@ -106,7 +133,10 @@ def test_the_metrics_that_are_judged_come_first() -> None:
     assert keys[:3] == ["train/loss", "val/loss", "train/grad_norm"]
     log = healthy("sft")
     guarded = {"guard/grad_z": log.series["train/loss"], **log.series}
-    assert [metric.key for metric in analyse(replace(log, series=guarded)).metrics][:2] == ["train/loss", "val/loss"]
+    assert [metric.key for metric in analyse(replace(log, series=guarded)).metrics][:2] == [
+        "train/loss",
+        "val/loss",
+    ]
 
 
 @pytest.mark.parametrize(("onset", "rate"), [(9, 3e-3), (25, 1e-3), (60, 1e-3)])
@@ -114,7 +144,9 @@ def test_the_metrics_that_are_judged_come_first() -> None:
 def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(
     onset: int, rate: float, end: float
 ) -> None:
-    """1.8 to 6.6 within 15 steps; then the loss stays, or falls to 5.9, which looks like progress."""
+    """1.8 to 6.6 within 15 steps; then the loss stays, or falls to 5.9, which looks like
+    progress.
+    """
     for seed in range(5):
         up = ((STEPS - onset) / 15).clip(0, 1)
         after = np.linspace(6.6, end, 600)
@@ -123,7 +155,11 @@ def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(
         log = replace(log_of(train__loss=losses, train__lr=rates), config={"learning_rate": rate})
         report = analyse(log, profile="sft")
         finding = of_rule(report, "V05")
-        assert report.verdict == "FAIL" and finding.steps is not None and abs(finding.steps[0] - onset) <= 6, finding
+        assert (
+            report.verdict == "FAIL"
+            and finding.steps is not None
+            and abs(finding.steps[0] - onset) <= 6
+        ), finding
         assert f"Lower learning_rate from {number(rate)} to {number(rate / 10)}" in finding.remedy
         assert not [other for other in report.findings if "higher" in other.remedy], seed
 
@@ -136,11 +172,15 @@ def test_a_leak_is_told_from_the_step_at_which_memory_begins_to_grow(share: floa
     grown = sizes.values * (1 + 0.4 * (np.arange(len(sizes)) - at).clip(0) / (len(sizes) - at))
     series = {**log.series, "memory/cpu/rss_gib": Series(sizes.steps, grown)}
     finding = of_rule(analyse(replace(log, series=series)), "V26")
-    assert finding.steps is not None and abs(finding.steps[0] - int(sizes.steps[at])) <= 20, finding.steps
+    assert finding.steps is not None and abs(finding.steps[0] - int(sizes.steps[at])) <= 20, (
+        finding.steps
+    )
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
-def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise(share: float) -> None:
+def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise(
+    share: float,
+) -> None:
     log, rng = healthy("grpo"), np.random.default_rng(0)
     steps = log.series["kl"].steps
     at = int(share * len(steps))
@@ -151,4 +191,6 @@ def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise(s
         "rewards/AnswerMatchCosine/mean": Series(steps, 0.4 + rng.normal(0, 0.05, len(steps))),
     }
     finding = of_rule(analyse(replace(log, series=series)), "V36")
-    assert finding.steps is not None and abs(finding.steps[0] - int(steps[at])) <= 0.02 * steps[-1], finding.steps
+    assert (
+        finding.steps is not None and abs(finding.steps[0] - int(steps[at])) <= 0.02 * steps[-1]
+    ), finding.steps

@@ -1,4 +1,6 @@
-"""What logs of ROLL, verl and MLLM-JAX say of a policy: lengths at their limit, rewards in phase, time and memory."""
+"""What logs of ROLL, verl and MLLM-JAX say of a policy: lengths at their limit, rewards in
+phase, time and memory.
+"""
 
 import math
 from dataclasses import replace
@@ -27,10 +29,15 @@ def told(report: Report) -> dict[str, Finding]:
 def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told() -> None:
     run = told(analyse(swift_run(2)))
     hits = run["clipped_ratio:cap"]
-    assert hits.level == "note" and "limit of 512 tokens" in hits.title and "2555" in hits.evidence[0], hits
+    assert (
+        hits.level == "note" and "limit of 512 tokens" in hits.title and "2555" in hits.evidence[0]
+    ), hits
     shortest = run["length_shift:shortest"]
     assert shortest.level == "note" and "once had 379 tokens" in shortest.title, shortest
-    assert not {"clipped_ratio:cap", "length_shift:shortest"} & told(analyse(swift_run(2, has_bursts=False))).keys()
+    assert (
+        not {"clipped_ratio:cap", "length_shift:shortest"}
+        & told(analyse(swift_run(2, has_bursts=False))).keys()
+    )
 
 
 def test_a_limit_that_nobody_told_is_the_length_met_again_and_again() -> None:
@@ -47,7 +54,9 @@ def test_samples_at_the_length_limit_are_no_answers_that_do_not_stop() -> None:
 
 
 def test_rewards_in_phase_need_not_stand_out_by_themselves() -> None:
-    """A burst of KL with a reward 5 spreads below its level: too little for an anomaly of its own."""
+    """A burst of KL with a reward 5 spreads below its level: too little for an anomaly of its
+    own.
+    """
     log = grpo_run(1)
     kl, rewards = (log.series[key].values.copy() for key in ("kl", "reward"))
     kl[700:703] = 9.0
@@ -65,7 +74,10 @@ def test_a_constant_rate_alone_asks_for_no_attention() -> None:
 
 def test_a_cosine_of_three_digits_is_still_a_cosine(tmp_path: Path) -> None:
     rates = 1e-5 * np.minimum(STEPS / 40, 0.5 * (1 + np.cos(np.pi * (STEPS - 40).clip(0) / 360)))
-    curves = {"train/loss": Series(STEPS, 1 + np.exp(-STEPS / 90)), "train/lr": Series(STEPS, np.round(rates, 6))}
+    curves = {
+        "train/loss": Series(STEPS, 1 + np.exp(-STEPS / 90)),
+        "train/lr": Series(STEPS, np.round(rates, 6)),
+    }
     rate = analyse(read_run(write_verl_console(tmp_path, curves))).learning_rate
     assert rate is not None and rate.schedule == "cosine"
 
@@ -80,7 +92,11 @@ def roll(directory: Path, **columns: Any) -> Report:
         "memory/actor_train/train_step/end/onload/max_reserved_frac/0": np.full(400, 0.7),
         **{key.replace("__", "/"): values for key, values in columns.items()},
     }
-    return analyse(read_run(write_roll(directory, {key: Series(STEPS, values) for key, values in curves.items()})))
+    return analyse(
+        read_run(
+            write_roll(directory, {key: Series(STEPS, values) for key, values in curves.items()})
+        )
+    )
 
 
 @pytest.mark.covers("S4.26", "S4.35")
@@ -89,8 +105,14 @@ def test_rolls_phases_and_memory_are_judged(tmp_path: Path) -> None:
     assert calm.verdict == "OK" and calm.throughput is not None, calm.findings
     assert max(calm.throughput.shares, key=lambda phase: calm.throughput.shares[phase]) == "rollout"
     assert math.isclose(sum(calm.throughput.shares.values()), 1) and calm.throughput.step_s > 29
-    assert "generation is the bottleneck" in next(one for one in sections(calm) if one.id == "throughput").lead
-    full = roll(tmp_path, memory__actor_train__train_step__end__onload__max_reserved_frac__3=np.full(400, 0.97))
+    assert (
+        "generation is the bottleneck"
+        in next(one for one in sections(calm) if one.id == "throughput").lead
+    )
+    full = roll(
+        tmp_path,
+        memory__actor_train__train_step__end__onload__max_reserved_frac__3=np.full(400, 0.97),
+    )
     assert "97.0 % full" in told(full)["memory:headroom"].title and full.verdict == "ATTENTION"
 
 

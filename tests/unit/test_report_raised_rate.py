@@ -1,4 +1,6 @@
-"""Rates off their schedule, levels that stay up, and healthy starts that once raised a false alarm."""
+"""Rates off their schedule, levels that stay up, and healthy starts that once raised a false
+alarm.
+"""
 
 from pathlib import Path
 
@@ -15,10 +17,14 @@ STEPS = np.arange(1, 401)
 RATE = 1e-3 * np.minimum(STEPS / 40, 0.5 * (1 + np.cos(np.pi * (STEPS - 40).clip(min=0) / 360)))
 
 
-def lifted(rate: np.ndarray, where: slice, factor: float) -> tuple[tuple[tuple[int, int], bool], ...]:
+def lifted(
+    rate: np.ndarray, where: slice, factor: float
+) -> tuple[tuple[tuple[int, int], bool], ...]:
     values = rate.copy()
     values[where] *= factor
-    return tuple((found.steps, found.is_over) for found in raised_rates(Series(STEPS, values), jump=3))
+    return tuple(
+        (found.steps, found.is_over) for found in raised_rates(Series(STEPS, values), jump=3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,14 @@ def test_a_raised_rate_is_found_to_the_point(where: slice, expected: tuple[objec
         np.maximum(0, STEPS - 1.0),
         np.where(STEPS == 1, 1e-6, 1.0),
     ],
-    ids=["cosine", "cosines that restart", "a dip", "steps down", "warm-up from 0", "a first step of almost 0"],
+    ids=[
+        "cosine",
+        "cosines that restart",
+        "a dip",
+        "steps down",
+        "warm-up from 0",
+        "a first step of almost 0",
+    ],
 )
 def test_what_a_schedule_does_by_itself_is_no_jump(rate: np.ndarray) -> None:
     assert raised_rates(Series(STEPS, rate), jump=3) == ()
@@ -55,8 +68,13 @@ def test_a_rate_that_jumps_without_harm_is_still_told() -> None:
     rate = sft_run(0).series["train/lr"].values.copy()
     rate[999:1009] *= 10
     report = analyse(changed(sft_run(0), **{"train/lr": rate}))
-    assert [f.id for f in report.top] == ["lr_schedule:raised"] and report.top[0].steps == (1000, 1009)
-    assert [(a.steps, a.metric, a.chain) for a in report.anomalies] == [((1000, 1009), "train/lr", ("train/lr",))]
+    assert [f.id for f in report.top] == ["lr_schedule:raised"] and report.top[0].steps == (
+        1000,
+        1009,
+    )
+    assert [(a.steps, a.metric, a.chain) for a in report.anomalies] == [
+        ((1000, 1009), "train/lr", ("train/lr",))
+    ]
 
 
 def test_a_loss_that_jumps_and_stays_up_is_an_interval_that_did_not_recover() -> None:
@@ -85,7 +103,9 @@ def test_memory_of_the_first_steps_is_no_leak() -> None:
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.3, False), (0.8, True)])
-def test_large_gradients_of_the_start_are_not_said_to_be_clipped_throughout(share: float, is_told: bool) -> None:
+def test_large_gradients_of_the_start_are_not_said_to_be_clipped_throughout(
+    share: float, is_told: bool
+) -> None:
     norms = np.where(STEPS <= 200, 3.0, np.where(10 * share > STEPS % 10, 1.2, 0.8))
     series = {"train/loss": Series(STEPS, 2 - STEPS / 400), "train/grad_norm": Series(STEPS, norms)}
     series["optim/clipped_frac"] = Series(STEPS, (norms > 1.0).astype(float))
@@ -93,8 +113,12 @@ def test_large_gradients_of_the_start_are_not_said_to_be_clipped_throughout(shar
     assert ("grad_unclipped:clipped" in {f.id for f in report.findings}) == is_told
 
 
-@pytest.mark.parametrize(("model", "levels"), [("quickstart", []), ("/models/pretrained", ["warn"])])
-def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(model: str, levels: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "levels"), [("quickstart", []), ("/models/pretrained", ["warn"])]
+)
+def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(
+    model: str, levels: list[str]
+) -> None:
     series = {"train/loss": Series(STEPS, np.linspace(8, 1, 400))}
     log = RunLog(Path("run"), "fsdp-sft", series, 400, config={"model.partial_pretrain": model})
     assert [f.level for f in analyse(log).findings if f.rule == "V03"] == levels

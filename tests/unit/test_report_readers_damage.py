@@ -1,4 +1,6 @@
-"""Damaged logs: cut anywhere, bits flipped, rubbish in between. Read what is left, or refuse; never crash."""
+"""Damaged logs: cut anywhere, bits flipped, rubbish in between. Read what is left, or refuse;
+never crash.
+"""
 
 import json
 import struct
@@ -21,7 +23,9 @@ def written(directory: Path, name: str) -> tuple[Path, Path]:
     """(what to read, the file in it to damage) of a short run."""
     target = WRITERS[name](directory, make_curves(num_steps=60))
     inner = sorted(
-        path for path in target.rglob("*") if (path.is_file() and "metrics" in str(path)) or "tfev" in str(path)
+        path
+        for path in target.rglob("*")
+        if (path.is_file() and "metrics" in str(path)) or "tfev" in str(path)
     )
     return target, target if target.is_file() else inner[0]
 
@@ -43,10 +47,16 @@ def read_or_refuse(path: Path, why: str) -> RunLog | None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(
+    tmp_path: Path, name: str
+) -> None:
     target, file = written(tmp_path, name)
     content, generator = file.read_bytes(), np.random.default_rng(SEED)
-    for size in [*range(0, 40, 3), *generator.integers(0, len(content), NUM_CUTS).tolist(), len(content) - 1]:
+    for size in [
+        *range(0, 40, 3),
+        *generator.integers(0, len(content), NUM_CUTS).tolist(),
+        len(content) - 1,
+    ]:
         file.write_bytes(content[:size])
         read_or_refuse(target, f"{name} cut to {size} of {len(content)} bytes")
 
@@ -70,7 +80,9 @@ def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path: Path, name: str) -> 
     whole = read_or_refuse(target, name)
     lines = file.read_bytes().rstrip(b"\n").splitlines(keepends=True)
     last_row = max(
-        n for n, line in enumerate(lines) if b"60" in line and b"summary" not in line and b"runtime" not in line
+        n
+        for n, line in enumerate(lines)
+        if b"60" in line and b"summary" not in line and b"runtime" not in line
     )
     place = last_row - (name == "csv")
     file.write_bytes(b"".join(lines[:place]) + lines[place][: len(lines[place]) // 2])
@@ -86,7 +98,16 @@ def test_rubbish_between_the_rows_costs_no_row(tmp_path: Path, name: str) -> Non
     target, file = written(tmp_path, name)
     whole = read_or_refuse(target, name)
     lines = file.read_bytes().splitlines(keepends=True)
-    rubbish = [b"\n", b"\x00\xff\xfe\n", b"null\n", b"[[[[\n", b"{}\n", b"   \n", b'{"a": 1}\n', b'{"step": "x"}\n']
+    rubbish = [
+        b"\n",
+        b"\x00\xff\xfe\n",
+        b"null\n",
+        b"[[[[\n",
+        b"{}\n",
+        b"   \n",
+        b'{"a": 1}\n',
+        b'{"step": "x"}\n',
+    ]
     file.write_bytes(b"".join(line + rubbish[n % len(rubbish)] for n, line in enumerate(lines)))
     read = read_or_refuse(target, name)
     assert whole is not None and read is not None
@@ -104,7 +125,12 @@ def test_a_state_cut_in_its_history_gives_the_rows_before_the_cut(tmp_path: Path
 
 
 def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path) -> None:
-    rows = [b'{"step": 1, "loss": 0.5}', b'{"step": ' * 100_000, b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}"]
+    rows = [
+        b'{"step": 1, "loss": 0.5}',
+        b'{"step": ' * 100_000,
+        b"[" * 100_000,
+        b'{"step": 1' + b"0" * 5000 + b"}",
+    ]
     rows += [
         b'{"step": 1e400, "loss": 1}',
         b'{"step": -1, "loss": 1}',
@@ -144,7 +170,17 @@ def test_blocks_of_any_size_give_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
-    lines = ['{"step": 1}', "", '{"step": 2', '{"step": 3}  ', "[4]", '{"step": 5}\r', "", '"torn": 1}', '{"step": 6}']
+    lines = [
+        '{"step": 1}',
+        "",
+        '{"step": 2',
+        '{"step": 3}  ',
+        "[4]",
+        '{"step": 5}\r',
+        "",
+        '"torn": 1}',
+        '{"step": 6}',
+    ]
     (tmp_path / "log.jsonl").write_text("\n".join(lines), newline="")
     rows = json_lines.JsonLines(tmp_path / "log.jsonl", is_final=True)
     found = [row["step"] for _, row in rows]
@@ -167,7 +203,10 @@ def test_a_record_of_impossible_length_ends_an_event_file(tmp_path: Path) -> Non
 
 
 def test_damage_beside_the_log_does_not_hide_it(tmp_path: Path) -> None:
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "attempt": 1, "kind": "train", "ts": 1.0, "train/loss": 0.5}])
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": 1, "attempt": 1, "kind": "train", "ts": 1.0, "train/loss": 0.5}],
+    )
     for name in ("run.json", "events.jsonl", "latest_checkpointed_iteration.txt"):
         (tmp_path / name).write_bytes(b"\xff{[\n" + json.dumps([1]).encode())
     (tmp_path / "global_step_7").write_text("a file")

@@ -30,7 +30,9 @@ def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
         tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
         for step in steps:
             loss = float("nan") if step == 7 else attempt + step / 100
-            tracking.log({"train/loss": loss, "train/lr(1e-3)": 0.125, "train/lr": 0.125e-3}, step=step)
+            tracking.log(
+                {"train/loss": loss, "train/lr(1e-3)": 0.125, "train/lr": 0.125e-3}, step=step
+            )
         tracking.log({"val/loss": 0.5}, step=steps[-1])
         tracking.finish(0)
     log = read_run(tmp_path)
@@ -39,17 +41,31 @@ def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
         "1.01", "1.02", "1.03", "1.04", "2.05", "2.06", "nan", "2.08",
     ]  # fmt: skip
     assert set(log.series["train/lr"].values) == {0.125e-3}
-    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_unparsed) == (2, 2, 0, 0)
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_unparsed) == (
+        2,
+        2,
+        0,
+        0,
+    )
 
 
 def test_a_start_marker_takes_back_steps_that_were_not_trained_again_yet(tmp_path: Path) -> None:
-    rows = [row(0, kind="start"), *train_rows(range(1, 11), 1, 1.0), row(10, kind="val", **{"val/loss": 3.0})]
+    rows = [
+        row(0, kind="start"),
+        *train_rows(range(1, 11), 1, 1.0),
+        row(10, kind="val", **{"val/loss": 3.0}),
+    ]
     rows += [row(6, 2, "start"), *train_rows(range(7, 9), 2, 2.0)]
     log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
     assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
     assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2
     assert "val/loss" not in log.series
-    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_rows) == (2, 4, 0, 13)
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_rows) == (
+        2,
+        4,
+        0,
+        13,
+    )
 
 
 def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_path: Path) -> None:
@@ -61,7 +77,9 @@ def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_p
     assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows) == (1, 4 + 3, 0)
 
 
-def test_files_from_before_the_markers_let_the_newest_attempt_of_a_step_count(tmp_path: Path) -> None:
+def test_files_from_before_the_markers_let_the_newest_attempt_of_a_step_count(
+    tmp_path: Path,
+) -> None:
     rows = [*train_rows(range(1, 11), 1, 1.0), *train_rows(range(7, 9), 2, 2.0)]
     log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
     assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2 + [1.0] * 2
@@ -77,7 +95,9 @@ def test_a_repeated_row_without_restart_is_counted(tmp_path: Path) -> None:
 
 def test_a_row_glued_to_a_torn_one_is_not_lost(tmp_path: Path) -> None:
     whole = [json.dumps(r) for r in train_rows(range(1, 4), 1, 1.0)]
-    (tmp_path / "metrics.jsonl").write_text(f"{whole[0]}\n\n{whole[1][:30]}{whole[2]}\n[1]\n{whole[1][:25]}")
+    (tmp_path / "metrics.jsonl").write_text(
+        f"{whole[0]}\n\n{whole[1][:30]}{whole[2]}\n[1]\n{whole[1][:25]}"
+    )
     log = read_run(tmp_path)
     assert log.series["train/loss"].steps.tolist() == [1, 3]
     assert log.num_unparsed == 3
@@ -85,10 +105,22 @@ def test_a_row_glued_to_a_torn_one_is_not_lost(tmp_path: Path) -> None:
 
 def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
-    end = {"ts": 2.0, "attempt": 1, "step": 3, "kind": "end", "level": "error", "message": "crashed", "exit_code": 1}
+    end = {
+        "ts": 2.0,
+        "attempt": 1,
+        "step": 3,
+        "kind": "end",
+        "level": "error",
+        "message": "crashed",
+        "exit_code": 1,
+    }
     start = {"ts": 1.0, "attempt": 1, "step": 0, "kind": "start", "message": "begins"}
     write_lines(tmp_path / "events.jsonl", [start, end])
-    run = {"run_ids": {}, "total_steps": 9, "config": {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}}}
+    run = {
+        "run_ids": {},
+        "total_steps": 9,
+        "config": {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}},
+    }
     (tmp_path / "run.json").write_text(json.dumps(run))
     log = read_run(tmp_path)
     assert log.events == (LogEvent(0, "start", "begins"), LogEvent(3, "end", "crashed", "error"))
@@ -105,7 +137,10 @@ def checkpoint(run_dir: Path, step: int, **more: bytes) -> Path:
     files |= {"model_world_size_1_rank_0.pt": b"12345", "huggingface/config.json": b"{}"}
     for name, content in files.items():
         (path / name).write_bytes(content)
-    listed = [{"path": name, "size_bytes": len(content), "sha256": "0" * 64} for name, content in files.items()]
+    listed = [
+        {"path": name, "size_bytes": len(content), "sha256": "0" * 64}
+        for name, content in files.items()
+    ]
     (path / "manifest.json").write_text(json.dumps({"step": step, "files": listed}))
     return path
 
@@ -128,10 +163,16 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
         30: ("model_world_size_1_rank_0.pt has 3 bytes, 5 were written",),
         40: ("manifest.json cannot be read",),
         50: ("neither manifest.json nor fsdp_config.json: its save did not finish",),
-        60: tuple(f"{part}_world_size_1_rank_0.pt is missing" for part in ("model", "optim", "extra_state")),
+        60: tuple(
+            f"{part}_world_size_1_rank_0.pt is missing"
+            for part in ("model", "optim", "extra_state")
+        ),
     }
     assert [state.is_complete for state in log.checkpoints] == [True, *[False] * 5]
-    assert log.checkpoints[0].size_bytes == 7 + (tmp_path / "global_step_10" / "manifest.json").stat().st_size
+    assert (
+        log.checkpoints[0].size_bytes
+        == 7 + (tmp_path / "global_step_10" / "manifest.json").stat().st_size
+    )
 
 
 def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
@@ -141,19 +182,42 @@ def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
     for name, is_reversed in (("rising", False), ("falling", True)):
         (tmp_path / name / "run").mkdir(parents=True)
         path = write_own(tmp_path / name / "run", sft_run(0).series)
-        rows = [json.loads(line) | {"train/lr(1e-3)": 1.0} for line in path.read_text().splitlines()]
-        rows = [{key: r[key] for key in columns} | {k: r[k] for k in sorted(r, reverse=is_reversed)} for r in rows]
+        rows = [
+            json.loads(line) | {"train/lr(1e-3)": 1.0} for line in path.read_text().splitlines()
+        ]
+        rows = [
+            {key: r[key] for key in columns} | {k: r[k] for k in sorted(r, reverse=is_reversed)}
+            for r in rows
+        ]
         report = as_json(analyse(read_run(write_lines(path, rows))))
         found.append(json.dumps({key: value for key, value in report.items() if key != "source"}))
     assert found[0] == found[1]
 
 
-def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path: Path) -> None:
-    certificate = {"step": 50, "engine": "vllm 1", "val_loss": 1.5, "served_loss": 1.5001, "tolerance": 0.001}
-    refused = {"step": 100, "served_loss": None, "is_equal": False, "causes": ["config.json: rope_theta"]}
+def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(
+    tmp_path: Path,
+) -> None:
+    certificate = {
+        "step": 50,
+        "engine": "vllm 1",
+        "val_loss": 1.5,
+        "served_loss": 1.5001,
+        "tolerance": 0.001,
+    }
+    refused = {
+        "step": 100,
+        "served_loss": None,
+        "is_equal": False,
+        "causes": ["config.json: rope_theta"],
+    }
     write_own(tmp_path, sft_run(1).series)
     (tmp_path / "proofs").mkdir()
-    contents = [certificate | {"is_equal": True, "causes": []}, certificate | refused, {"step": 7}, [1]]
+    contents = [
+        certificate | {"is_equal": True, "causes": []},
+        certificate | refused,
+        {"step": 7},
+        [1],
+    ]
     for number, content in enumerate(contents):
         (tmp_path / "proofs" / f"step_{number}_vllm.json").write_text(json.dumps(content))
     (tmp_path / "proofs" / "step_9_torn.json").write_text('{"step": 9, "is_eq')

@@ -1,4 +1,6 @@
-"""TensorBoard's event files as its own library writes them: purged steps, several files, tensors."""
+"""TensorBoard's event files as its own library writes them: purged steps, several files,
+tensors.
+"""
 
 import struct
 from pathlib import Path
@@ -15,10 +17,14 @@ from trainer.tracking import Tracking
 
 def logged(run_dir: Path, *, steps: range, exit_code: int = 0) -> None:
     """One attempt of a run through our facade."""
-    tracking = Tracking("project", "exp", "tensorboard", {"optim": {"lr": 1e-4}}, run_dir=run_dir, total_steps=8)
+    tracking = Tracking(
+        "project", "exp", "tensorboard", {"optim": {"lr": 1e-4}}, run_dir=run_dir, total_steps=8
+    )
     for step in steps:
         share = step / 4 if step != 3 else float("nan")
-        tracking.log({"train/loss": step / 128, "train/lr(1e-3)": 0.125, "data/share(%)": share}, step=step)
+        tracking.log(
+            {"train/loss": step / 128, "train/lr(1e-3)": 0.125, "data/share(%)": share}, step=step
+        )
         if step % 2 == 0:
             tracking.log({"val/loss": float(step)}, step=step)
     tracking.finish(exit_code)
@@ -37,14 +43,18 @@ def test_our_event_files_read_like_the_file_that_is_the_source_of_truth(tmp_path
     assert (truth.source, log.source) == ("fsdp-sft", "tensorboard")
     for key in ("train/loss", "train/lr", "val/loss"):
         assert values(log, key) == values(truth, key), key
-    np.testing.assert_array_equal(log.series["data/share(%)"].values, [0.25, 0.5, np.nan, 1, 1.25, 1.5, 1.75, 2])
+    np.testing.assert_array_equal(
+        log.series["data/share(%)"].values, [0.25, 0.5, np.nan, 1, 1.25, 1.5, 1.75, 2]
+    )
     assert log.num_attempts == 2
 
 
 def test_purged_steps_of_earlier_files_do_not_come_back(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     for purge_step, steps, value in ((None, range(1, 11), 1.0), (7, range(7, 9), 2.0)):
-        with tensorboard.SummaryWriter(str(tmp_path), purge_step=purge_step, filename_suffix=f".{value}") as writer:
+        with tensorboard.SummaryWriter(
+            str(tmp_path), purge_step=purge_step, filename_suffix=f".{value}"
+        ) as writer:
             for step in steps:
                 writer.add_scalar("Train/Loss", value, step)
     log = read_run(tmp_path)
@@ -91,15 +101,21 @@ def test_tensor_scalars_of_every_kind(tensor: bytes, scalar: float | None) -> No
     assert scalars_of(message.FromString(event)) == ({} if scalar is None else {"tag": scalar})
 
 
-def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_files_without_tensorboard_name_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     logged(tmp_path, steps=range(1, 3))
     monkeypatch.setattr(reader, "find_spec", lambda name: None)
-    with pytest.raises(UnreadableLogError, match=r"event files need tensorboard: pip install 'tensorboard>=2\.18'"):
+    with pytest.raises(
+        UnreadableLogError, match=r"event files need tensorboard: pip install 'tensorboard>=2\.18'"
+    ):
         read_run(tmp_path / "tensorboard")
 
 
-def test_of_several_directories_the_newest_is_read_and_the_others_are_mentioned(tmp_path: Path) -> None:
+def test_of_several_directories_the_newest_is_read_and_the_others_are_mentioned(
+    tmp_path: Path,
+) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     for name in ("Jan01", "Jan02"):
         with tensorboard.SummaryWriter(str(tmp_path / "runs" / name)) as writer:

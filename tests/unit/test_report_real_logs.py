@@ -1,4 +1,6 @@
-"""Logs that TRL and transformers really wrote (tests/real_logs): a raised rate is found, health is left alone."""
+"""Logs that TRL and transformers really wrote (tests/real_logs): a raised rate is found, health
+is left alone.
+"""
 
 from functools import cache
 from io import StringIO
@@ -37,7 +39,9 @@ def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name: 
     assert report.verdict == "ATTENTION" and report.top[0] == found
     assert found.steps is not None and found.steps[0] == FAULT_STEPS[0]
     assert 0 <= FAULT_STEPS[1] - found.steps[1] < LOGGED_EVERY[name]
-    assert found.value == pytest.approx(50, rel=0.05), "the schedule itself falls from one point to the next"
+    assert found.value == pytest.approx(50, rel=0.05), (
+        "the schedule itself falls from one point to the next"
+    )
     assert "train/loss up to 5." in found.evidence[0]
 
 
@@ -49,7 +53,10 @@ def test_the_one_interval_is_that_of_the_fault_and_the_rate_leads_its_chain(name
     assert anomaly.steps[0] == FAULT_STEPS[0] and abs(anomaly.steps[1] - FAULT_STEPS[1]) < 5
     assert chain_of(anomaly)[0] == "learning rate" and chain_of(anomaly)[-1] == "loss"
     assert not anomaly.has_recovered, "the loss stays above the 3.1 it had"
-    assert "The learning rate jumped first, at step 400" in report.closing and "common" not in report.closing
+    assert (
+        "The learning rate jumped first, at step 400" in report.closing
+        and "common" not in report.closing
+    )
 
 
 @pytest.mark.covers("S2.25:R")
@@ -57,7 +64,9 @@ def test_the_burst_of_the_gradient_is_one_of_the_followers() -> None:
     (anomaly,) = report_of("transformers_raised").anomalies
     assert chain_of(anomaly) == ("learning rate", "gradient", "loss")
     burst = next(mover for mover in anomaly.movers if mover.metric == "train/grad_norm")
-    assert (burst.onset_step, burst.peak_step) == (401, 401) and burst.peak_value == pytest.approx(4.36, abs=0.01)
+    assert (burst.onset_step, burst.peak_step) == (401, 401) and burst.peak_value == pytest.approx(
+        4.36, abs=0.01
+    )
 
 
 @pytest.mark.covers("S2.10:R")
@@ -85,7 +94,9 @@ def test_a_loss_that_fell_until_the_fault_is_not_said_to_be_stuck(name: str) -> 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> None:
     report = report_of(name)
-    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {"V03"}, report.findings
+    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {"V03"}, (
+        report.findings
+    )
     assert not report.anomalies
 
 

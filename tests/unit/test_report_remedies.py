@@ -37,7 +37,9 @@ def every_remedy() -> Iterator[str]:
     yield from advice()
     for kind in ("sft", "grpo", "controller"):
         for config in ({}, OUR_CONFIG):
-            run = AnalysedRun(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
+            run = AnalysedRun(
+                replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0}
+            )
             yield from (advice_of(run).text for advice_of in ADVICE)
 
 
@@ -47,9 +49,12 @@ def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
     unknown = {key: text for text in texts for key in KEY.findall(text) if key not in known_keys()}
     assert unknown == {}
     overrides = {(key, value) for text in texts for key, value in OVERRIDE.findall(text)}
-    assert {"optim.clip_grad", "trainer.test_freq", "trainer.guard.on_severe", "optim.lr_scheduler"} <= {
-        key for key, _ in overrides
-    }
+    assert {
+        "optim.clip_grad",
+        "trainer.test_freq",
+        "trainer.guard.on_severe",
+        "optim.lr_scheduler",
+    } <= {key for key, _ in overrides}
     for key, value in sorted(overrides):
         if re.fullmatch(r"[\d.e-]+|true|false|[a-z]+", value) and value not in ("a", "tenth"):
             load_config([f"{key}={value}"])
@@ -57,7 +62,10 @@ def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
 
 def test_no_option_of_another_framework_is_advised() -> None:
     foreign = {
-        text: words for text in every_remedy() for words in BARE.findall(text) if not re.search(rf"\.{words}", text)
+        text: words
+        for text in every_remedy()
+        for words in BARE.findall(text)
+        if not re.search(rf"\.{words}", text)
     }
     assert foreign == {}
 
@@ -66,8 +74,8 @@ def test_no_option_of_another_framework_is_advised() -> None:
 def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
     run: Any = AnalysedRun(healthy("grpo"), "grpo", {"lr_jump": 3.0})
     assert watch(run).text == (
-        "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
-        "snapshot and return to a checkpoint, or stop."
+        "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped "
+        "ratio > 0.3 keep a snapshot and return to a checkpoint, or stop."
     )
 
 

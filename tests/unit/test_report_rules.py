@@ -17,10 +17,34 @@ from trainer.report.analysed_run import recognise_profile
 from trainer.report.result import LEVELS, Finding, Report
 from trainer.report.run_log import RunLog
 
-LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}
-LEVEL_OF |= {"V01": "fail", "V02": "fail", "V05": "fail", "V27": "fail", "V22": "warn", "V09": "info", "V21": "info"}
+LEVEL_OF = {
+    "V03": "warn",
+    "V08": "warn",
+    "V10": "note",
+    "V25": "fail",
+    "V31": "fail",
+    "V32": "fail",
+    "V44": "fail",
+}
+LEVEL_OF |= {
+    "V01": "fail",
+    "V02": "fail",
+    "V05": "fail",
+    "V27": "fail",
+    "V22": "warn",
+    "V09": "info",
+    "V21": "info",
+}
 LEVEL_OF |= {"V46": "fail"}
-LEVEL_OF |= {"V23": "info", "V42": "info", "V17": "fail", "V18": "note", "V33": "note", "V41": "note", "V43": "note"}
+LEVEL_OF |= {
+    "V23": "info",
+    "V42": "info",
+    "V17": "fail",
+    "V18": "note",
+    "V33": "note",
+    "V41": "note",
+    "V43": "note",
+}
 
 
 @cache
@@ -36,22 +60,53 @@ def test_there_is_a_fault_for_every_check() -> None:
     assert sorted(check.id for check in judge.CHECKS.values()) == [rule for rule, _, _ in FAULTS]
 
 
-@pytest.mark.covers("S0.14", "S0.16", "S0.18", "S0.21", "S0.26", "S1.12", "S1.13", "S1.14", "S1.20", "S1.23", "S1.35")
-@pytest.mark.covers("S1.36", "S1.37", "S2.11", "S2.17", "S2.18", "S2.19", "S2.26", "S2.27", "S2.41", "S3.32", "S3.34")
+@pytest.mark.covers(
+    "S0.14",
+    "S0.16",
+    "S0.18",
+    "S0.21",
+    "S0.26",
+    "S1.12",
+    "S1.13",
+    "S1.14",
+    "S1.20",
+    "S1.23",
+    "S1.35",
+)
+@pytest.mark.covers(
+    "S1.36",
+    "S1.37",
+    "S2.11",
+    "S2.17",
+    "S2.18",
+    "S2.19",
+    "S2.26",
+    "S2.27",
+    "S2.41",
+    "S3.32",
+    "S3.34",
+)
 @pytest.mark.covers("S3.35", "S3.36", "S3.39", "S3.40", "S3.41", "S3.42", "S4.19")
 @pytest.mark.parametrize(("rule", "kind", "build"), FAULTS, ids=[rule for rule, _, _ in FAULTS])
-def test_a_rule_fires_on_its_fault_and_not_on_a_healthy_run(rule: str, kind: str, build: Callable[[], RunLog]) -> None:
+def test_a_rule_fires_on_its_fault_and_not_on_a_healthy_run(
+    rule: str, kind: str, build: Callable[[], RunLog]
+) -> None:
     findings = of_rule(analyse(build()), rule)
     assert findings, f"{rule} is silent on its fault (seed {SEED})"
     worst = min(findings, key=lambda finding: LEVELS.index(finding.level))
     assert worst.level == LEVEL_OF.get(rule, "warn"), worst
     silent = {"V09", "V40"} if kind == "controller" else set()
-    if rule not in silent:  # a healthy controller jitters and still misses some budgets: told, not complained about
-        assert not of_rule(healthy_report(kind), rule), f"{rule} fires on a healthy {kind} run (seed {SEED})"
+    # a healthy controller jitters and still misses some budgets: told, not complained about
+    if rule not in silent:
+        assert not of_rule(healthy_report(kind), rule), (
+            f"{rule} fires on a healthy {kind} run (seed {SEED})"
+        )
 
 
 @pytest.mark.parametrize(("rule", "kind", "build"), FAULTS, ids=[rule for rule, _, _ in FAULTS])
-def test_a_finding_says_what_why_and_what_to_do(rule: str, kind: str, build: Callable[[], RunLog]) -> None:
+def test_a_finding_says_what_why_and_what_to_do(
+    rule: str, kind: str, build: Callable[[], RunLog]
+) -> None:
     report = analyse(build())
     ids = [finding.id for finding in report.findings]
     assert len(ids) == len(set(ids)), "ids tell findings apart"
@@ -72,8 +127,12 @@ def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
 
 def test_the_profile_is_recognised_by_what_is_logged() -> None:
     kinds = {"sft": sft_run(0), "grpo": swift_run(0), "controller": controller_run(0)}
-    assert {kind: recognise_profile(log) for kind, log in kinds.items()} == {kind: kind for kind in kinds}
-    assert recognise_profile(changed(sft_run(0), **{"rewards/margins": 0.3})) == "grpo", "preference training"
+    assert {kind: recognise_profile(log) for kind, log in kinds.items()} == {
+        kind: kind for kind in kinds
+    }
+    assert recognise_profile(changed(sft_run(0), **{"rewards/margins": 0.3})) == "grpo", (
+        "preference training"
+    )
     assert recognise_profile(replace(sft_run(0), series={})) == "generic"
 
 
@@ -122,7 +181,9 @@ def test_a_rule_that_lacks_its_metric_says_so() -> None:
 
 def test_an_empty_log_is_insufficient_and_no_crash() -> None:
     log = sft_run(0)
-    report = analyse(replace(log, series={}, num_rows=0, total_steps=None, checkpoints=(), tracker_step=None))
+    report = analyse(
+        replace(log, series={}, num_rows=0, total_steps=None, checkpoints=(), tracker_step=None)
+    )
     assert report.verdict == "INSUFFICIENT" and report.verdict in EXIT_CODES
     assert report.metrics == report.trends == report.anomalies == ()
 
@@ -134,7 +195,11 @@ def test_an_unknown_limit_is_named() -> None:
 
 def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
     report = analyse(sft_run(0), thresholds={"gpu_util": 99.0})
-    assert of_rule(report, "V24") and report.overridden == ("gpu_util",) and report.thresholds["gpu_util"] == 99.0
+    assert (
+        of_rule(report, "V24")
+        and report.overridden == ("gpu_util",)
+        and report.thresholds["gpu_util"] == 99.0
+    )
 
 
 def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:

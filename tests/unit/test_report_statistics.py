@@ -51,7 +51,9 @@ def test_bursts_do_not_hide_behind_each_other() -> None:
 def test_batches_of_two_kinds_are_usual() -> None:
     rng = np.random.default_rng(4)
     values = np.where(rng.random(4000) < 0.1, 1.8, 1.0) * np.exp(rng.normal(0, 0.03, 4000))
-    z, _, _ = usual_range(np.log(values), level_window=32, spread_window=128, floor=0.05, relative_floor=0)
+    z, _, _ = usual_range(
+        np.log(values), level_window=32, spread_window=128, floor=0.05, relative_floor=0
+    )
     assert (z > 8).mean() < 0.01, "seed 4"
 
 
@@ -88,7 +90,10 @@ def test_the_overfitting_rule_on_the_example() -> None:
 def test_noisy_plateaus_are_seldom_called_overfitting() -> None:
     rng = np.random.default_rng(6)
     train, plateau = np.linspace(1.2, 0.9, 20), 1.0 + 0.6 * np.exp(-np.arange(20) / 4)
-    false = sum("overfit" in judge_validations(plateau + rng.normal(0, 0.005, 20), train) for _ in range(200))
+    false = sum(
+        "overfit" in judge_validations(plateau + rng.normal(0, 0.005, 20), train)
+        for _ in range(200)
+    )
     assert false <= 4, f"{false} of 200, seed 6"
 
 
@@ -117,7 +122,9 @@ def test_every_limit_has_a_reader() -> None:
 @pytest.mark.covers("S3.33")
 @pytest.mark.parametrize("total_steps", [40, 60, 233, 1000])
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
-def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, total_steps: int) -> None:
+def test_the_schedules_of_this_trainer_are_recognised_however_short(
+    kind: str, total_steps: int
+) -> None:
     own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])

@@ -1,4 +1,5 @@
-"""Faults put into logs of many trainers are found, from the step on where they were put; healthy logs are left alone.
+"""Faults put into logs of many trainers are found, from the step on where they were put; healthy
+logs are left alone.
 
 A sample: `python benchmarks/report_faults.py` measures the rates.
 """
@@ -22,7 +23,9 @@ def sample() -> list[Outcome]:
 def test_faults_of_many_trainers_are_found_and_placed() -> None:
     outcomes = sample()
     assert len(outcomes) > 40 and len({outcome.fault for outcome in outcomes}) >= 20
-    missed = [(one.family, one.fault, one.verdict, one.told) for one in outcomes if not one.is_found]
+    missed = [
+        (one.family, one.fault, one.verdict, one.told) for one in outcomes if not one.is_found
+    ]
     displaced = [
         (one.family, one.fault, one.distance, one.tolerance)
         for one in outcomes

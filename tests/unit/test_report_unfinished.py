@@ -1,4 +1,6 @@
-"""How long a run was to be, and whether it came to its end: from the files that a run leaves, however it ended."""
+"""How long a run was to be, and whether it came to its end: from the files that a run leaves,
+however it ended.
+"""
 
 import json
 import os
@@ -19,11 +21,19 @@ NUM_STEPS = 186
 
 def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -> Tracking:
     """A healthy attempt that logs `steps` and is not closed: as a kill leaves it."""
-    losses = 1.0 + 1.2 * np.exp(-np.arange(NUM_STEPS) / 30) + np.random.default_rng(7).normal(0, 0.02, NUM_STEPS)
+    losses = (
+        1.0
+        + 1.2 * np.exp(-np.arange(NUM_STEPS) / 30)
+        + np.random.default_rng(7).normal(0, 0.02, NUM_STEPS)
+    )
     tracking = Tracking("project", "exp", [], {}, run_dir=run_dir, total_steps=total_steps)
     tracking.start(steps[0] - 1)
     for step in steps:
-        row = {"train/loss": float(losses[step - 1]), "train/grad_norm": 1.0, "progress/pct": 100 * step / NUM_STEPS}
+        row = {
+            "train/loss": float(losses[step - 1]),
+            "train/grad_norm": 1.0,
+            "progress/pct": 100 * step / NUM_STEPS,
+        }
         tracking.log(row, step)
     return tracking
 
@@ -41,12 +51,23 @@ def status(report: Report, line: str) -> str:
 
 
 @pytest.mark.covers("S3.55")
-def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_killed_at_120_of_186_steps_is_not_ok(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path, range(1, 121))
     report = judged(tmp_path)
-    assert titles(report) == ["The run has 120 of 186 steps (64.5 %)."] and report.verdict == "ATTENTION"
-    assert report.facts["steps"] == "120 of 186" and status(report, "All planned steps were trained") == "fail"
-    assert command.main(["--check", "--json", str(tmp_path)]) == 1 and '"ATTENTION"' in capsys.readouterr().out
+    assert (
+        titles(report) == ["The run has 120 of 186 steps (64.5 %)."]
+        and report.verdict == "ATTENTION"
+    )
+    assert (
+        report.facts["steps"] == "120 of 186"
+        and status(report, "All planned steps were trained") == "fail"
+    )
+    assert (
+        command.main(["--check", "--json", str(tmp_path)]) == 1
+        and '"ATTENTION"' in capsys.readouterr().out
+    )
 
 
 def test_the_same_run_at_its_end_is_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

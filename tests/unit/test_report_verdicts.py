@@ -1,4 +1,6 @@
-"""What the report says of whole runs: controllers by epoch, overfitting, the checklists, time and memory."""
+"""What the report says of whole runs: controllers by epoch, overfitting, the checklists, time
+and memory.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +30,9 @@ def of(report: Report, identity: str) -> Finding:
 def test_a_controller_within_the_reference_bands_is_normal(seed: int) -> None:
     report = analyse(controller_run(seed))
     assert (report.profile, report.verdict) == ("controller", "OK"), (seed, report.findings)
-    assert report.headline == "Normal: reward_mean, accuracy_mean and budget_violation_rate improve."
+    assert (
+        report.headline == "Normal: reward_mean, accuracy_mean and budget_violation_rate improve."
+    )
     assert "accuracy:bands" not in ids(report)
 
 
@@ -37,7 +41,13 @@ def test_a_controller_within_the_reference_bands_is_normal(seed: int) -> None:
 def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
     report = analyse(controller_run(seed, is_good=False))
     assert report.verdict == "FAIL" and report.headline.startswith("Bad run"), seed
-    expected = {"accuracy:zero", "budget:stuck", "reward_trend:negative", "budget:latency", "not_learning:bad"}
+    expected = {
+        "accuracy:zero",
+        "budget:stuck",
+        "reward_trend:negative",
+        "budget:latency",
+        "not_learning:bad",
+    }
     assert expected <= ids(report)
     assert "answers field" in of(report, "accuracy:zero").remedy
 
@@ -45,7 +55,13 @@ def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
 @pytest.mark.covers("S1.28")
 def test_below_the_bands_is_noted() -> None:
     log = controller_run(0)
-    low = replace(log, series={**log.series, "accuracy_mean": Series(np.arange(1, 31), np.linspace(0.0, 0.12, 30))})
+    low = replace(
+        log,
+        series={
+            **log.series,
+            "accuracy_mean": Series(np.arange(1, 31), np.linspace(0.0, 0.12, 30)),
+        },
+    )
     assert "accuracy_mean 0.0" in of(analyse(low), "accuracy:bands").title
 
 
@@ -60,11 +76,15 @@ def test_a_negative_reward_that_rises_is_fine() -> None:
 @pytest.mark.covers("S1.14", "S1.34", "S1.24")
 def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run() -> None:
     log = controller_run(0)
-    losses = np.concatenate([np.full(18, 0.1), 0.1 + 0.08 * np.arange(12)]) + 0.01 * np.sin(np.arange(30))
+    losses = np.concatenate([np.full(18, 0.1), 0.1 + 0.08 * np.arange(12)]) + 0.01 * np.sin(
+        np.arange(30)
+    )
     report = analyse(changed(log, **{"train/loss": losses}))
     assert of(report, "loss_diverging:epochs").level == "fail"
     assert "stop or change course" in of(report, "loss_diverging:epochs").title
-    shorter = np.concatenate([np.full(24, 0.1), 0.1 + 0.08 * np.arange(6)]) + 0.01 * np.sin(np.arange(30))
+    shorter = np.concatenate([np.full(24, 0.1), 0.1 + 0.08 * np.arange(6)]) + 0.01 * np.sin(
+        np.arange(30)
+    )
     assert "loss_diverging:epochs" not in ids(analyse(changed(log, **{"train/loss": shorter})))
 
 
@@ -81,8 +101,14 @@ def test_a_reward_falling_for_more_than_ten_epochs_is_told() -> None:
 def test_normal_jitter_is_explained_and_not_warned_about() -> None:
     finding = of(analyse(controller_run(0)), "jitter_normal")
     assert finding.level == "info" and "normal" in finding.title
-    assert all(words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty"))
-    assert "to 8 or 10" in finding.remedy and "decay" in finding.remedy and "train longer" in finding.remedy
+    assert all(
+        words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty")
+    )
+    assert (
+        "to 8 or 10" in finding.remedy
+        and "decay" in finding.remedy
+        and "train longer" in finding.remedy
+    )
 
 
 @pytest.mark.covers("S1.11", "S1.44")
@@ -90,7 +116,11 @@ def test_phases_and_trends_are_told_by_thirds_and_significance() -> None:
     log = times("train/loss", np.exp(np.random.default_rng(3).normal(0, 0.3, 2000)))()
     report = analyse(log)
     trend = next(trend for trend in report.trends if trend.key == "train/loss")
-    assert trend.early > trend.middle > trend.late and trend.slope_per_step < 0 and trend.p_value < 1e-6
+    assert (
+        trend.early > trend.middle > trend.late
+        and trend.slope_per_step < 0
+        and trend.p_value < 1e-6
+    )
     evidence = of(report, "jitter_normal").evidence[0]
     assert evidence.startswith("early ") and "jitter shrinking" in evidence
 
@@ -106,9 +136,16 @@ def test_the_last_ten_epochs_are_kept_for_each_metric() -> None:
 def test_the_example_of_overfitting_recommends_checkpoint_1000() -> None:
     report = analyse(overfitting_example())
     result = report.generalisation
-    assert result is not None and dict(result.verdicts) == {500: "ok", 1000: "ok", 1500: "note", 2000: "overfit"}
+    assert result is not None and dict(result.verdicts) == {
+        500: "ok",
+        1000: "ok",
+        1500: "note",
+        2000: "overfit",
+    }
     assert (result.best_step, result.overfit_step, result.recommended_step) == (1000, 2000, 1000)
-    assert str(result.recommended_path) == "run/global_step_1000" and result.expected_gain == pytest.approx(0.3)
+    assert str(
+        result.recommended_path
+    ) == "run/global_step_1000" and result.expected_gain == pytest.approx(0.3)
     assert "checkpoint of step 1000" in of(report, "overfit").remedy
     assert of(report, "overfit").level == "warn" and report.verdict == "ATTENTION"
 
@@ -117,7 +154,9 @@ def test_the_example_of_overfitting_recommends_checkpoint_1000() -> None:
 def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken() -> None:
     report = analyse(overfitting_example(kept=(1500, 2000)))
     assert report.generalisation is not None and report.generalisation.recommended_step == 1500
-    assert "no longer exists" in of(report, "overfit").cause and of(report, "overfit").level == "fail"
+    assert (
+        "no longer exists" in of(report, "overfit").cause and of(report, "overfit").level == "fail"
+    )
 
 
 def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
@@ -130,7 +169,9 @@ def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
 
 @pytest.mark.covers("S3.44")
 def test_an_external_result_outranks_the_validation_loss() -> None:
-    result = analyse(overfitting_example(), external={500: 0.31, 1500: 0.44, 1700: 0.9}).generalisation
+    result = analyse(
+        overfitting_example(), external={500: 0.31, 1500: 0.44, 1700: 0.9}
+    ).generalisation
     assert result is not None and result.recommended_step == 1500, "1700 has no checkpoint"
     assert "outranks" in result.reason
 
@@ -139,8 +180,15 @@ def test_an_external_result_outranks_the_validation_loss() -> None:
 def test_a_validation_loss_that_keeps_rising_to_the_end_fails() -> None:
     log = healthy("sft")
     values = np.concatenate([np.linspace(1.6, 1.0, 14), np.linspace(1.02, 1.3, 6)])
-    report = analyse(replace(log, series={**log.series, "val/loss": Series(log.series["val/loss"].steps, values)}))
-    assert of(report, "val_rising").level == "fail" and "up to the end" in of(report, "val_rising").title
+    report = analyse(
+        replace(
+            log, series={**log.series, "val/loss": Series(log.series["val/loss"].steps, values)}
+        )
+    )
+    assert (
+        of(report, "val_rising").level == "fail"
+        and "up to the end" in of(report, "val_rising").title
+    )
     assert item(report, "val_not_rising").status == "fail"
 
 
@@ -148,7 +196,9 @@ def test_a_validation_loss_that_keeps_rising_to_the_end_fails() -> None:
 def test_validation_and_training_that_disagree_from_the_start_are_noted() -> None:
     log = healthy("sft")
     values = Series(log.series["val/loss"].steps, np.linspace(1.0, 1.4, 20))
-    assert "val_train_disagree:opposite" in ids(analyse(replace(log, series={**log.series, "val/loss": values})))
+    assert "val_train_disagree:opposite" in ids(
+        analyse(replace(log, series={**log.series, "val/loss": values}))
+    )
 
 
 def item(report: Report, identity: str) -> CheckItem:
@@ -157,7 +207,9 @@ def item(report: Report, identity: str) -> CheckItem:
 
 def with_events(log: RunLog, *messages: str) -> RunLog:
     start = LogEvent(0, "start", "first attempt")
-    return replace(log, events=(start, *(LogEvent(50, "error", message, "error") for message in messages)))
+    return replace(
+        log, events=(start, *(LogEvent(50, "error", message, "error") for message in messages))
+    )
 
 
 @pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.51", "S3.55", "S3.56", "S3.57")
@@ -165,7 +217,9 @@ def test_a_healthy_run_passes_all_lines_of_the_checklists() -> None:
     report = analyse(with_events(sft_run(2)))
     assert len({item.id for item in report.checklist}) == 14
     assert {item.status for item in report.checklist} == {"pass"}, report.checklist
-    assert [item.phase for item in report.checklist] == ["start"] * 6 + ["checkpoint"] * 4 + ["end"] * 4
+    assert [item.phase for item in report.checklist] == ["start"] * 6 + ["checkpoint"] * 4 + [
+        "end"
+    ] * 4
 
 
 CHECKLIST_FAULTS: tuple[tuple[str, Callable[[], RunLog]], ...] = (
@@ -177,13 +231,18 @@ CHECKLIST_FAULTS: tuple[tuple[str, Callable[[], RunLog]], ...] = (
     ("no_crash", lambda: with_events(sft_run(2), "CUDA out of memory")),
     (
         "checkpoints_whole",
-        lambda: replace(sft_run(2), checkpoints=(replace(checkpoints([2000])[0], faults=("no weights",)),)),
+        lambda: replace(
+            sft_run(2), checkpoints=(replace(checkpoints([2000])[0], faults=("no weights",)),)
+        ),
     ),
     ("checkpoint_sizes", lambda: _with_small_checkpoint()),
     ("tracker_file", lambda: replace(sft_run(2), tracker_step=1800)),
     ("all_steps", lambda: replace(sft_run(2), total_steps=2500)),
     ("final_loss", times("train/loss", 0.05)),
-    ("all_checkpoints", lambda: replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))),
+    (
+        "all_checkpoints",
+        lambda: replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000])),
+    ),
     ("finished", lambda: replace(sft_run(2), exit_code=76)),
 )
 
@@ -194,11 +253,14 @@ def _with_small_checkpoint() -> RunLog:
 
 
 @pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.55", "S3.56", "S3.57")
-@pytest.mark.parametrize(("line", "build"), CHECKLIST_FAULTS, ids=[line for line, _ in CHECKLIST_FAULTS])
+@pytest.mark.parametrize(
+    ("line", "build"), CHECKLIST_FAULTS, ids=[line for line, _ in CHECKLIST_FAULTS]
+)
 def test_each_line_of_the_checklists_can_fail(line: str, build: Callable[[], RunLog]) -> None:
     report = analyse(build())
     found = item(report, line)
-    unusual = {"loss_falls", "gradient_in_range", "time_stable"}  # at the start alone: no rule warns of it
+    # at the start alone: no rule warns of it
+    unusual = {"loss_falls", "gradient_in_range", "time_stable"}
     assert found.status == ("note" if line in unusual else "fail") and found.detail, found
     assert (report.verdict == "OK") == (line in unusual)
 
@@ -207,13 +269,19 @@ def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed() -> None:
     """Nor are those that a run had before it went on from its mirror on another machine."""
     log = replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))
     assert item(analyse(log), "all_checkpoints").status == "fail"
-    saved = [LogEvent(step, "checkpoint", f"saved global_step_{step}") for step in range(100, 1701, 100)]
+    saved = [
+        LogEvent(step, "checkpoint", f"saved global_step_{step}") for step in range(100, 1701, 100)
+    ]
     report = analyse(replace(log, events=(*log.events, *saved)))
     assert item(report, "all_checkpoints").status == "pass" and report.verdict == "OK"
 
 
-@pytest.mark.parametrize("build", [build for _, _, build in FAULTS], ids=[rule for rule, *_ in FAULTS])
-def test_no_line_of_the_checklists_fails_beside_a_verdict_of_ok(build: Callable[[], RunLog]) -> None:
+@pytest.mark.parametrize(
+    "build", [build for _, _, build in FAULTS], ids=[rule for rule, *_ in FAULTS]
+)
+def test_no_line_of_the_checklists_fails_beside_a_verdict_of_ok(
+    build: Callable[[], RunLog],
+) -> None:
     report = analyse(build())
     failed = [item for item in report.checklist if item.status == "fail"]
     assert not failed or report.verdict in ("ATTENTION", "FAIL"), failed
@@ -221,20 +289,30 @@ def test_no_line_of_the_checklists_fails_beside_a_verdict_of_ok(build: Callable[
 
 @pytest.mark.covers("S3.40", "S3.41", "S3.56")
 def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range() -> None:
-    """As the quickstart's end: training 0.14, validation 0.09, where 0.5 to 1.5 is usual for a pretrained model."""
+    """As the quickstart's end: training 0.14, validation 0.09, where 0.5 to 1.5 is usual for a
+    pretrained model.
+    """
     log = sft_run(2)
     steps = log.series["train/loss"].steps
     losses = 0.14 + 7 * np.exp(-steps / 60) + np.random.default_rng(0).normal(0, 0.01, len(steps))
     evals = log.series["val/loss"].steps
-    series = {"train/loss": Series(steps, losses), "val/loss": Series(evals, 0.09 + 7 * np.exp(-evals / 60))}
+    series = {
+        "train/loss": Series(steps, losses),
+        "val/loss": Series(evals, 0.09 + 7 * np.exp(-evals / 60)),
+    }
     low = replace(log, series={**log.series, **series})
     usual = {"loss_start_high", "loss_final", "val_rising:final", "val_train_disagree"}
     assert {"loss_start_high", "loss_final", "val_rising:final"} <= ids(analyse(low))
     for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
         report = analyse(replace(low, config={**low.config, key: value}))
         assert report.verdict == "OK" and not ids(report) & usual, report.findings
-        assert item(report, "final_loss").status == "unknown" and "random weights" in item(report, "final_loss").detail
-        assert not [line for line in report.checklist if line.status in ("fail", "note")], report.checklist
+        assert (
+            item(report, "final_loss").status == "unknown"
+            and "random weights" in item(report, "final_loss").detail
+        )
+        assert not [line for line in report.checklist if line.status in ("fail", "note")], (
+            report.checklist
+        )
 
 
 def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:
@@ -255,7 +333,11 @@ def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:
 @pytest.mark.covers("S3.33", "S3.46")
 def test_warmup_peak_and_decay_are_confirmed() -> None:
     rate = analyse(sft_run(0)).learning_rate
-    assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == ("cosine", 200, 1e-5)
+    assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == (
+        "cosine",
+        200,
+        1e-5,
+    )
     assert "lr_schedule:warmup" in ids(analyse(put("train/lr", slice(50, 100), 1e-8)()))
     share = {**sft_run(0).config, "optim.lr_warmup_steps_ratio": 0.5}
     assert "lr_schedule:warmup" in ids(analyse(replace(sft_run(0), config=share)))
@@ -267,7 +349,9 @@ def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not() -> None:
     back = analyse(put("train/lr", slice(900, 1000), 1e-5)())
     assert "jumps at step 901" in of(back, "lr_schedule:jumps").title
     steps = np.arange(1, 2001)
-    smooth = analyse(put("train/lr", slice(None), 1e-5 * np.minimum(steps / 200, np.sqrt(200 / steps)))())
+    smooth = analyse(
+        put("train/lr", slice(None), 1e-5 * np.minimum(steps / 200, np.sqrt(200 / steps)))()
+    )
     assert smooth.verdict == "OK", "inverse square root"
 
 
@@ -289,11 +373,16 @@ def test_slow_steps_are_put_into_proportion() -> None:
 def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
     log = put("train/time(s)", slice(0, 2), 90.0)()
     report = analyse(log)
-    assert report.throughput is not None and report.throughput.step_s == pytest.approx(2.5, abs=0.05)
+    assert report.throughput is not None and report.throughput.step_s == pytest.approx(
+        2.5, abs=0.05
+    )
     assert report.throughput.bottleneck.startswith("backward takes 59.9 % of a step: computing")
     assert of(report, "compile_first").level == "info" and report.verdict == "OK"
     waiting = analyse(put("time/train/data_s", slice(None), 1.9)())
-    assert waiting.throughput is not None and "the loader is the bottleneck" in waiting.throughput.bottleneck
+    assert (
+        waiting.throughput is not None
+        and "the loader is the bottleneck" in waiting.throughput.bottleneck
+    )
     assert of(waiting, "data_bound").level == "fail"
 
 
@@ -301,7 +390,10 @@ def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
 def test_hidden_nans_are_hinted_at_where_the_framework_hides_them() -> None:
     log = replace(put("train/grad_norm", 700, np.nan)(), source="transformers")
     finding = of(analyse(log), "loss_nonfinite")
-    assert "running mean in place of a NaN" in finding.evidence[1] and finding.metric == "train/grad_norm"
+    assert (
+        "running mean in place of a NaN" in finding.evidence[1]
+        and finding.metric == "train/grad_norm"
+    )
 
 
 @pytest.mark.covers("S1.32")
@@ -323,7 +415,9 @@ def test_epoch_means_decide_and_not_batches() -> None:
     assert not any(finding.rule == "V35" for finding in rising.findings), "seed 8"
     assert len(next(t for t in rising.trends if t.key == "reward").last_means) == 10
     series["reward"] = Series(steps, reward - np.linspace(0, 0.5, 2000))
-    assert "reward_trend:flat" in ids(analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo"))
+    assert "reward_trend:flat" in ids(
+        analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
+    )
 
 
 @pytest.mark.covers("S3.25")

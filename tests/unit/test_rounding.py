@@ -1,4 +1,6 @@
-"""Moments and parameters in bfloat16: rounding that is right on average, and the same however a tensor is sharded."""
+"""Moments and parameters in bfloat16: rounding that is right on average, and the same however a
+tensor is sharded.
+"""
 
 from typing import Any
 
@@ -26,12 +28,18 @@ KINDS = {
 
 @pytest.mark.parametrize("share", [0.0, 1 / 64, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_rounding_is_right_on_average_over_keys_and_over_elements(share: float, sign: float) -> None:
-    """Rounded up `share` of the time: within five standard deviations of the mean of so many draws."""
+def test_rounding_is_right_on_average_over_keys_and_over_elements(
+    share: float, sign: float
+) -> None:
+    """Rounded up `share` of the time: within five standard deviations of the mean of so many
+    draws.
+    """
     value, num_keys, num_elements = sign * (1 + share * UNIT), 400, 1000
     draws = torch.stack(
         [
-            rounding.rounded(torch.full((num_elements,), value), seeding.key("test", key), first=0).double()
+            rounding.rounded(
+                torch.full((num_elements,), value), seeding.key("test", key), first=0
+            ).double()
             for key in range(num_keys)
         ]
     )
@@ -43,24 +51,39 @@ def test_rounding_is_right_on_average_over_keys_and_over_elements(share: float, 
 
 
 def test_draws_do_not_hang_together() -> None:
-    """Between neighbours, between steps, between far elements: no correlation beyond that of chance."""
+    """Between neighbours, between steps, between far elements: no correlation beyond that of
+    chance.
+    """
     values = torch.full((2**16,), 1 + UNIT / 2)
     here, next_step, next_seed = (
         (rounding.rounded(values, seeding.key("rounding", seed, step), 0) > 1).double() - 0.5
         for seed, step in ((1, 1), (1, 2), (2, 1))
     )
-    for other in (here.roll(1), here.roll(2**10), here.roll(2**15), next_step, next_seed, next_step.roll(1)):
+    for other in (
+        here.roll(1),
+        here.roll(2**10),
+        here.roll(2**15),
+        next_step,
+        next_seed,
+        next_step.roll(1),
+    ):
         assert abs(float((here * other).mean()) * 4) < 5 / 2**8
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.0, -0.375])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.0, -0.375]
+)
 def test_what_bfloat16_holds_stays_as_it_is(value: float) -> None:
     kept = torch.full((64,), value).bfloat16().float()
-    assert torch.equal(rounding.rounded(kept, 5, 0).view(torch.int16), kept.bfloat16().view(torch.int16))
+    assert torch.equal(
+        rounding.rounded(kept, 5, 0).view(torch.int16), kept.bfloat16().view(torch.int16)
+    )
 
 
 def test_no_bits_of_a_nan_become_a_number() -> None:
-    values = torch.from_numpy(np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32))
+    values = torch.from_numpy(
+        np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32)
+    )
     for key in range(50):
         assert rounding.rounded(values, key, 0).isnan().all()
 
@@ -69,7 +92,9 @@ def test_a_part_is_rounded_as_within_the_whole(monkeypatch: pytest.MonkeyPatch) 
     whole = torch.randn(5000)
     expected = rounding.rounded(whole, 9, first=2**32 - 100)
     for begin, end in ((0, 1), (17, 90), (90, 5000)):
-        assert torch.equal(rounding.rounded(whole[begin:end], 9, 2**32 - 100 + begin), expected[begin:end])
+        assert torch.equal(
+            rounding.rounded(whole[begin:end], 9, 2**32 - 100 + begin), expected[begin:end]
+        )
 
 
 def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
@@ -93,22 +118,34 @@ def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str
         before = {name: value.clone() for name, value in states(model, optimizer).items()}
         key = seeding.key("rounding", 3, step)
         norm = torch.tensor(2.0, dtype=torch.float64)
-        clip.clipped_step(optimizer, total_norm=norm, is_skipped=is_skipped, max_norm=1.0, rounding_key=key)
+        clip.clipped_step(
+            optimizer, total_norm=norm, is_skipped=is_skipped, max_norm=1.0, rounding_key=key
+        )
         if step == 2:
-            assert all(torch.equal(value, before[name]) for name, value in states(model, optimizer).items())
-    return {name: value.full_tensor() for name, value in states(model, optimizer).items() if value.ndim}
+            assert all(
+                torch.equal(value, before[name]) for name, value in states(model, optimizer).items()
+            )
+    return {
+        name: value.full_tensor() for name, value in states(model, optimizer).items() if value.ndim
+    }
 
 
 def states(model: nn.Module, optimizer: clip.Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {
+        name: parameter.detach() for name, parameter in model.named_parameters()
+    }
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{kind}": value for kind, value in optimizer.state[parameter].items()}
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_is_bit_equal_on_any_number_of_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that do not divide, ranks that hold nothing, HSDP; a step left out (the third) changes no bit."""
+def test_an_update_is_bit_equal_on_any_number_of_ranks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that do not divide, ranks that hold nothing, HSDP; a step left out (the third)
+    changes no bit.
+    """
     expected = run_ranks(updated, 1, KINDS[kind])[0]
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in expected.items()}
     assert dtypes["0.weight"] == KINDS[kind].get("master_dtype", "float32")
@@ -133,17 +170,24 @@ def test_float32_updates_are_those_of_torch() -> None:
             optimizer.param_groups[0]["lr"] = 1e-3
             layer.weight.grad = gradient.clone()
             norm = torch.tensor(3.0)
-            clip.clipped_step(optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.5, rounding_key=step)
+            clip.clipped_step(
+                optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.5, rounding_key=step
+            )
     torch.testing.assert_close(layers[1].weight, layers[0].weight, rtol=1e-6, atol=1e-7)
     for kind in ("exp_avg", "exp_avg_sq"):
         ours, theirs = (
-            optimizer.state[layer.weight][kind] for layer, optimizer in zip(layers, optimizers, strict=True)
+            optimizer.state[layer.weight][kind]
+            for layer, optimizer in zip(layers, optimizers, strict=True)
         )
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
-def moved(kind: str, *, num_steps: int, rounded: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """(weights, second moments) of 2,000 equal elements after steps with a gradient of 1 at a small rate."""
+def moved(
+    kind: str, *, num_steps: int, rounded: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """(weights, second moments) of 2,000 equal elements after steps with a gradient of 1 at a
+    small rate.
+    """
     monkeypatch.setattr(rounding, "rounded", rounded)
     layer = nn.Linear(2000, 1, bias=False).bfloat16()
     nn.init.ones_(layer.weight)
@@ -154,16 +198,24 @@ def moved(kind: str, *, num_steps: int, rounded: Any, monkeypatch: pytest.Monkey
     for step in range(num_steps):
         layer.weight.grad = torch.ones(1, 2000)
         norm, key = torch.tensor(1.0), seeding.key("rounding", 0, step)
-        clip.clipped_step(optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.0, rounding_key=key)
+        clip.clipped_step(
+            optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.0, rounding_key=key
+        )
     return layer.weight.detach().double(), optimizer.state[layer.weight]["exp_avg_sq"].double()
 
 
-def test_small_changes_add_up_where_rounding_to_nearest_loses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight at a rate of 1e-5, and a second moment with beta2 = 0.999, whose exact values are known."""
+def test_small_changes_add_up_where_rounding_to_nearest_loses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight at a rate of 1e-5, and a second moment with beta2 = 0.999, whose exact values
+    are known.
+    """
     num_steps, own = 1000, rounding.rounded
     weight, square = moved("bfloat16", num_steps=num_steps, rounded=own, monkeypatch=monkeypatch)
     assert float(weight.mean()) == pytest.approx(1 - 1e-5 * num_steps, abs=3e-4)
     assert float(square.mean()) == pytest.approx(1 - 0.999**num_steps, rel=0.01)
     nearest = lambda values, key, first: values.bfloat16()  # noqa: E731
-    weight, square = moved("bfloat16", num_steps=num_steps, rounded=nearest, monkeypatch=monkeypatch)
+    weight, square = moved(
+        "bfloat16", num_steps=num_steps, rounded=nearest, monkeypatch=monkeypatch
+    )
     assert torch.equal(weight, torch.ones_like(weight)) and float(square.mean()) < 0.4

@@ -1,4 +1,6 @@
-"""Before the first step too a rank may be silent only so long: what it does then, and for how long it may."""
+"""Before the first step too a rank may be silent only so long: what it does then, and for how
+long it may.
+"""
 
 import logging
 import os
@@ -26,7 +28,11 @@ from trainer.runtime.heartbeat import Heartbeat, unpack_beat
 from trainer.runtime.signals import StopRequest
 from trainer.runtime.status import LOST_RANK, VARIABLE, Status, new_status
 
-LIMITS = ["trainer.device=cpu", "trainer.dist_timeout_s=900", "trainer.checkpoint.save_timeout_s=500"]
+LIMITS = [
+    "trainer.device=cpu",
+    "trainer.dist_timeout_s=900",
+    "trainer.checkpoint.save_timeout_s=500",
+]
 
 
 @pytest.fixture
@@ -41,7 +47,9 @@ class ReachedError(Exception):
     """As far as the test goes."""
 
 
-def test_a_rank_is_watched_while_it_imports_torch(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_watched_while_it_imports_torch(
+    status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def phase_of_the_first_rank(*args: Any) -> int:
         beat = unpack_beat(status.beat(0))
         assert beat is not None and (beat.phase, beat.limit_s) == ("start", 900)
@@ -57,9 +65,14 @@ def test_a_rank_is_watched_while_it_imports_torch(status: Status, monkeypatch: p
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_rank_that_lost_another_says_so_first(
-    is_signalled: bool, status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_signalled: bool,
+    status: Status,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what went wrong."""
+    """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what
+    went wrong.
+    """
 
     def lose_a_rank(config: Any, stop: StopRequest, heartbeat: Heartbeat) -> int:
         stop.signal_name = "SIGTERM" if is_signalled else None
@@ -77,7 +90,8 @@ def test_a_rank_that_lost_another_says_so_first(
     monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
     assert __main__.main(LIMITS) == (75 if is_signalled else LOST_RANK)
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed by peer"
+        "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed "
+        "by peer"
     ]
 
 
@@ -85,7 +99,12 @@ def test_a_rank_that_lost_another_says_so_first(
     ("reason", "num_ranks", "code"),
     [
         ("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]: Connection reset by peer", 4, 75),
-        ("NCCL error: remote process exited or there was a network error. ncclRemoteError: A call failed", 4, 75),
+        (
+            "NCCL error: remote process exited or there was a network error. ncclRemoteError: A "
+            "call failed",
+            4,
+            75,
+        ),
         ("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]: Connection reset by peer", 2, 1),
         ("shape '[2]' is invalid for input of size 3", 4, 1),
     ],
@@ -93,16 +112,22 @@ def test_a_rank_that_lost_another_says_so_first(
 def test_who_lost_another_machine_can_continue_with_the_same_command(
     reason: str, num_ranks: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the program is wrong."""
+    """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the
+    program is wrong.
+    """
     for name, value in {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(VARIABLE, raising=False)
     found, message = explain(RuntimeError(reason), StopRequest())
     assert found == code and reason in message
-    assert message.startswith("another machine of this run failed or is out of reach") is (code == 75)
+    assert message.startswith("another machine of this run failed or is out of reach") is (
+        code == 75
+    )
 
 
-def test_a_killed_process_that_prepared_data_is_told_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_that_prepared_data_is_told_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(row_processes, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError) as found:
         list(row_processes._in_processes(None, iter([(0, None)]), 1, lambda: None))  # type: ignore[arg-type, list-item]
@@ -112,7 +137,9 @@ def test_a_killed_process_that_prepared_data_is_told_without_a_stack(monkeypatch
 
 
 def test_a_rank_follows_another_that_lost_a_machine(status: Status) -> None:
-    """It meets the broken connection later, when that one has left already: both ranks end the same way."""
+    """It meets the broken connection later, when that one has left already: both ranks end the
+    same way.
+    """
     lost = subprocess.Popen(["true"])
     lost.wait()
     status.register(1, lost.pid)
@@ -139,8 +166,11 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(VARIABLE, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # a lone rank says there where it meets itself
-    monkeypatch.setattr(run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None)))
+    # a lone rank says there where it meets itself
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(
+        run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None))
+    )
     monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
     monkeypatch.setattr(run, "facts_of", lambda config, inputs, progress: {})
     monkeypatch.setattr(run, "_lineage", lambda config, inputs: None)
@@ -150,13 +180,25 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
             run.run(load_config([*LIMITS, "trainer.deterministic=true"]), StopRequest(), Recorder())
     finally:
         run.distributed.stop()
-    assert phases == [("start", None), ("deterministic", None), ("prepare", 900), ("meet", 900), ("load", 1400)]
+    assert phases == [
+        ("start", None),
+        ("deterministic", None),
+        ("prepare", 900),
+        ("meet", 900),
+        ("load", 1400),
+    ]
 
 
-def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(run, "prepare_inputs", lambda *_, **__: pytest.fail("prepared"))
-    words = ["trainer.device=auto", "model.compile=true", "model.enable_gradient_checkpointing=selective"]
+    words = [
+        "trainer.device=auto",
+        "model.compile=true",
+        "model.enable_gradient_checkpointing=selective",
+    ]
     with pytest.raises(ConfigError, match="go together on a GPU alone"):
         run.run(load_config(words), StopRequest(), Heartbeat())
 
@@ -167,7 +209,9 @@ def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    def download(name: str, *, tqdm_class: Any = None, local_files_only: bool = False, **options: Any) -> str:
+    def download(
+        name: str, *, tqdm_class: Any = None, local_files_only: bool = False, **options: Any
+    ) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not in the cache")
         bar = tqdm_class(total=10, disable=True)

@@ -10,8 +10,15 @@ import pytest
 from trainer.launch import requirements
 
 ROOT = Path(requirements.__file__).parents[2]
-COPIED = ("run_sft.sh", "run_tests.sh", "pyproject.toml", "constraints.txt", "trainer/launch/environment.sh")
-# Stands for every interpreter: notes its calls, makes virtual environments, has the dependencies never or always.
+COPIED = (
+    "run_sft.sh",
+    "run_tests.sh",
+    "pyproject.toml",
+    "constraints.txt",
+    "trainer/launch/environment.sh",
+)
+# Stands for every interpreter: notes its calls, makes virtual environments, has the dependencies
+# never or always.
 FAKE_PYTHON = """#!/bin/bash
 echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{log}
 case "$*" in
@@ -26,7 +33,9 @@ esac
 class Checkout:
     """A copy of the scripts, with a false `python3` first on the path."""
 
-    def __init__(self, directory: Path, *, lacks_requirements: bool = True, is_old: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, lacks_requirements: bool = True, is_old: bool = False
+    ) -> None:
         self.root = directory / "repo"
         self.caller = directory / "elsewhere"
         self.log = directory / "calls"
@@ -48,11 +57,19 @@ class Checkout:
         self.env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(directory)}
         self.caller.mkdir()
 
-    def run(self, script: str, *words: str, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """The result and the interpreter calls, as `environment arguments`, without the question for requirements."""
+    def run(
+        self, script: str, *words: str, **env: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """The result and the interpreter calls, as `environment arguments`, without the
+        question for requirements.
+        """
         self.log.write_text("")
         result = subprocess.run(
-            ["bash", self.root / script, *words], env=self.env | env, cwd=self.caller, capture_output=True, text=True
+            ["bash", self.root / script, *words],
+            env=self.env | env,
+            cwd=self.caller,
+            capture_output=True,
+            text=True,
         )
         calls = self.log.read_text().replace(f"{self.root}", "ROOT").splitlines()
         return result, [call for call in calls if "requirements" not in call]
@@ -128,7 +145,10 @@ def test_a_checkout_that_cannot_be_written_names_the_way_out(tmp_path: Path) -> 
     mkdir.write_text('#!/bin/bash\necho "mkdir: ${@: -1}: Permission denied" >&2; exit 1\n')
     mkdir.chmod(0o755)
     result, calls = checkout.run("run_sft.sh", "2")
-    assert result.returncode == 73 and "activate an environment that has the requirements" in result.stderr
+    assert (
+        result.returncode == 73
+        and "activate an environment that has the requirements" in result.stderr
+    )
     assert not any("trainer.launch" in call for call in calls)
 
 
@@ -167,14 +187,22 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path: Path) -> N
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
     command = ["bash", ROOT / "run_sft.sh", "2", "data.train_batchsize=8"]
     result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}:"}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:"},
     )
     assert result.returncode == 2
     assert "did you mean 'data.train_batch_size'?" in result.stderr
 
 
-def test_absent_and_other_versions_are_unmet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_and_other_versions_are_unmet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = '[project]\ndependencies = ["rich>=13", "rich<2", "no-such-thing"]\n'
-    (tmp_path / "pyproject.toml").write_text(project + '[project.optional-dependencies]\nx = ["nope>=1"]\n')
+    (tmp_path / "pyproject.toml").write_text(
+        project + '[project.optional-dependencies]\nx = ["nope>=1"]\n'
+    )
     monkeypatch.setattr(requirements, "PYPROJECT", tmp_path / "pyproject.toml")
     assert requirements.unmet_requirements("x") == ["rich<2", "no-such-thing", "nope>=1"]

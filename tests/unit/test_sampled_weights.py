@@ -59,7 +59,9 @@ def changed(name: str, change: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("change", ["shape", "dtype", "name", "first", "last"])
-def test_every_tensor_counts_with_its_name_form_and_both_ends(tmp_path: Path, name: str, change: str) -> None:
+def test_every_tensor_counts_with_its_name_form_and_both_ends(
+    tmp_path: Path, name: str, change: str
+) -> None:
     copies = [write(tmp_path / "a", tensors()), write(tmp_path / "b", changed(name, change))]
     assert len({digest_of(copy) for copy in copies}) == 2
 
@@ -67,7 +69,10 @@ def test_every_tensor_counts_with_its_name_form_and_both_ends(tmp_path: Path, na
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     def parts(second: int) -> list[dict[str, torch.Tensor]]:
         names = list(SHAPES)
-        return [{name: tensors(0)[name] for name in names[:2]}, {name: tensors(second)[name] for name in names[2:]}]
+        return [
+            {name: tensors(0)[name] for name in names[:2]},
+            {name: tensors(second)[name] for name in names[2:]},
+        ]
 
     digests = {digest_of(write(tmp_path / str(seed), *parts(seed))) for seed in (0, 1)}
     assert len(digests) == 2
@@ -77,12 +82,17 @@ def test_the_older_format_is_sampled_as_one_piece(tmp_path: Path) -> None:
     digests = set()
     for name, shift in (("a", 0.0), ("b", 0.05), ("c", 0.0)):
         (tmp_path / name).mkdir()
-        torch.save({key: value + shift for key, value in tensors().items()}, tmp_path / name / "pytorch_model.bin")
+        torch.save(
+            {key: value + shift for key, value in tensors().items()},
+            tmp_path / name / "pytorch_model.bin",
+        )
         digests.add(digest_of(tmp_path / name))
     assert len(digests) == 2
 
 
-def test_a_large_tensor_is_sampled_at_equal_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_sampled_at_equal_distances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_bytes = []
     read = os.pread
 
@@ -100,6 +110,11 @@ def test_a_large_tensor_is_sampled_at_equal_distances(tmp_path: Path, monkeypatc
 
 
 def test_a_header_that_is_none_is_left_to_the_loader(tmp_path: Path) -> None:
-    for content in (b"", b"short", b"\xff" * 100, (20).to_bytes(8, "little") + b"no json at all......"):
+    for content in (
+        b"",
+        b"short",
+        b"\xff" * 100,
+        (20).to_bytes(8, "little") + b"no json at all......",
+    ):
         (tmp_path / "model.safetensors").write_bytes(content)
         assert len(digest_of(tmp_path)) == 64

@@ -9,7 +9,9 @@ import torch
 from trainer.runtime import seeding
 
 
-def test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: pytest.fail("asked a card"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: pytest.fail("changed a card"))
@@ -48,4 +50,8 @@ def test_each_step_and_rank_has_a_stream_of_its_own_that_no_version_changes() ->
     for step, rank in ((1, 0), (2, 0), (1, 1)):
         seeding.seed_step(1, step=step, rank=rank)
         seeds[step, rank] = torch.initial_seed()
-    assert seeds == {(1, 0): 2264003803813060455, (2, 0): 4376239091071838756, (1, 1): 6231856892160147382}
+    assert seeds == {
+        (1, 0): 2264003803813060455,
+        (2, 0): 4376239091071838756,
+        (1, 1): 6231856892160147382,
+    }

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+from trainer.errors import (
+    EXIT_BAD_DATA,
+    EXIT_CRASH,
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_RESUMABLE,
+    EXIT_USAGE,
+)
 from trainer.runtime.status import VARIABLE, Status, new_status
 
 PRELUDE = """
@@ -38,7 +45,9 @@ def status() -> Iterator[Status]:
 
 def run(program: str, *, status: Status | None = None) -> subprocess.CompletedProcess[str]:
     repository = Path(__file__).resolve().parents[2]
-    env = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "LOCAL_RANK")}
+    env = {
+        name: value for name, value in os.environ.items() if name not in (VARIABLE, "LOCAL_RANK")
+    }
     env |= {"PYTHONPATH": str(repository)} | ({VARIABLE: status.address} if status else {})
     command = [sys.executable, "-c", PRELUDE + program]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -108,7 +117,9 @@ with stop.deferred():
     print(stop.signal_name)
 """
     done = run(program)
-    assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), "schedulers and terminals deliver copies"
+    assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), (
+        "schedulers and terminals deliver copies"
+    )
 
 
 @pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
@@ -148,15 +159,20 @@ def test_reporting_needs_no_launcher_and_survives_a_launcher_that_is_gone() -> N
     assert run("report_exit_code(1)", status=Status("/proc/self/fd/999")).returncode == 0
 
 
-@pytest.mark.parametrize("code", [EXIT_DONE, EXIT_CRASH, EXIT_USAGE, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED])
+@pytest.mark.parametrize(
+    "code", [EXIT_DONE, EXIT_CRASH, EXIT_USAGE, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED]
+)
 def test_leaving_without_a_launcher_keeps_the_code(code: int) -> None:
     assert run(f"leave({code})").returncode == code
 
 
 @pytest.mark.parametrize(
-    ("code", "seen_by_torchrun"), [(EXIT_DONE, 0), (EXIT_RESUMABLE, 0), (EXIT_CRASH, 1), (EXIT_DIVERGED, 76)]
+    ("code", "seen_by_torchrun"),
+    [(EXIT_DONE, 0), (EXIT_RESUMABLE, 0), (EXIT_CRASH, 1), (EXIT_DIVERGED, 76)],
 )
-def test_under_the_launcher_an_orderly_end_is_no_crash(code: int, seen_by_torchrun: int, status: Status) -> None:
+def test_under_the_launcher_an_orderly_end_is_no_crash(
+    code: int, seen_by_torchrun: int, status: Status
+) -> None:
     done = run(f"print('last words'); leave({code})", status=status)
     assert done.returncode == seen_by_torchrun
     assert done.stdout == "last words\n"
@@ -168,7 +184,9 @@ def test_a_rank_registers_under_its_number_on_the_machine(status: Status) -> Non
     done = run(program, status=status)
     assert done.returncode == 0, done.stderr
     assert status.pids() == {3: int(done.stdout)}
-    assert run("signals.join_launcher(); leave(0)").returncode == 0, "without a launcher there is nothing to join"
+    assert run("signals.join_launcher(); leave(0)").returncode == 0, (
+        "without a launcher there is nothing to join"
+    )
 
 
 def test_a_rank_dies_with_its_parent(status: Status) -> None:
@@ -185,6 +203,9 @@ os._exit(0)
     started = time.monotonic()
     done = run(program, status=status)
     pid = int(done.stdout)
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{pid}").exists()
+        and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    ):
         assert time.monotonic() - started < 30, "the rank outlived its parent"
         time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""The copy that a save behind training writes: exact, in one block of its own size, waited for on its own device."""
+"""The copy that a save behind training writes: exact, in one block of its own size, waited for
+on its own device.
+"""
 
 import io
 import mmap
@@ -21,7 +23,9 @@ CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
 
 
 class FakeCuda:
-    """torch.cuda as far as a copy needs it; each thread begins on device 0, as CUDA's threads do."""
+    """torch.cuda as far as a copy needs it; each thread begins on device 0, as CUDA's threads
+    do.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._current = threading.local()
@@ -32,14 +36,18 @@ class FakeCuda:
 
         class Event:
             def synchronize(self) -> None:
-                cuda.waits.append((threading.current_thread().name, getattr(cuda._current, "device", 0)))
+                cuda.waits.append(
+                    (threading.current_thread().name, getattr(cuda._current, "device", 0))
+                )
 
         stream = SimpleNamespace(wait_stream=lambda other: None, record_event=Event)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "stream", lambda other: nullcontext())
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._current, "device", device))
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: setattr(self._current, "device", device)
+        )
         monkeypatch.setattr(
             torch.cuda,
             "cudart",
@@ -77,7 +85,12 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def state(**changes: Any) -> Snapshot:
     tied = torch.randn(33, 5)
-    model = {"head": tied, "embedding": tied, "low": torch.randn(7).bfloat16(), "empty": torch.empty(0, 4)}
+    model = {
+        "head": tied,
+        "embedding": tied,
+        "low": torch.randn(7).bfloat16(),
+        "empty": torch.empty(0, 4),
+    }
     optim = {
         "state": {"head": {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 33).t()}},
         "param_groups": [{"lr": 1e-3}],
@@ -103,11 +116,15 @@ def all_tensors(one: Snapshot) -> list[torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
 
 
 def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) -> None:
-    """On device 0, where a thread begins, waiting would open a context of half a GiB for each of the other ranks."""
+    """On device 0, where a thread begins, waiting would open a context of half a GiB for each
+    of the other ranks.
+    """
     buffers = HostBuffers(CARD)
     buffers.copy(state())
     pending = _Pending(1, lambda: buffers.wait_until_ready() or 7, CARD)
@@ -117,7 +134,9 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
 
 
 @pytest.mark.parametrize("device", [CPU, CARD])
-def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda: FakeCuda, device: torch.device) -> None:
+def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(
+    cuda: FakeCuda, device: torch.device
+) -> None:
     live = state()
     before = [bits(tensor) for tensor in all_tensors(live)]
     copied = HostBuffers(device).copy(live)
@@ -130,7 +149,9 @@ def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda: Fake
     assert copied.optim["param_groups"] == [{"lr": 1e-3}] and copied.extra["n"] == 3
 
 
-def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda: FakeCuda, blocks: list[int]) -> None:
+def test_one_block_of_the_size_of_the_state_is_page_locked_once(
+    cuda: FakeCuda, blocks: list[int]
+) -> None:
     buffers = HostBuffers(CARD)
     first, second = buffers.copy(state()), buffers.copy(state())
     assert [t.data_ptr() for t in all_tensors(first)] == [t.data_ptr() for t in all_tensors(second)]
@@ -139,10 +160,16 @@ def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda: FakeCuda, 
     (start, size_bytes), *others = cuda.locked.items()
     assert len(blocks) == 1 and others == [] and size_bytes == blocks[0]
     for pointer, num_bytes in distinct.items():
-        assert start <= pointer and pointer + num_bytes <= start + size_bytes and pointer % ALIGNMENT_BYTES == 0
+        assert (
+            start <= pointer
+            and pointer + num_bytes <= start + size_bytes
+            and pointer % ALIGNMENT_BYTES == 0
+        )
 
 
-def test_other_shapes_get_another_block_and_the_first_is_released(cuda: FakeCuda, blocks: list[int]) -> None:
+def test_other_shapes_get_another_block_and_the_first_is_released(
+    cuda: FakeCuda, blocks: list[int]
+) -> None:
     buffers = HostBuffers(CARD)
     buffers.copy(state())
     grown = state(model={"head": torch.randn(1000)})
@@ -172,7 +199,9 @@ def test_a_copied_tensor_is_written_without_its_neighbours() -> None:
 
 
 def test_a_forked_process_does_not_hold_the_copy() -> None:
-    """A page that parent and child share is copied when it is written; the device would go on writing the old one."""
+    """A page that parent and child share is copied when it is written; the device would go on
+    writing the old one.
+    """
 
     def is_mapped() -> bool:
         with open("/proc/self/maps") as maps:

@@ -1,4 +1,6 @@
-"""How fast training goes, and against what: speeds, operations that a step needs, the device's peak."""
+"""How fast training goes, and against what: speeds, operations that a step needs, the device's
+peak.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -65,14 +67,18 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
 
 
 def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], float]:
-    """(operations that torch counts, those expected) with every, every second and no token supervised; c."""
+    """(operations that torch counts, those expected) with every, every second and no token
+    supervised; c.
+    """
     model = build_toy_model(world, source)
     cost = flops.step_flops(model)
     assert cost is not None
     found, expected = [], []
     for num_loss_tokens in (64, 32, 1):
         supervised_S = torch.arange(num_loss_tokens)
-        documents = replace(full_batch((32, 32)), supervised_S=supervised_S, num_loss_tokens=num_loss_tokens)
+        documents = replace(
+            full_batch((32, 32)), supervised_S=supervised_S, num_loss_tokens=num_loss_tokens
+        )
         with FlopCounterMode(display=False) as counter:
             model(documents).loss_sum.backward()
         found.append(float(counter.get_total_flops()))
@@ -92,7 +98,9 @@ LENGTHS = (1, 4, 9, 30)
 
 
 def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, dict[int, float]]:
-    """(window that attention is given in each layer, operations of `LENGTHS`, costs of windows for dealing samples)."""
+    """(window that attention is given in each layer, operations of `LENGTHS`, costs of windows
+    for dealing samples).
+    """
     seen: list[int | None] = []
     attend = attention.packed_attention
 
@@ -110,7 +118,9 @@ def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, di
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path: Path, name: str) -> None:
-    """Counted one by one: twice those that causality leaves, but for the diagonal, as n**2 is for whole documents."""
+    """Counted one by one: twice those that causality leaves, but for the diagonal, as n**2 is
+    for whole documents.
+    """
     source = write_model_config(tmp_path, name, **WINDOWED[name])
     seen, attention_flops, window_costs = run_ranks(windows_seen, 1, source)[0]
     assert (None in seen, any(seen)) == (name != "mistral", name != "qwen2")
@@ -125,8 +135,12 @@ def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(tmp_path: Path, is_tied: bool) -> None:
-    """Counted by torch. The head for every token made MFU of a 7B model 4 % too high where half is supervised."""
+def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    """Counted by torch. The head for every token made MFU of a 7B model 4 % too high where half
+    is supervised.
+    """
     source = write_model_config(tmp_path, tie_word_embeddings=is_tied)
     found, expected, quadratic_cost = run_ranks(counted_flops, 1, source)[0]
     assert [a - found[0] for a in found] == [a - expected[0] for a in expected]

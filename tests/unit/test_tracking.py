@@ -28,7 +28,9 @@ from trainer.tracking.metrics_file import MARKERS, MetricsRow
 
 
 def track(run_dir: Path, *backends: str, **kwargs: Any) -> Tracking:
-    return Tracking("project", "experiment", backends, {}, run_dir=run_dir, total_steps=10, **kwargs)
+    return Tracking(
+        "project", "experiment", backends, {}, run_dir=run_dir, total_steps=10, **kwargs
+    )
 
 
 def raw_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -83,12 +85,23 @@ def test_rows_hold_step_attempt_kind_time_and_metrics(tmp_path: Path) -> None:
     tracking.finish(0)
     train, val = raw_rows(tmp_path)
     assert abs(train.pop("ts") - time.time()) < 60
-    assert train == {"step": 1, "attempt": 1, "kind": "train", "train/loss": 2.5, "optim/skipped_steps": 0}
+    assert train == {
+        "step": 1,
+        "attempt": 1,
+        "kind": "train",
+        "train/loss": 2.5,
+        "optim/skipped_steps": 0,
+    }
     assert val["kind"] == "val"
 
 
 def test_non_finite_values_are_null_and_marked(tmp_path: Path) -> None:
-    values = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "a": float("-inf"), "b": 1.0}
+    values = {
+        "train/loss": float("nan"),
+        "train/grad_norm": float("inf"),
+        "a": float("-inf"),
+        "b": 1.0,
+    }
     tracking = track(tmp_path)
     tracking.log(values, step=3)
     tracking.finish(0)
@@ -119,8 +132,16 @@ def test_an_opening_without_rows_is_no_attempt(tmp_path: Path) -> None:
 
 def test_reader_takes_the_newest_attempt_of_each_kind_and_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows = [(1, 1, "train", 1.0), (2, 1, "train", 2.0), (2, 1, "val", 3.0), (3, 1, "train", 4.0), (2, 2, "train", 5.0)]
-    lines = [json.dumps({"step": s, "attempt": a, "kind": k, "ts": 0, "x": x}) for s, a, k, x in rows]
+    rows = [
+        (1, 1, "train", 1.0),
+        (2, 1, "train", 2.0),
+        (2, 1, "val", 3.0),
+        (3, 1, "train", 4.0),
+        (2, 2, "train", 5.0),
+    ]
+    lines = [
+        json.dumps({"step": s, "attempt": a, "kind": k, "ts": 0, "x": x}) for s, a, k, x in rows
+    ]
     lines.insert(2, '{"step": 9, "att')
     lines.insert(3, "[1]")
     path.write_text("\n".join(lines) + "\n" + '{"step": 4, "attempt": 2, "kind": "train"')
@@ -133,7 +154,9 @@ def test_reader_takes_the_newest_attempt_of_each_kind_and_step(tmp_path: Path) -
 
 
 @pytest.mark.covers("S0.10")
-@pytest.mark.parametrize("value", [torch.tensor(1.0), torch.zeros(2), np.ones(1), np.float32(1), "1", None, True])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(1.0), torch.zeros(2), np.ones(1), np.float32(1), "1", None, True]
+)
 def test_values_other_than_int_and_float_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"'train/loss' is a \w+, not an int or float"):
         track(tmp_path).log({"train/loss": value}, step=1)
@@ -147,7 +170,10 @@ def test_a_metric_named_like_a_column_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("short_write", [False, True])
 def test_rows_wait_for_a_full_disk_and_each_outage_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short_write: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    short_write: bool,
 ) -> None:
     real_write = json_lines.os.write
 
@@ -160,7 +186,9 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(
     for step in range(1, 9):
         monkeypatch.setattr(json_lines.os, "write", full_disk if step in (2, 3, 6) else real_write)
         tracking.log({"train/loss": 1.0}, step=step)
-        assert [row["step"] for row in raw_rows(tmp_path)] == list(range(1, {2: 1, 3: 1, 6: 5}.get(step, step) + 1))
+        assert [row["step"] for row in raw_rows(tmp_path)] == list(
+            range(1, {2: 1, 3: 1, 6: 5}.get(step, step) + 1)
+        )
     tracking.finish(0)
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
 
@@ -176,20 +204,35 @@ def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
     tracking = track(tmp_path)
     tracking.start(0)
     for step in range(1, 41):
-        monkeypatch.setattr(json_lines.os, "write", full_disk if 11 <= step <= 30 or step > 38 else real_write)
+        monkeypatch.setattr(
+            json_lines.os, "write", full_disk if 11 <= step <= 30 or step > 38 else real_write
+        )
         tracking.log({"train/loss": 1.0}, step=step)
     tracking.finish(0)
     written = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     lost = sorted(set(range(1, 41)) - set(written))
-    assert written == sorted(written) and lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
+    assert (
+        written == sorted(written)
+        and lost[0] == 11
+        and 11 < lost[-3] < 30
+        and lost[-2:] == [39, 40]
+    )
     said = f"steps 11-{lost[-3]}, 39-40, which"
     assert f"metrics.jsonl lacks {len(lost)} rows of {said} could not be written" in caplog.text
     assert lost_rows(tmp_path, 40).endswith(f"{said} are lost")
     rollback = Rollback(
-        onset=39, found_step=40, target_step=38, first_skipped=39, last_skipped=40, reason="", discarded=[]
+        onset=39,
+        found_step=40,
+        target_step=38,
+        first_skipped=39,
+        last_skipped=40,
+        reason="",
+        discarded=[],
     )
     (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
-    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over, not lost"
+    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), (
+        "passed over, not lost"
+    )
 
 
 def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path: Path) -> None:
@@ -210,7 +253,9 @@ def test_unwritable_directory_is_an_error_at_construction(tmp_path: Path) -> Non
         track(tmp_path / "file")
 
 
-def test_backend_sees_every_row_in_order_and_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_sees_every_row_in_order_and_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = FakeBackend()
     install(monkeypatch, "fake", backend)
     tracking = track(tmp_path, "fake")
@@ -235,7 +280,9 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
     recorded: list[int] = []
 
     def note() -> None:
-        recorded.append(json.loads((tmp_path / "run.json").read_text()).get("last_sent", {}).get("fake", 0))
+        recorded.append(
+            json.loads((tmp_path / "run.json").read_text()).get("last_sent", {}).get("fake", 0)
+        )
 
     backend = FakeBackend(log=note)
     install(monkeypatch, "fake", backend, is_continued=True)
@@ -247,7 +294,9 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
     tracking.finish(0)
     steps = [call[2] for call in backend.calls if call[0] == "log"]
     assert steps == sorted([*range(1, 9), *range(1, 9)])
-    assert all(sent < step for sent, step in zip(recorded, steps, strict=True)) and max(recorded) > 3
+    assert (
+        all(sent < step for sent, step in zip(recorded, steps, strict=True)) and max(recorded) > 3
+    )
     assert json.loads((tmp_path / "run.json").read_text())["last_sent"] == {"fake": 8}
 
 
@@ -270,7 +319,11 @@ def test_results_of_earlier_steps_reach_the_trackers_of_a_finished_run(
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_backend_that_raises_is_dropped_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, inline: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    inline: bool,
 ) -> None:
     broken, healthy = FakeBackend(**{call: boom}), FakeBackend()
     install(monkeypatch, "broken", broken, inline=inline)
@@ -280,7 +333,9 @@ def test_backend_that_raises_is_dropped_with_one_warning(
         tracking.log({"train/loss": 1.0}, step=step)
         time.sleep(0.01)
     tracking.finish(0)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert len(warnings) == 1
     assert "'broken'" in warnings[0] and f"{call}() raised RuntimeError: boom" in warnings[0]
     assert [called[0] for called in broken.calls].count(call) == 1
@@ -306,7 +361,9 @@ def test_backend_that_hangs_delays_neither_steps_nor_the_end(
     assert len(raw_rows(tmp_path)) == 100
 
 
-def test_several_hung_backends_are_waited_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hung_backends_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
     names = [f"hung{i}" for i in range(4)]
     for name in names:
@@ -341,7 +398,9 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("limits", [{"capacity": 3}, {"stall_timeout_s": 0.1}])
-def test_full_queue_or_stalled_call_drops_the_backend(caplog: pytest.LogCaptureFixture, limits: dict[str, Any]) -> None:
+def test_full_queue_or_stalled_call_drops_the_backend(
+    caplog: pytest.LogCaptureFixture, limits: dict[str, Any]
+) -> None:
     release = threading.Event()
     backend = FakeBackend(log=release.wait)
     sink = Sink(backend, name="hung", close_timeout_s=20.0, **limits)
@@ -368,7 +427,9 @@ def test_unknown_backend_and_missing_package_are_configuration_errors(
     with pytest.raises(ConfigError, match="swanlab"):
         track(tmp_path / "run", "swanlab")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tensorboard>=2\.18', or remove 'tensorboard'"):
+    with pytest.raises(
+        ConfigError, match=r"pip install 'tensorboard>=2\.18', or remove 'tensorboard'"
+    ):
         track(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run").exists()
 
@@ -385,7 +446,10 @@ def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
 def test_a_missing_package_is_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     facade.require_installed(["console", "tensorboard", "mlflow", "wandb"])
     monkeypatch.setitem(sys.modules, "alembic", None)
-    with pytest.raises(ConfigError, match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc",
+    ):
         facade.require_installed(["mlflow"])
     monkeypatch.setenv("USE_WANDB", "true")
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -393,10 +457,16 @@ def test_a_missing_package_is_found_without_an_import(monkeypatch: pytest.Monkey
         facade.require_installed(["console"])
 
 
-def test_run_ids_come_from_run_json_then_from_the_checkpoint_of_the_same_run(tmp_path: Path) -> None:
+def test_run_ids_come_from_run_json_then_from_the_checkpoint_of_the_same_run(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"git": "abc", "run_ids": {"wandb": "here"}}))
     tracking = track(tmp_path)
-    state = {"project_name": "project", "experiment_name": "experiment", "run_ids": {"wandb": "there", "mlflow": "m"}}
+    state = {
+        "project_name": "project",
+        "experiment_name": "experiment",
+        "run_ids": {"wandb": "there", "mlflow": "m"},
+    }
     tracking.load_state_dict(state | {"experiment_name": "other"})
     assert tracking.state_dict()["run_ids"] == {"wandb": "here"}
     tracking.load_state_dict(state)
@@ -405,10 +475,14 @@ def test_run_ids_come_from_run_json_then_from_the_checkpoint_of_the_same_run(tmp
     assert content == {"git": "abc", "run_ids": {"wandb": "here", "mlflow": "m"}}
     tracking.log({}, step=1)
     tracking.load_state_dict(state | {"run_ids": {"tensorboard": "t"}})
-    assert tracking.state_dict()["run_ids"] == {"wandb": "here", "mlflow": "m"}, "a rollback goes on in open trackers"
+    assert tracking.state_dict()["run_ids"] == {"wandb": "here", "mlflow": "m"}, (
+        "a rollback goes on in open trackers"
+    )
 
 
-def test_broken_run_json_is_said_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_run_json_is_said_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "run.json").write_text("{")
     tracking = track(tmp_path)
     assert "run.json" in caplog.text and tracking.state_dict()["run_ids"] == {}

@@ -28,7 +28,9 @@ def attempt(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) ->
     """Log `steps`, validating every second one, as one attempt of a run; `finish` at its end."""
     tracking = Tracking("project", "exp", backend, CONFIG, run_dir=run_dir, total_steps=8)
     for step in steps:
-        tracking.log({"train/loss": tracking.attempt + step / 100, "train/lr(1e-3)": 0.125}, step=step)
+        tracking.log(
+            {"train/loss": tracking.attempt + step / 100, "train/lr(1e-3)": 0.125}, step=step
+        )
         if step % 2 == 0:
             tracking.log({"val/loss": float(step)}, step=step)
     tracking.finish(exit_code)
@@ -36,26 +38,45 @@ def attempt(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) ->
 
 
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
     attempt(tmp_path, "tensorboard", steps=range(1, 7), exit_code=1)
     attempt(tmp_path, "tensorboard", steps=range(5, 9))
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(event.step, round(event.value, 4)) for event in events.Scalars("train/loss")]
-    assert losses == [(1, 1.01), (2, 1.02), (3, 1.03), (4, 1.04), (5, 2.05), (6, 2.06), (7, 2.07), (8, 2.08)]
+    assert losses == [
+        (1, 1.01),
+        (2, 1.02),
+        (3, 1.03),
+        (4, 1.04),
+        (5, 2.05),
+        (6, 2.06),
+        (7, 2.07),
+        (8, 2.08),
+    ]
     assert [event.step for event in events.Scalars("val/loss")] == [2, 4, 6, 8]
     assert {"train/lr(1e-3)"} <= set(events.Tags()["scalars"])
     content = events.SummaryMetadata("custom_scalars__config__").plugin_data.content
-    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    layout = layout_pb2.Layout.FromString(
+        events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    )
     assert content == b"" and len(layout.category) > 3
-    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    charts = {
+        chart.title: list(chart.multiline.tag)
+        for category in layout.category
+        for chart in category.chart
+    }
     assert [bool(re.match(tag, "train/lr(1e-3)")) for tag in charts["lr(1e-3)"]] == [True]
     for key in ("train/loss", "val/loss"):
         assert [tag for tag in charts["loss"] if re.match(tag, key)] == [f"^{key}$"]
 
 
 def test_tensorboard_from_scratch_again_purges_all(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     for _ in range(2):
         attempt(tmp_path, "tensorboard", steps=range(3))
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -81,21 +102,33 @@ def test_mlflow_continues_one_run_and_sets_its_status(
     assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "exp", status)
     assert run.data.params["optim.lr"] == "0.0001"
     history = client.get_metric_history(run_id, "train/lr_1e-3")
-    assert [(metric.step, metric.value) for metric in history] == [(step, 0.125) for step in range(1, 9)]
+    assert [(metric.step, metric.value) for metric in history] == [
+        (step, 0.125) for step in range(1, 9)
+    ]
     assert run.data.tags["metric_name/train/lr_1e-3"] == "train/lr(1e-3)"
 
 
 def test_mlflow_names_are_unique_stable_and_reversible() -> None:
     names = MetricNames({})
     converted = [names.convert(name) for name in ("train/loss", "a(b)", "a_b", "a[b]", "a(b)")]
-    assert converted == [("train/loss", False), ("a_b", True), ("a_b_", True), ("a_b__", True), ("a_b", False)]
-    restored = MetricNames({"metric_name/a_b": "a(b)", "metric_name/a_b_": "a_b", "mlflow.user": "x"})
+    assert converted == [
+        ("train/loss", False),
+        ("a_b", True),
+        ("a_b_", True),
+        ("a_b__", True),
+        ("a_b", False),
+    ]
+    restored = MetricNames(
+        {"metric_name/a_b": "a(b)", "metric_name/a_b_": "a_b", "mlflow.user": "x"}
+    )
     assert restored.convert("a_b") == ("a_b_", False)
     assert restored.convert("a(b)") == ("a_b", False)
 
 
 @pytest.fixture
-def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def wandb_offline(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb").teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
@@ -103,7 +136,10 @@ def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 
 
 def test_wandb_offline_continues_one_run(
-    tmp_path: Path, wandb_offline: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    wandb_offline: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_NAME", "shown")
     monkeypatch.setenv("WANDB_RUN_GROUP", "together")
@@ -127,7 +163,10 @@ def test_wandb_offline_continues_one_run(
             assert (record.run.run_id, record.run.project) == (run_id, "project")
             assert (record.run.display_name, record.run.run_group) == ("shown", "together")
         elif kind == "history":
-            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            items = {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
             steps += [items["trainer/step"]] if "train/loss" in items else []
         elif kind == "exit":
             exit_codes.append(record.exit.exit_code)
@@ -138,17 +177,30 @@ def test_wandb_offline_continues_one_run(
     assert ("*", "trainer/step") in metrics
 
     evaluation = Tracking(
-        "project", "exp_arithmetic", "wandb", {"evaluation": "arithmetic", "of": "exp"}, run_dir=tmp_path / "evaluation"
+        "project",
+        "exp_arithmetic",
+        "wandb",
+        {"evaluation": "arithmetic", "of": "exp"},
+        run_dir=tmp_path / "evaluation",
     )
     evaluation.log({"eval/arithmetic": 1.0}, step=8)
     evaluation.finish()
     (file,) = (tmp_path / "evaluation" / "wandb").glob("offline-run-*/*.wandb")
-    (run,) = (record.run for record in wandb_files.records(file) if record.WhichOneof("record_type") == "run")
-    assert (run.display_name, run.run_group) == ("exp_arithmetic", "together"), "the name is that of the training alone"
+    (run,) = (
+        record.run
+        for record in wandb_files.records(file)
+        if record.WhichOneof("record_type") == "run"
+    )
+    assert (run.display_name, run.run_group) == ("exp_arithmetic", "together"), (
+        "the name is that of the training alone"
+    )
 
 
 def test_wandb_without_key_is_dropped_and_never_asks(
-    tmp_path: Path, wandb_offline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    wandb_offline: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import wandb
 
@@ -157,12 +209,16 @@ def test_wandb_without_key_is_dropped_and_never_asks(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     attempt(tmp_path, "wandb", steps=range(1, 3))
     wandb.teardown()
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    (warning,) = (
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    )
     assert "'wandb' dropped" in warning and "WANDB_MODE=offline" in warning
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_console_prints_one_plain_line_per_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_one_plain_line_per_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracking = Tracking("project", "exp", "console", CONFIG, run_dir=tmp_path, total_steps=200)
     train = {
         "train/loss": 2.341,
@@ -174,18 +230,27 @@ def test_console_prints_one_plain_line_per_row(tmp_path: Path, capsys: pytest.Ca
         "memory/cpu/rss_gib": 3.0,
     }
     tracking.log(train, step=12)
-    tracking.log({"val/loss": 1.2345, "val/loss_stderr": 0.01, "val/tokens": 12345, "val/samples": 1200}, step=12)
+    tracking.log(
+        {"val/loss": 1.2345, "val/loss_stderr": 0.01, "val/tokens": 12345, "val/samples": 1200},
+        step=12,
+    )
     tracking.log({"memory/cpu/rss_gib": 3.0}, step=12)
     tracking.log({"train/loss": float("nan"), "optim/skipped_steps": 1}, step=13)
     tracking.finish(0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 12/200 | loss 2.3410 | lr 1.20e-04 | grad_norm 1.02 | 3,900 tok/s | 0.84 s | eta 0:02:38"
+    assert (
+        lines[0]
+        == "step 12/200 | loss 2.3410 | lr 1.20e-04 | grad_norm 1.02 | 3,900 tok/s | 0.84 s | eta "
+        "0:02:38"
+    )
     assert lines[1] == "step 12/200 | val/loss 1.2345 ± 0.0100 | 1,200 samples"
     assert lines[2] == "step 13/200 | loss nan | skipped 1"
     assert len(lines) == 3
 
 
-def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -199,7 +264,9 @@ def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(tmp_path: Path, mo
     tracking.log({"val/loss": 1.25}, step=101)
     tracking.finish(0)
     shown = terminal.getvalue()
-    assert "100/200" in shown and "101/200" in shown and "loss 2.5000 | 1.00 s | eta 0:01:39" in shown
+    assert (
+        "100/200" in shown and "101/200" in shown and "loss 2.5000 | 1.00 s | eta 0:01:39" in shown
+    )
     assert "step 101/200 | val/loss 1.2500" in shown
     assert sys.stdout is terminal
 
@@ -221,7 +288,9 @@ def test_trackio_has_name_group_configuration_tables_and_alerts_of_a_run(
     first, second = storage.get_logs("own", run_id=run["id"])
     assert math.isnan(first["train/loss"]) and first["train/lr(1e-3)"] == 0.125
     assert second["samples"]["_value"] == [{"prompt": "2+2?", "score": 1.0}]
-    assert [(alert["title"], alert["level"]) for alert in storage.get_alerts("own")] == [("severe", "error")]
+    assert [(alert["title"], alert["level"]) for alert in storage.get_alerts("own")] == [
+        ("severe", "error")
+    ]
 
 
 MLFLOW_RUN = """
@@ -239,15 +308,21 @@ assert is_telemetry_disabled() and get_telemetry_client() is None
 
 
 def test_mlflow_reports_nothing_about_its_users(tmp_path: Path) -> None:
-    """In an environment without the variables by which MLflow recognises tests and CI, where it reports nothing."""
+    """In an environment without the variables by which MLflow recognises tests and CI, where it
+    reports nothing.
+    """
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     program = [sys.executable, "-c", MLFLOW_RUN, str(tmp_path / "run")]
     subprocess.run(program, env=environment, check=True, timeout=120)
     assert (tmp_path / "run" / "mlflow" / "mlflow.db").exists()
 
 
-def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the Hub's library was imported before, as by transformers: it reads the environment only then."""
+def test_the_hub_reports_nothing_about_users_of_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the Hub's library was imported before, as by transformers: it reads the
+    environment only then.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import _telemetry, send_telemetry
 

@@ -1,4 +1,6 @@
-"""How others call `Tracking`: as verl does, with results of an evaluation, and into directories that are not theirs."""
+"""How others call `Tracking`: as verl does, with results of an evaluation, and into directories
+that are not theirs.
+"""
 
 import json
 import os
@@ -54,10 +56,15 @@ def test_verls_call_works_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [7, 7]
     assert "step 7 | loss 0.5000\n" in capsys.readouterr().out
     description = json.loads((run_dir / "run.json").read_text())
-    assert description["config"]["data"] == {"path": "a.parquet"} and "lr=1e-05" in description["config"]["optim"]
+    assert (
+        description["config"]["data"] == {"path": "a.parquet"}
+        and "lr=1e-05" in description["config"]["optim"]
+    )
 
 
-@pytest.mark.parametrize("config", [{"trainer": {"default_local_dir": "runs/a"}}, {"default_local_dir": "runs/a"}])
+@pytest.mark.parametrize(
+    "config", [{"trainer": {"default_local_dir": "runs/a"}}, {"default_local_dir": "runs/a"}]
+)
 def test_the_directory_is_that_of_the_configuration(config: dict[str, object]) -> None:
     tracking = Tracking(project_name="p", experiment_name="e", config=config)
     tracking.log({"train/loss": 0.5}, step=1)
@@ -68,11 +75,18 @@ def test_the_directory_is_that_of_the_configuration(config: dict[str, object]) -
 def test_the_documented_call_keeps_to_a_directory_of_its_own_and_refuses_that_of_a_run() -> None:
     snippet = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[0]
     exec(compile(snippet, DOCS.name, "exec"), {})
-    assert read_metrics(Path("checkpoints/sft/eval_step_500/metrics.jsonl"))[0]["val/exec_success_rate"] == 0.61
+    assert (
+        read_metrics(Path("checkpoints/sft/eval_step_500/metrics.jsonl"))[0][
+            "val/exec_success_rate"
+        ]
+        == 0.61
+    )
     run_dir = trained(Path("run"))
     before = content(run_dir)
     pointed = snippet.replace("config=", "run_dir='run', config=")
-    with pytest.raises(ConfigError, match="holds the run 'exp' of project 'sft', not 'eval_step_500'"):
+    with pytest.raises(
+        ConfigError, match="holds the run 'exp' of project 'sft', not 'eval_step_500'"
+    ):
         exec(compile(pointed, DOCS.name, "exec"), {})
     assert content(run_dir) == before
 
@@ -105,8 +119,14 @@ def test_values_of_a_step_logged_one_after_the_other_all_count() -> None:
     tracking.log({"train/lr": 0.2}, 2)
     tracking.finish(0)
     first, second = read_metrics(Path("run/metrics.jsonl"))
-    assert (first["train/loss"], first["train/lr"], first["train/reward_mean"]) == (float("inf"), 0.1, 2.0)
-    assert "train/loss" not in second and second["train/lr"] == 0.2, "nothing of a step that was taken back"
+    assert (first["train/loss"], first["train/lr"], first["train/reward_mean"]) == (
+        float("inf"),
+        0.1,
+        2.0,
+    )
+    assert "train/loss" not in second and second["train/lr"] == 0.2, (
+        "nothing of a step that was taken back"
+    )
     assert "reward_mean" in Path("run/training_history.csv").read_text().splitlines()[0]
 
 
@@ -137,7 +157,10 @@ def test_a_directory_in_which_a_run_trains_is_refused() -> None:
     try:
         (run_dir / ".train.lock").write_text(json.dumps(holder))
         before = content(run_dir)
-        with pytest.raises(ConfigError, match=f"is being trained in by pid {trainer.pid}: log into a directory of its"):
+        with pytest.raises(
+            ConfigError,
+            match=f"is being trained in by pid {trainer.pid}: log into a directory of its",
+        ):
             Tracking("sft", "exp", [], {}, run_dir=run_dir)
         assert content(run_dir) == before
     finally:

@@ -66,7 +66,10 @@ def test_an_attempt_that_made_no_step_counts_as_one_once_it_started(tmp_path: Pa
 
 
 def test_files_without_markers_still_read(tmp_path: Path) -> None:
-    rows = [{"step": s, "attempt": a, "kind": "train", "ts": 0, "x": a} for s, a in [(1, 1), (2, 1), (3, 1), (2, 2)]]
+    rows = [
+        {"step": s, "attempt": a, "kind": "train", "ts": 0, "x": a}
+        for s, a in [(1, 1), (2, 1), (3, 1), (2, 2)]
+    ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(1, 1), (2, 2), (3, 1)]
@@ -88,7 +91,14 @@ def test_a_row_has_the_kind_it_is_given_or_that_of_its_keys(tmp_path: Path) -> N
 
 @pytest.mark.covers("S0.3", "S0.11", "S2.4", "S4.4", "S4.14")
 def test_any_key_passes_and_a_reducer_in_it_is_dropped(tmp_path: Path) -> None:
-    keys = ("train/reward_total_std", "rewards/Format/mean", "critic/rewards/mean", "actor/kl_loss", "a@b", "m@median")
+    keys = (
+        "train/reward_total_std",
+        "rewards/Format/mean",
+        "critic/rewards/mean",
+        "actor/kl_loss",
+        "a@b",
+        "m@median",
+    )
     tracking = track(tmp_path)
     tracking.log({**dict.fromkeys(keys, 1.0), "tokens@sum": 2, "t@p99": 3.0, "@sum": 4.0}, 1)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -99,11 +109,15 @@ def test_any_key_passes_and_a_reducer_in_it_is_dropped(tmp_path: Path) -> None:
         tracking.log({"step@max": 1.0}, 2)
 
 
-def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_reaches_the_disk_without_waiting_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release, synced = threading.Event(), threading.Semaphore(0)
 
     def slow_disk(descriptor: int) -> None:
-        assert threading.current_thread() is not threading.main_thread(), "training waits for the disk"
+        assert threading.current_thread() is not threading.main_thread(), (
+            "training waits for the disk"
+        )
         synced.release()
         release.wait(20)
 
@@ -137,7 +151,8 @@ class Alerts(Backend):
 
 def event_lines(run_dir: Path) -> list[dict[str, Any]]:
     return [
-        json.loads(line, parse_constant=pytest.fail) for line in (run_dir / "events.jsonl").read_text().splitlines()
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (run_dir / "events.jsonl").read_text().splitlines()
     ]
 
 
@@ -151,21 +166,41 @@ def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(
     log_steps(tracking, range(1, 2))
     tracking.event("checkpoint", 1, "saved", path=tmp_path, size_bytes=7)
     tracking.event(
-        "spike", 1, "loss 9 times its level", level="warn", z=float("nan"), ids=[1, 2], m={"x": float("inf")}
+        "spike",
+        1,
+        "loss 9 times its level",
+        level="warn",
+        z=float("nan"),
+        ids=[1, 2],
+        m={"x": float("inf")},
     )
     tracking.event("dead", 1, "no gradient", level="error")
     tracking.finish(76)
     lines = event_lines(tmp_path)
-    assert [line["kind"] for line in lines] == ["early", "start", "checkpoint", "spike", "dead", "end"]
+    assert [line["kind"] for line in lines] == [
+        "early",
+        "start",
+        "checkpoint",
+        "spike",
+        "dead",
+        "end",
+    ]
     spike = lines[3]
     assert spike.pop("ts") > 0
     assert spike == {
-        "attempt": 1, "step": 1, "kind": "spike", "level": "warn", "message": "loss 9 times its level",
+        "attempt": 1, "step": 1, "kind": "spike", "level": "warn", "message": "loss 9 times its "
+                                                                              "level",
         "z": "nan", "ids": [1, 2], "m": {"x": "inf"},
     }  # fmt: skip
     assert lines[2]["path"] == str(tmp_path)
-    assert [alert.kind for alert in backend.alerts] == ["dead"], "before the first row the resume step is not known"
-    shown = [(record.levelno, record.getMessage()) for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [alert.kind for alert in backend.alerts] == ["dead"], (
+        "before the first row the resume step is not known"
+    )
+    shown = [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
     assert (logging.WARNING, "step 1: loss 9 times its level") in shown
     assert (logging.ERROR, "step 1: no gradient") in shown
 
@@ -173,13 +208,17 @@ def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(
 @pytest.mark.parametrize(
     ("fields", "text"), [({"level": "fatal"}, "'fatal'"), ({"attempt": 3}, "'attempt' is a column")]
 )
-def test_a_wrong_level_or_field_is_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+def test_a_wrong_level_or_field_is_refused(
+    tmp_path: Path, fields: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         track(tmp_path).event("x", 1, "message", **fields)
 
 
 @pytest.mark.covers("S1.10")
-def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end(tmp_path: Path) -> None:
+def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end(
+    tmp_path: Path,
+) -> None:
     first = track(tmp_path)
     log_steps(first, range(1, 5))
     first.finish(75)
@@ -212,4 +251,6 @@ def test_the_resolved_configuration_is_kept_with_the_run(tmp_path: Path) -> None
 def test_the_group_of_a_run_is_that_of_its_last_start(tmp_path: Path) -> None:
     for group, written in (("together", "together"), (None, "experiment")):
         Tracking("project", "experiment", [], run_dir=tmp_path, group=group).start(0)
-        assert json.loads((tmp_path / "run.json").read_text())["group"] == written, "its evaluations go there"
+        assert json.loads((tmp_path / "run.json").read_text())["group"] == written, (
+            "its evaluations go there"
+        )

@@ -34,7 +34,10 @@ def log_step(tracking: Tracking, step: int, *, spoiled: float = 0.0) -> None:
         step,
     )
     if step % 2 == 0:
-        tracking.log({"val/loss": noise.random() + spoiled, "val/samples": 3, "time/eval/total_s": 0.25}, step)
+        tracking.log(
+            {"val/loss": noise.random() + spoiled, "val/samples": 3, "time/eval/total_s": 0.25},
+            step,
+        )
 
 
 def histories(run_dir: Path) -> tuple[str, str]:
@@ -58,16 +61,26 @@ def whole(tmp_path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.covers("S1.1", "S1.2", "S1.3", "S1.4")
-def test_one_row_per_epoch_from_one_without_any_setting(tmp_path: Path, whole: tuple[str, str]) -> None:
-    training, validation = rows(tmp_path / "whole", "training"), rows(tmp_path / "whole", "validation")
+def test_one_row_per_epoch_from_one_without_any_setting(
+    tmp_path: Path, whole: tuple[str, str]
+) -> None:
+    training, validation = (
+        rows(tmp_path / "whole", "training"),
+        rows(tmp_path / "whole", "validation"),
+    )
     first = whole[0].splitlines()[0]
-    assert first == "epoch,loss,reward_mean,reward_std,steps,last_step,tokens,lr,grad_norm,seconds,nonfinite_steps"
+    assert (
+        first
+        == "epoch,loss,reward_mean,reward_std,steps,last_step,tokens,lr,grad_norm,seconds,nonfinite_steps"
+    )
     assert [(row["epoch"], row["steps"], row["last_step"], row["tokens"]) for row in training] == [
         ("1", "4", "4", "200"), ("2", "4", "8", "520"), ("3", "4", "12", "840"),
     ]  # fmt: skip
     losses = {step: random.Random(SEED + step).random() for step in range(1, 5)}
     expected = sum(10 * step * loss for step, loss in losses.items()) / 100
-    assert float(training[0]["loss"]) == pytest.approx(expected, rel=1e-12), "not the mean over tokens"
+    assert float(training[0]["loss"]) == pytest.approx(expected, rel=1e-12), (
+        "not the mean over tokens"
+    )
     assert float(training[1]["lr"]) == pytest.approx(8e-5) and float(training[2]["seconds"]) == 2.0
     assert [(row["epoch"], row["step"], row["samples"], row["seconds"]) for row in validation] == [
         ("1", "4", "3", "0.25"), ("2", "8", "3", "0.25"), ("3", "12", "3", "0.25"),
@@ -75,8 +88,12 @@ def test_one_row_per_epoch_from_one_without_any_setting(tmp_path: Path, whole: t
 
 
 @pytest.mark.covers("S3.29")
-@pytest.mark.parametrize("pieces", [[(1, 3), (3, 6), (5, 9), (9, 12)], [(1, 12), (2, 12)], [(1, 7), (1, 12)]])
-def test_restarts_leave_no_trace(tmp_path: Path, whole: tuple[str, str], pieces: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "pieces", [[(1, 3), (3, 6), (5, 9), (9, 12)], [(1, 12), (2, 12)], [(1, 7), (1, 12)]]
+)
+def test_restarts_leave_no_trace(
+    tmp_path: Path, whole: tuple[str, str], pieces: list[tuple[int, int]]
+) -> None:
     for first, last in pieces:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
@@ -102,14 +119,22 @@ def test_an_attempt_that_ends_inside_an_epoch_shows_what_there_is_of_it(tmp_path
     for step in range(1, 7):
         log_step(tracking, step)
     tracking.finish(75)
-    assert [(row["epoch"], row["steps"]) for row in rows(tmp_path, "training")] == [("1", "4"), ("2", "2")]
+    assert [(row["epoch"], row["steps"]) for row in rows(tmp_path, "training")] == [
+        ("1", "4"),
+        ("2", "2"),
+    ]
 
 
 @pytest.mark.covers("S1.4", "S1.7")
 def test_metrics_of_a_facade_user_have_the_columns_of_the_guide(tmp_path: Path) -> None:
     tracking = track(tmp_path)
     for step, (reward, accuracy) in enumerate([(-1.0, 0.0), (0.0, 0.5)], start=1):
-        row = {"Train/Loss": -0.5, "reward": reward, "Train/Accuracy_Mean": accuracy, "accuracy_std": 0.25}
+        row = {
+            "Train/Loss": -0.5,
+            "reward": reward,
+            "Train/Accuracy_Mean": accuracy,
+            "accuracy_std": 0.25,
+        }
         tracking.log({**row, "latency": 30.0, "train/budget_violation_rate": 0.5}, step)
     tracking.log({"val/loss": 0.5, "val/accuracy_mean": 0.75, "val/accuracy_std": 0.125}, 2)
     tracking.finish(0)
@@ -118,7 +143,17 @@ def test_metrics_of_a_facade_user_have_the_columns_of_the_guide(tmp_path: Path) 
         "epoch", "loss", "reward_mean", "reward_std", "accuracy_mean", "accuracy_std", "latency_mean", "latency_std",
         "budget_violation_rate",
     ]  # fmt: skip
-    assert list(map(float, list(row.values())[:9])) == [1, -0.5, -0.5, 0.5, 0.25, 0.25, 30.0, 0.0, 0.5]
+    assert list(map(float, list(row.values())[:9])) == [
+        1,
+        -0.5,
+        -0.5,
+        0.5,
+        0.25,
+        0.25,
+        30.0,
+        0.0,
+        0.5,
+    ]
     assert rows(tmp_path, "validation") == [
         {"epoch": "1", "loss": "0.5", "accuracy_mean": "0.75", "accuracy_std": "0.125", "step": "2"}
     ]
@@ -141,6 +176,10 @@ def test_the_end_of_an_epoch_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
         for step in steps:
             log_step(tracking, step)
         tracking.finish(exit_code)
-    said = [record.getMessage() for record in caplog.records if record.name == "trainer.tracking.histories"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "trainer.tracking.histories"
+    ]
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2", "epoch 3"]
     assert " | val/loss " in said[0] and "steps 4 | tokens 200 | seconds 2" in said[0]

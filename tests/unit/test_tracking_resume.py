@@ -1,4 +1,6 @@
-"""Trackers over kills and rollbacks, read back with their own libraries: no step is lost, a kill may repeat some."""
+"""Trackers over kills and rollbacks, read back with their own libraries: no step is lost, a
+kill may repeat some.
+"""
 
 import importlib.util
 import json
@@ -33,7 +35,8 @@ KILLS = ((1, 6), (5, 9), (7, 11))
 @pytest.fixture(autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))  # read once, at its import
+    # read once, at its import
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
     for name in ("USE_WANDB", "WANDB_PROJECT", "MLFLOW_TRACKING_URI"):
@@ -41,13 +44,21 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def tensorboard(run_dir: Path) -> Series:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    events = event_accumulator.EventAccumulator(
+        str(run_dir / "tensorboard"), size_guidance={"scalars": 0}
+    ).Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
-    client = pytest.importorskip("mlflow.tracking").MlflowClient(f"sqlite:///{run_dir}/mlflow/mlflow.db")
+    client = pytest.importorskip("mlflow.tracking").MlflowClient(
+        f"sqlite:///{run_dir}/mlflow/mlflow.db"
+    )
     (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
     return client, run
 
@@ -55,18 +66,27 @@ def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
 def mlflow(run_dir: Path) -> Series:
     client, run = mlflow_run(run_dir)
     names = {name: run.data.tags.get(f"metric_name/{name}", name) for name in run.data.metrics}
-    histories = {key: client.get_metric_history(run.info.run_id, name) for name, key in names.items()}
-    return {key: [(metric.step, metric.value) for metric in history] for key, history in histories.items()}
+    histories = {
+        key: client.get_metric_history(run.info.run_id, name) for name, key in names.items()
+    }
+    return {
+        key: [(metric.step, metric.value) for metric in history]
+        for key, history in histories.items()
+    }
 
 
 def wandb(run_dir: Path) -> Series:
-    """Checks on the way that all files are of one run, and that its own steps go on from file to file."""
+    """Checks on the way that all files are of one run, and that its own steps go on from file
+    to file.
+    """
     (run_id,) = json.loads((run_dir / "run.json").read_text())["run_ids"].values()
     paths = wandb_files.files_of(run_dir)
     assert {path.name for path in paths} == {f"run-{run_id}.wandb"}
     rows = [row for path in paths for row in wandb_files.history(path)]
     own_steps = [row["_step"] for row in rows]
-    assert own_steps == sorted(set(own_steps)), "wandb drops a row whose own step is not beyond the last"
+    assert own_steps == sorted(set(own_steps)), (
+        "wandb drops a row whose own step is not beyond the last"
+    )
     series: Series = {}
     for row in rows:
         for key in row.keys() - {"trainer/step", "_step", "_runtime", "_timestamp"}:
@@ -90,13 +110,21 @@ READERS: dict[str, Callable[[Path], Series]] = {
     "wandb": wandb,
     "trackio": trackio,
 }
-not_here = pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
-by_tracker = pytest.mark.parametrize("backend", [*list(READERS)[:-1], pytest.param("trackio", marks=not_here)])
+not_here = pytest.mark.skipif(
+    importlib.util.find_spec("trackio") is None, reason="trackio is not installed"
+)
+by_tracker = pytest.mark.parametrize(
+    "backend", [*list(READERS)[:-1], pytest.param("trackio", marks=not_here)]
+)
 
 
 def truth(steps: int = STEPS) -> Series:
-    series: Series = {key: [(step, train_row(step)[key]) for step in range(1, steps + 1)] for key in train_row(1)}
-    return series | {"val/loss": [(step, val_row(step)["val/loss"]) for step in range(2, steps + 1, 2)]}
+    series: Series = {
+        key: [(step, train_row(step)[key]) for step in range(1, steps + 1)] for key in train_row(1)
+    }
+    return series | {
+        "val/loss": [(step, val_row(step)["val/loss"]) for step in range(2, steps + 1, 2)]
+    }
 
 
 def assert_same(found: Series, expected: Series) -> None:
@@ -105,7 +133,9 @@ def assert_same(found: Series, expected: Series) -> None:
         key: [step for step, _ in points] for key, points in expected.items()
     }
     for key, points in expected.items():
-        assert [value for _, value in found[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
+        assert [value for _, value in found[key]] == pytest.approx(
+            [value for _, value in points], rel=1e-6
+        ), key
 
 
 def run_piece(run_dir: Path, backend: str, first_step: int, kill_step: int) -> int:
@@ -116,7 +146,8 @@ def run_piece(run_dir: Path, backend: str, first_step: int, kill_step: int) -> i
 
 
 def track(run_dir: Path, *backends: str) -> Tracking:
-    time.sleep(1.0 if "wandb" in backends else 0.0)  # wandb names its offline directories by the second
+    # wandb names its offline directories by the second
+    time.sleep(1.0 if "wandb" in backends else 0.0)
     return Tracking("project", "killed", backends, {}, run_dir=run_dir, total_steps=STEPS)
 
 
@@ -151,8 +182,12 @@ def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
 
 
 def exit_codes(run_dir: Path) -> list[int]:
-    records = [record for file in wandb_files.files_of(run_dir) for record in wandb_files.records(file)]
-    return [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
+    records = [
+        record for file in wandb_files.files_of(run_dir) for record in wandb_files.records(file)
+    ]
+    return [
+        record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"
+    ]
 
 
 def assert_not_finished(run_dir: Path, backend: str) -> None:
@@ -164,7 +199,9 @@ def assert_not_finished(run_dir: Path, backend: str) -> None:
 
 
 @by_tracker
-def test_a_tracker_switched_on_later_or_that_failed_gets_what_it_lacks(tmp_path: Path, backend: str) -> None:
+def test_a_tracker_switched_on_later_or_that_failed_gets_what_it_lacks(
+    tmp_path: Path, backend: str
+) -> None:
     log_steps(track(tmp_path), range(1, 4))
     with_tracker = track(tmp_path, backend)
     log_steps(with_tracker, range(3, 6))
@@ -178,7 +215,9 @@ def test_a_tracker_switched_on_later_or_that_failed_gets_what_it_lacks(tmp_path:
 
 @by_tracker
 def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: str) -> None:
-    """Trackers that cannot take back show steps 5 to 8 as they were, then as they became; all go on to the end."""
+    """Trackers that cannot take back show steps 5 to 8 as they were, then as they became; all
+    go on to the end.
+    """
     rolled = track(tmp_path, backend)
     log_steps(rolled, range(1, 5))
     log_steps(rolled, range(5, 9), shift=1.0)
@@ -201,11 +240,17 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: st
 def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """An attempt without `finish` stands for a killed one: it repeats the two steps that were not recorded yet."""
+    """An attempt without `finish` stands for a killed one: it repeats the two steps that were
+    not recorded yet.
+    """
     monkeypatch.setattr(continued, "RECORD_INTERVAL_S", 0.0)
     killed = track(tmp_path, backend)
     log_steps(killed, range(1, 9))
-    while (last_sent := json.loads((tmp_path / "run.json").read_text()).get("last_sent", {}).get(backend, -1)) < 6:
+    while (
+        last_sent := json.loads((tmp_path / "run.json").read_text())
+        .get("last_sent", {})
+        .get(backend, -1)
+    ) < 6:
         time.sleep(0.01)
     killed.finish(75)
     content = json.loads((tmp_path / "run.json").read_text())
@@ -220,8 +265,12 @@ def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(
 
 
 @by_tracker
-def test_a_run_whose_steps_sent_were_never_recorded_is_not_sent_its_history_again(tmp_path: Path, backend: str) -> None:
-    """As after `run.json` was written by an earlier version, or lost and its ids came with a checkpoint."""
+def test_a_run_whose_steps_sent_were_never_recorded_is_not_sent_its_history_again(
+    tmp_path: Path, backend: str
+) -> None:
+    """As after `run.json` was written by an earlier version, or lost and its ids came with a
+    checkpoint.
+    """
     first = track(tmp_path, backend)
     log_steps(first, range(1, 7))
     first.finish(75)
@@ -241,7 +290,11 @@ def test_errors_alert_in_wandb(tmp_path: Path) -> None:
     tracking.event("spike", 2, "only a warning", level="warn")
     tracking.finish(0)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    alerts = [record.alert for record in wandb_files.records(file) if record.WhichOneof("record_type") == "alert"]
+    alerts = [
+        record.alert
+        for record in wandb_files.records(file)
+        if record.WhichOneof("record_type") == "alert"
+    ]
     assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
         ("dead at step 2", "no gradient for 10 steps", "ERROR")
     ]
@@ -257,7 +310,11 @@ def test_wandb_is_switched_and_its_project_named_in_the_environment(
     log_steps(tracking, range(1, 3))
     tracking.finish(0)
     (file,) = (tmp_path / "on" / "wandb").glob("offline-run-*/*.wandb")
-    (run,) = [record.run for record in wandb_files.records(file) if record.WhichOneof("record_type") == "run"]
+    (run,) = [
+        record.run
+        for record in wandb_files.records(file)
+        if record.WhichOneof("record_type") == "run"
+    ]
     assert run.project == "train and eval" and run.display_name == "killed"
     monkeypatch.setenv("USE_WANDB", "False")
     tracking = track(tmp_path / "off", "wandb")
@@ -276,9 +333,12 @@ def test_the_start_says_once_where_the_logs_are(
     caplog.set_level(logging.INFO, "trainer.tracking.facade")
     tracking = track(tmp_path, "tensorboard", "mlflow", "wandb")
     tracking.start(0)
-    (text,) = [record.getMessage() for record in caplog.records if record.name == "trainer.tracking.facade"]
+    (text,) = [
+        record.getMessage() for record in caplog.records if record.name == "trainer.tracking.facade"
+    ]
     assert text.splitlines() == [
-        f"logs in {tmp_path}: metrics.jsonl, events.jsonl, training_history.csv, validation_history.csv",
+        f"logs in {tmp_path}: metrics.jsonl, events.jsonl, training_history.csv, "
+        f"validation_history.csv",
         f"  tensorboard  tensorboard --logdir={tmp_path}/tensorboard --port=6006",
         f"  mlflow       mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow/mlflow.db",
         f"  wandb        offline, to upload: wandb sync {tmp_path}/wandb/offline-run-*",
@@ -293,5 +353,7 @@ def test_the_start_says_once_where_the_logs_are(
     console_only = track(tmp_path, "console")
     console_only.log({"train/loss": 1.0}, 1)
     console_only.log({"train/loss": 1.0}, 2)
-    (text,) = [record.getMessage() for record in caplog.records if record.name == "trainer.tracking.facade"]
+    (text,) = [
+        record.getMessage() for record in caplog.records if record.name == "trainer.tracking.facade"
+    ]
     assert len(text.splitlines()) == 1

@@ -14,7 +14,9 @@ URL = "https://wandb.example/team/project/runs/1"
 
 
 class Server:
-    """Drops a row whose step is not beyond the last, as the real one does. It is down after `capacity` rows."""
+    """Drops a row whose step is not beyond the last, as the real one does. It is down after
+    `capacity` rows.
+    """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -68,7 +70,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def attempt(run_dir: Path, steps: range, *, exit_code: int = 75, rewind_after: int | None = None) -> None:
+def attempt(
+    run_dir: Path, steps: range, *, exit_code: int = 75, rewind_after: int | None = None
+) -> None:
     tracking = Tracking("project", "exp", "wandb", {}, run_dir=run_dir, total_steps=12)
     for step in steps:
         tracking.log(train_row(step), step)
@@ -97,7 +101,9 @@ def test_a_resumed_run_goes_on_and_its_address_is_said(
     assert f"wandb: {URL}" in caplog.text
 
 
-def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(tmp_path: Path, server: Server) -> None:
+def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(
+    tmp_path: Path, server: Server
+) -> None:
     server.capacity = 4  # steps 1, 2, its validation, 3
     attempt(tmp_path, range(1, 7))
     server.capacity = 1000
@@ -106,7 +112,9 @@ def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(tmp_path: Pat
     assert set(steps_of(server, "val/loss")) == {2, 4, 6, 8}
 
 
-def test_after_a_rollback_the_next_attempt_sends_the_steps_again(tmp_path: Path, server: Server) -> None:
+def test_after_a_rollback_the_next_attempt_sends_the_steps_again(
+    tmp_path: Path, server: Server
+) -> None:
     attempt(tmp_path, range(1, 7), rewind_after=3)
     attempt(tmp_path, range(4, 9))
     assert steps_of(server, "train/loss") == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]

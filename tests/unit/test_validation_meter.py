@@ -34,7 +34,9 @@ class Samples(OneSource):
 
 def loss_of(batch: Any) -> torch.Tensor:
     """A loss for every supervised position that depends on its token and document alone."""
-    documents = torch.bucketize(batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True)
+    documents = torch.bucketize(
+        batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
+    )
     ids = torch.tensor(batch.sample_ids)[documents] if batch.sample_ids else torch.zeros(0)
     return 1.0 + 0.1 * ids + 0.01 * batch.position_ids_T[batch.supervised_S]
 
@@ -55,9 +57,13 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
     samples = Samples()
     validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
     share = world.sequence_rank, world.sequence_size
-    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(max_tokens, None), 0.0, share=share)
+    plan = RankPlan(
+        world.data_rank, world.num_data_ranks, Limits(max_tokens, None), 0.0, share=share
+    )
     for start in range(0, 30, batch_size):
-        batch = build_step(samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0)
+        batch = build_step(
+            samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0
+        )
         validation.begin_batch()
         for micro_batch in batch.micro_batches:
             losses = loss_of(micro_batch)
@@ -75,9 +81,13 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt() -> None:
         per_document.append((losses.sum(), len(losses)))
         all_losses += losses.tolist()
     mean = float(np.mean(all_losses))
-    stderr = math.sqrt(sum((total - mean * count) ** 2 for total, count in per_document)) / len(all_losses)
+    stderr = math.sqrt(sum((total - mean * count) ** 2 for total, count in per_document)) / len(
+        all_losses
+    )
     rows = [
-        row for shape in ((1, 30, None), (2, 7, 60), (1, 4, 41)) for row in run_ranks(validated, shape[0], *shape[1:])
+        row
+        for shape in ((1, 30, None), (2, 7, 60), (1, 4, 41))
+        for row in run_ranks(validated, shape[0], *shape[1:])
     ]
     rows += run_ranks(validated, 2, 7, 60, sequence_size=2)
     for row in rows:

@@ -1,4 +1,6 @@
-"""The watchdog polled by hand: which silence is a hang, what is reported, and that the ranks die whatever happens."""
+"""The watchdog polled by hand: which silence is a hang, what is reported, and that the ranks
+die whatever happens.
+"""
 
 import io
 import os
@@ -37,7 +39,9 @@ class Bench:
     agent: subprocess.Popen
     ranks: list[subprocess.Popen]
 
-    def write(self, number: int, count: int, *, at_s: float = 0.0, count_again: int | None = None) -> None:
+    def write(
+        self, number: int, count: int, *, at_s: float = 0.0, count_again: int | None = None
+    ) -> None:
         again = count if count_again is None else count_again
         record = struct.pack("<Qdd24sQ", count, at_s, 10.0, b"train", again)
         descriptor = self.status.open_beat(number)
@@ -64,7 +68,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Two ranks and an agent; SIGUSR2 does not kill the ranks, and writes nothing."""
     monkeypatch.setattr(watchdog, "STACKS_S", 0.1)
     program = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(); time.sleep(60)"
-    ready = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(3)]
+    ready = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(3)
+    ]
     with new_status(2) as status:
         for number, process in enumerate(ready):
             assert process.stdout is not None and process.stdout.readline() == b"\n"
@@ -133,9 +139,15 @@ def never_answer(run_dir: Path, files: dict[str, str]) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no answer within 0.2 s")])
+@pytest.mark.parametrize(
+    ("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no answer within 0.2 s")]
+)
 def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
-    write: Callable, why: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    write: Callable,
+    why: str,
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(watchdog, "_write_hang_dir", write)
     monkeypatch.setattr(watchdog, "COPY_S", 0.2)
@@ -143,7 +155,10 @@ def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
     bench.dog.end_run(bench.agent)
     stderr = capsys.readouterr().err
     assert stderr.count("\nno stack: ") == 2
-    assert f"stacks: above, because nothing can be written to {bench.dog.run_dir}: " in stderr and why in stderr
+    assert (
+        f"stacks: above, because nothing can be written to {bench.dog.run_dir}: " in stderr
+        and why in stderr
+    )
     assert not any(is_alive(process.pid) for process in (*bench.ranks, bench.agent))
 
 
@@ -152,7 +167,9 @@ class BrokenTerminal(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_launcher_whose_terminal_is_gone_still_kills(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_whose_terminal_is_gone_still_kills(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.fall_silent()
     monkeypatch.setattr(sys, "stderr", BrokenTerminal())
     bench.dog.end_run(bench.agent)
@@ -163,13 +180,17 @@ def test_a_launcher_whose_terminal_is_gone_still_kills(bench: Bench, monkeypatch
 def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the peers would see a broken connection and leave, without a trace of what they did."""
+    """Otherwise the peers would see a broken connection and leave, without a trace of what they
+    did.
+    """
     alive: list[bool] = []
     monkeypatch.setattr(watchdog, "PEERS_S", 0.5)
     monkeypatch.setattr(bench.dog, "has_peers", True)
     bench.fall_silent()
     started_s, kill = time.monotonic(), bench.dog.kill
-    monkeypatch.setattr(bench.dog, "kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent)))
+    monkeypatch.setattr(
+        bench.dog, "kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent))
+    )
     bench.dog.end_run(bench.agent)
     assert alive == [True] and time.monotonic() - started_s >= 0.5
 

@@ -20,11 +20,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The content of a wheel built from the working tree, where no checkout is near."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in ("trainer", "conf"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(source.parent)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = source.parent.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
@@ -45,22 +49,34 @@ def test_a_wheel_holds_every_file_of_the_package(site: Path) -> None:
 def files_below(root: Path) -> list[Path]:
     """Relative to `root`; links are followed."""
     walked = os.walk(root / "trainer", followlinks=True)
-    found = [Path(directory, name).relative_to(root) for directory, _, names in walked for name in names]
+    found = [
+        Path(directory, name).relative_to(root) for directory, _, names in walked for name in names
+    ]
     return [path for path in found if path.suffix != ".pyc"]
 
 
 def test_a_foreign_package_of_the_same_name_is_named(site: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from fsdp_sft import main; sys.exit(main())", "checkpoint", "--help"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from fsdp_sft import main; sys.exit(main())",
+        "checkpoint",
+        "--help",
+    ]
 
     def call(*path: Path) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
 
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
     done = call(tmp_path, site)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"ERROR: Python finds {tmp_path}/trainer/__init__.py as 'trainer' in front of")
+    assert done.stderr.startswith(
+        f"ERROR: Python finds {tmp_path}/trainer/__init__.py as 'trainer' in front of"
+    )
     done = call(site, tmp_path)
     assert done.returncode == 0 and "verify" in done.stdout, done.stderr
 
@@ -82,8 +98,12 @@ except ConfigError as error:
 """
 
 
-def test_an_installed_package_trains_the_recipe_of_the_working_directory(site: Path, tmp_path: Path) -> None:
-    """Beside a folder of the same name, by the console's command, from a file that nobody has to name."""
+def test_an_installed_package_trains_the_recipe_of_the_working_directory(
+    site: Path, tmp_path: Path
+) -> None:
+    """Beside a folder of the same name, by the console's command, from a file that nobody has
+    to name.
+    """
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('a foreign package')")
     recipe = (
@@ -93,7 +113,12 @@ default_local_dir: {tmp_path / 'runs'}}}\n"
     (tmp_path / "sft.local.yaml").write_text(recipe)
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", TRIES], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", TRIES],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("note: recipe sft.local.yaml") == 2  # once for each call

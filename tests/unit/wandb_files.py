@@ -45,4 +45,7 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
     """The rows logged, with wandb's own `_step` and `_timestamp`."""
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield {
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }

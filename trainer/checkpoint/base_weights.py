@@ -1,4 +1,5 @@
-"""The weights that adapters are trained for: no checkpoint of theirs holds them, each names their sha256.
+"""The weights that adapters are trained for: no checkpoint of theirs holds them, each names their
+sha256.
 
 An export reads them again, to make one model of both.
 """
@@ -30,7 +31,9 @@ from trainer.weights import StoredTensor, stored_in
 
 @dataclass(frozen=True)
 class Adapter:
-    """What adapters are: `settings` as in `adapter_config.json`, and the directory of the model they are for."""
+    """What adapters are: `settings` as in `adapter_config.json`, and the directory of the model
+    they are for.
+    """
 
     settings: Mapping[str, Any]
     base: Path
@@ -38,11 +41,15 @@ class Adapter:
     @property
     def scaling(self) -> float:
         rank = self.settings["r"]
-        return float(self.settings["lora_alpha"] / (math.sqrt(rank) if self.settings.get("use_rslora") else rank))
+        return float(
+            self.settings["lora_alpha"]
+            / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        )
 
 
 def digest_together(directory: Path) -> str:
-    """One SHA-256 for the weights in `directory`; the ranks of a machine share the reading of its copy. Collective.
+    """One SHA-256 for the weights in `directory`; the ranks of a machine share the reading of its
+    copy. Collective.
 
     Raises `ConfigError` if they cannot be read, or if two machines hold others.
     """
@@ -80,7 +87,10 @@ def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     files = weight_files(directory)
     records = tuple(FileRecord(file.name, file.stat().st_size, "") for file in files)
     # the Hub's cache holds links
-    return {r.path: fsio.sha256_of((directory / r.path).resolve()) for r in deal_by_size(records, count)[index]}
+    return {
+        r.path: fsio.sha256_of((directory / r.path).resolve())
+        for r in deal_by_size(records, count)[index]
+    }
 
 
 class BaseWeights:
@@ -99,21 +109,27 @@ class BaseWeights:
         files = weight_files(directory)
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise ConfigError(
-                f"'{directory}' has no safetensors to merge adapters with; trainer.checkpoint.export_lora=adapter "
-                f"needs none"
+                f"'{directory}' has no safetensors to merge adapters with; "
+                f"trainer.checkpoint.export_lora=adapter needs none"
             )
-        return cls({name: tensor for file in files for name, tensor in sorted(stored_in(file).items())})
+        return cls(
+            {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
+        )
 
     def with_copies(self, names: Iterable[str], directory: Path) -> Self:
         """The same, with the named tensors read from a copy that is made now in `directory`."""
-        return type(self)({**self._tensors, **copied({name: self._tensors[name] for name in names}, directory)})
+        return type(self)(
+            {**self._tensors, **copied({name: self._tensors[name] for name in names}, directory)}
+        )
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name].whole()
 
 
 class MergedReader:
-    """Tensors of a base with what adapters add, in float32, one at a time; others as they are stored."""
+    """Tensors of a base with what adapters add, in float32, one at a time; others as they are
+    stored.
+    """
 
     def __init__(self, base: BaseWeights, shards: ShardReader, adapter: Adapter) -> None:
         """Raises `ConfigError` if the base's files call an adapted weight otherwise."""
@@ -134,11 +150,13 @@ class MergedReader:
 
 
 def stored_name(base: BaseWeights, name: str) -> str:
-    """What a base's files call a weight of the model: some leave out the name of the part without the head."""
+    """What a base's files call a weight of the model: some leave out the name of the part
+    without the head.
+    """
     for known in (name, name.partition(".")[2]):
         if known in base.shapes:
             return known
     raise ConfigError(
-        f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in another form; "
-        f"trainer.checkpoint.export_lora=adapter needs none"
+        f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in "
+        f"another form; trainer.checkpoint.export_lora=adapter needs none"
     )

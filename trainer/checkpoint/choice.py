@@ -1,4 +1,6 @@
-"""Which checkpoint a run continues from; judged by names and sizes, before anything is built. No torch."""
+"""Which checkpoint a run continues from; judged by names and sizes, before anything is built.
+No torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +14,18 @@ from trainer.errors import CannotWriteError
 
 
 class NoUsableCheckpointError(ConfigError):
-    """The run has checkpoints, and none can be continued from: never an excuse to begin at step 0. Exit code 2."""
+    """The run has checkpoints, and none can be continued from: never an excuse to begin at step
+    0. Exit code 2.
+    """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """`candidates`: the one to continue from, then older ones for the case that its contents do not verify.
+    """`candidates`: the one to continue from, then older ones for the case that its contents do not
+    verify.
 
-    `notes` are for the log: why this one, and what was passed over; a note to worry about begins with `WARNING`.
+    `notes` are for the log: why this one, and what was passed over; a note to worry about begins
+    with `WARNING`.
     """
 
     candidates: tuple[CheckpointInfo, ...] = ()
@@ -33,9 +39,10 @@ class Selection:
 def select(run_dir: Path) -> Selection:
     """Which checkpoint an interrupted run continues from; none in a new run directory.
 
-    The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named it: the run died
-    between commit and publish. One that was named before says that a person moved the pointer back.
-    Raises `NoUsableCheckpointError` if there are checkpoints or a pointer, and nothing to continue from.
+    The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named
+    it: the run died between commit and publish. One that was named before says that a person moved
+    the pointer back. Raises `NoUsableCheckpointError` if there are checkpoints or a pointer, and
+    nothing to continue from.
     """
     found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
     usable = [info for info in reversed(found) if info.status == "committed"]
@@ -45,24 +52,45 @@ def select(run_dir: Path) -> Selection:
         return Selection()
     chosen, note = _choose(usable, pointed, pointer)
     notes = [note] if note else []
-    notes += [f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"]
+    notes += [
+        f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"
+    ]
     return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
 
 
 def _choose(
     usable: list[CheckpointInfo], pointed: CheckpointInfo | None, pointer: Pointer
 ) -> tuple[CheckpointInfo, str | None]:
-    """The first choice among `usable` (newest first), and the reason unless the pointer simply names the newest."""
+    """The first choice among `usable` (newest first), and the reason unless the pointer simply
+    names the newest.
+    """
     newest = usable[0]
-    unpublished = [info for info in usable if not info.published and (pointed is None or info.step > pointed.step)]
+    unpublished = [
+        info
+        for info in usable
+        if not info.published and (pointed is None or info.step > pointed.step)
+    ]
     if pointed is None and (pointer.raw is not None or len(unpublished) < len(usable)):
-        said = "is missing" if pointer.raw is None else f"says {pointer.raw!r}, which is no usable checkpoint"
-        return newest, f"WARNING: {POINTER} {said}: continuing from the newest committed one, {newest.path.name}"
+        said = (
+            "is missing"
+            if pointer.raw is None
+            else f"says {pointer.raw!r}, which is no usable checkpoint"
+        )
+        return (
+            newest,
+            f"WARNING: {POINTER} {said}: continuing from the newest committed one, "
+            f"{newest.path.name}",
+        )
     if pointed is None or unpublished:
         name = unpublished[0].path.name
-        return unpublished[0], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
+        return unpublished[
+            0
+        ], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
     if newest is not pointed:
-        return pointed, f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept"
+        return (
+            pointed,
+            f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept",
+        )
     return pointed, None
 
 
@@ -74,19 +102,24 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
     lines += [f"  {name}: set aside as corrupt" for name in corrupt]
     lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
     raise NoUsableCheckpointError(
-        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them, "
+        f"no checkpoint in '{run_dir}' can be continued from:\n"
+        + "\n".join(lines)
+        + "\nRestore one of them, "
         "or begin anew in another directory: trainer.experiment_name=<new name>"
     )
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
-    """What the run may continue from, the first choice first, with notes on the choice. Raises `ConfigError`."""
+    """What the run may continue from, the first choice first, with notes on the choice. Raises
+    `ConfigError`.
+    """
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":
         if found := layout.checkpoints(run_dir):
             raise ConfigError(
-                f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step {found[-1].step}; they are "
-                f"not overwritten: use resume_mode=auto to continue, or another trainer.experiment_name"
+                f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step "
+                f"{found[-1].step}; they are not overwritten: use resume_mode=auto to continue, or "
+                f"another trainer.experiment_name"
             )
         return Selection()
     if config.resume_mode == "resume_path":
@@ -98,15 +131,19 @@ def candidates_of(config: TrainerConfig) -> Selection:
             return Selection(own.candidates, (*own.notes, note))
         info = layout.inspect(path)
         if info.status == "incomplete":
-            raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason}")
+            raise ConfigError(
+                f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason}"
+            )
         return Selection((info,))
     return select(run_dir)
 
 
 def contents_of(config: TrainerConfig, info: CheckpointInfo) -> Sequence[str]:
-    """What is taken over of a checkpoint: `load_contents` of the one that is named, everything of others.
+    """What is taken over of a checkpoint: `load_contents` of the one that is named, everything of
+    others.
 
-    These are the run's own: one that began with the weights of another run alone goes on like any other.
+    These are the run's own: one that began with the weights of another run alone goes on like any
+    other.
     """
     named = config.resume_from_path
     is_own = named is not None and Path(named).resolve() != info.path.resolve()
@@ -115,4 +152,6 @@ def contents_of(config: TrainerConfig, info: CheckpointInfo) -> Sequence[str]:
 
 def cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
     reason = error.strerror or error
-    return CannotWriteError(f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory")
+    return CannotWriteError(
+        f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory"
+    )

@@ -1,11 +1,13 @@
-"""Every file operation of a checkpoint: nothing else in this package writes, renames or removes a file.
+"""Every file operation of a checkpoint: nothing else in this package writes, renames or removes a
+file.
 
-Each operation is announced to an observer before it happens. Tests observe: they record the operations to enumerate
-every state a crash can leave, and kill, fail or delay the process at a chosen one. Without one it costs a comparison.
+Each operation is announced to an observer before it happens. Tests observe: they record the
+operations to enumerate every state a crash can leave, and kill, fail or delay the process at a
+chosen one. Without one it costs a comparison.
 
-A function returns when its effect is durable, unless its docstring says who makes it so. A failed `fsync` is never
-repeated on the same descriptor (the kernel may have dropped the pages and report success the second time): the error
-ends this save, and the next save writes new files.
+A function returns when its effect is durable, unless its docstring says who makes it so. A failed
+`fsync` is never repeated on the same descriptor (the kernel may have dropped the pages and report
+success the second time): the error ends this save, and the next save writes new files.
 """
 
 import hashlib
@@ -32,7 +34,8 @@ VISIBILITY_POLL_S = 0.05
 class Operation:
     """What is about to happen to `path`.
 
-    kind: mkdir, create, write, fsync, close, rename (to `target`, replacing a file), unlink, rmdir, fsync_dir, or
+    kind: mkdir, create, write, fsync, close, rename (to `target`, replacing a file), unlink, rmdir,
+    fsync_dir, or
     phase: a step of the protocol between ranks, called `path.name`, that touches no file.
     """
 
@@ -46,7 +49,9 @@ observer: Callable[[Operation], None] | None = None
 """Called in the thread of the operation; what it raises takes the place of the operation."""
 
 
-def _announce(kind: str, path: Path, target: Path | None = None, data: bytes | memoryview = b"") -> None:
+def _announce(
+    kind: str, path: Path, target: Path | None = None, data: bytes | memoryview = b""
+) -> None:
     if observer is not None:
         with _named(path):
             observer(Operation(kind, path, target, data))
@@ -67,11 +72,13 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that counts and hashes what is written to it; `torch.save` and streaming writers take it as a file.
+    """A new file that counts and hashes what is written to it; `torch.save` and streaming writers
+    take it as a file.
 
-    As a context manager it is closed durably on success, and dropped unsynced when the block raises. The directory
-    entry becomes durable with `fsync_tree`. `record` exists after `close`. Raises `OSError`: the path exists, or the
-    disk refuses; `torch.save` turns that into an opaque `RuntimeError`, the end of the block turns it back.
+    As a context manager it is closed durably on success, and dropped unsynced when the block
+    raises. The directory entry becomes durable with `fsync_tree`. `record` exists after `close`.
+    Raises `OSError`: the path exists, or the disk refuses; `torch.save` turns that into an opaque
+    `RuntimeError`, the end of the block turns it back.
     """
 
     def __init__(self, path: Path, *, root: Path) -> None:
@@ -119,7 +126,10 @@ class HashingFile:
                 self._file.close()  # NFS reports a full disk here
         found_bytes = os.stat(self._path).st_size
         if found_bytes != self._size_bytes:
-            raise OSError(f"{self._path} has {found_bytes} bytes on disk after {self._size_bytes} were written")
+            raise OSError(
+                f"{self._path} has {found_bytes} bytes on disk after {self._size_bytes} were "
+                f"written"
+            )
         self._record = FileRecord(self._relative, self._size_bytes, self._sha256.hexdigest())
 
     def __enter__(self) -> Self:
@@ -136,8 +146,9 @@ class HashingFile:
 
 
 class UnnamedFile:
-    """Space on the disk for this process alone: no other process can open, change or truncate it, and it is given back
-    when the process ends, however that ends. It is no part of any checkpoint, so it is neither synced nor announced.
+    """Space on the disk for this process alone: no other process can open, change or truncate it,
+    and it is given back when the process ends, however that ends. It is no part of any checkpoint,
+    so it is neither synced nor announced.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -159,9 +170,14 @@ class UnnamedFile:
         view, done = memoryview(data), 0
         while done < size_bytes:
             with _named(self._directory):
-                count = os.preadv(self._file.fileno(), [view[done : done + READ_BYTES]], offset + done)
+                count = os.preadv(
+                    self._file.fileno(), [view[done : done + READ_BYTES]], offset + done
+                )
             if count == 0:
-                raise OSError(f"{self._directory}: a temporary copy there ends {size_bytes - done} bytes too early")
+                raise OSError(
+                    f"{self._directory}: a temporary copy there ends {size_bytes - done} bytes too "
+                    f"early"
+                )
             done += count
         return data
 
@@ -192,7 +208,9 @@ def write_file(path: Path, data: bytes, *, root: Path) -> FileRecord:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Create or replace a small file: a reader, or the machine after a power loss, sees the old or the new one."""
+    """Create or replace a small file: a reader, or the machine after a power loss, sees the old
+    or the new one.
+    """
     temporary = temporary_path(path)
     try:
         write_file(temporary, data, root=path.parent)
@@ -223,7 +241,9 @@ def rename_unsynced(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, or a file, with all it holds; symbolic links are removed, never followed. Not synced."""
+    """Remove a directory, or a file, with all it holds; symbolic links are removed, never
+    followed. Not synced.
+    """
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         unlink(path)
         return
@@ -299,7 +319,8 @@ def free_bytes(path: Path) -> int:
 
 
 def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) -> None:
-    """Wait until files that other machines wrote are seen here in full: a network file system may show them late.
+    """Wait until files that other machines wrote are seen here in full: a network file system may
+    show them late.
 
     Raises `OSError` naming the first that is missing or of another size after `timeout_s`.
     """
@@ -307,7 +328,10 @@ def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) 
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:
-                raise OSError(f"{root}: what was written is not to be seen here for {timeout_s:.0f} s: {problem}")
+                raise OSError(
+                    f"{root}: what was written is not to be seen here for {timeout_s:.0f} s: "
+                    f"{problem}"
+                )
             time.sleep(VISIBILITY_POLL_S)
 
 
@@ -332,7 +356,9 @@ def require_dir(path: Path) -> None:
 
 
 def size_within(root: Path, relative: str) -> int:
-    """Size in bytes of a regular file below `root`. Raises `OSError` if it is missing or a link is on the way."""
+    """Size in bytes of a regular file below `root`. Raises `OSError` if it is missing or a link
+    is on the way.
+    """
     path = root
     *directories, name = relative.split("/")
     for directory in directories:
@@ -340,5 +366,9 @@ def size_within(root: Path, relative: str) -> int:
         require_dir(path)
     found = os.lstat(path / name)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{relative} is a symbolic link" if stat.S_ISLNK(found.st_mode) else f"{relative} is not a file")
+        raise OSError(
+            f"{relative} is a symbolic link"
+            if stat.S_ISLNK(found.st_mode)
+            else f"{relative} is not a file"
+        )
     return found.st_size

@@ -1,8 +1,9 @@
 """The run directory: names, and what stands in it. Rank 0 only; no torch.
 
-A checkpoint appears by one rename (`commit`) and becomes the one to continue from by `publish`; `retention` says how
-long it stays.
-Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
+A checkpoint appears by one rename (`commit`) and becomes the one to continue from by `publish`;
+`retention` says how long it stays.
+Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification
+time.
 """
 
 import logging
@@ -74,7 +75,9 @@ def staging_dir(run_dir: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Pointer:
-    """`raw` is what the pointer file says, or why it cannot be read; None = no file. `step` is None if it is none."""
+    """`raw` is what the pointer file says, or why it cannot be read; None = no file. `step` is
+    None if it is none.
+    """
 
     raw: str | None
     step: int | None
@@ -103,24 +106,30 @@ class CheckpointInfo:
 
     @property
     def status(self) -> Literal["committed", "incomplete"]:
-        """committed: its manifest and the sizes of all files that a resume needs agree (contents are proven by
-        `verify_files`). incomplete: they do not, for the `reason` given.
+        """committed: its manifest and the sizes of all files that a resume needs agree (contents
+        are proven by `verify_files`). incomplete: they do not, for the `reason` given.
         """
         return "committed" if self.manifest else "incomplete"
 
 
 def inspect(path: Path) -> CheckpointInfo:
-    """Judge one directory from names and sizes. Raises `ConfigError` if it is not called `global_step_N`."""
+    """Judge one directory from names and sizes. Raises `ConfigError` if it is not called
+    `global_step_N`.
+    """
     step = parse_step(path.name)
     if step is None:
-        raise ConfigError(f"'{path}' is not a checkpoint: give a directory called global_step_<step>")
+        raise ConfigError(
+            f"'{path}' is not a checkpoint: give a directory called global_step_<step>"
+        )
     try:
         fsio.require_dir(path)
         names = fsio.list_dir(path)
         if MANIFEST not in names:
             if PUBLISHED in names:
                 raise OSError(f"its {MANIFEST} was removed")
-            raise OSError(f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it")
+            raise OSError(
+                f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it"
+            )
         manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
         if manifest.step != step:
             raise ManifestError(f"it belongs to step {manifest.step}")
@@ -146,21 +155,26 @@ def committed(run_dir: Path) -> list[CheckpointInfo]:
 
 
 def commit(staging: Path, step: int, *, nonce: str) -> Path:
-    """Give a finished staging directory, whose manifest has the `nonce`, its final name: from now on it exists.
+    """Give a finished staging directory, whose manifest has the `nonce`, its final name: from now
+    on it exists.
 
-    Its files must be synced (`fsio.fsync_tree`). What already has the name, left by a corrupt or an abandoned
-    attempt at this step, is set aside. Raises `FileExistsError` instead if the pointer names it and it is whole: no
-    crash may leave the run without it, and a step that is saved need not be saved again.
+    Its files must be synced (`fsio.fsync_tree`). What already has the name, left by a corrupt or an
+    abandoned attempt at this step, is set aside. Raises `FileExistsError` instead if the pointer
+    names it and it is whole: no crash may leave the run without it, and a step that is saved need
+    not be saved again.
     """
     final = staging.parent / step_dir_name(step)
     if final.name in fsio.list_dir(final.parent):
         if read_pointer(final.parent).step == step and inspect(final).status != "incomplete":
-            raise FileExistsError(f"'{final}' is the checkpoint this run continues from: it is never replaced")
+            raise FileExistsError(
+                f"'{final}' is the checkpoint this run continues from: it is never replaced"
+            )
         quarantine(final, "this step is being written anew")
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
-        # a network file system that lost the answer to a rename it carried out reports an error on the second try
+        # a network file system that lost the answer to a rename it carried out reports an error on
+        # the second try
         found = inspect(final).manifest
         if staging.exists() or found is None or found.nonce != nonce:
             raise
@@ -169,7 +183,9 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if all is right."""
+    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if
+    all is right.
+    """
     step_dir = run_dir / step_dir_name(step)
     unmarked = PUBLISHED not in fsio.list_dir(step_dir)
     if unmarked or read_pointer(run_dir).step != step:
@@ -184,7 +200,9 @@ def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
 
 
 def mark(step_dir: Path, name: str) -> None:
-    """Make an empty file, which is durable on return also where an earlier attempt to make it was cut short."""
+    """Make an empty file, which is durable on return also where an earlier attempt to make it
+    was cut short.
+    """
     if name not in fsio.list_dir(step_dir):
         fsio.write_file(step_dir / name, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
@@ -193,7 +211,11 @@ def mark(step_dir: Path, name: str) -> None:
 def quarantine(path: Path, reason: str) -> Path:
     """Set a checkpoint aside as `.corrupt_global_step_N.<k>`; it is never deleted automatically."""
     taken = fsio.list_dir(path.parent)
-    name = next(name for k in range(len(taken) + 1) if (name := f"{CORRUPT_PREFIX}{path.name}.{k}") not in taken)
+    name = next(
+        name
+        for k in range(len(taken) + 1)
+        if (name := f"{CORRUPT_PREFIX}{path.name}.{k}") not in taken
+    )
     fsio.rename(path, path.parent / name)
     logger.warning("set %s aside as %s: %s", path, name, reason)
     return path.parent / name
@@ -215,8 +237,8 @@ def is_in_use(reading: Path) -> bool:
 
 
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove what an earlier crash left half-written or half-deleted, and what killed readers left. Only under the
-    run's lock.
+    """Remove what an earlier crash left half-written or half-deleted, and what killed readers left.
+    Only under the run's lock.
 
     Directories of a temporary name are exports under way, which need no lock.
     """

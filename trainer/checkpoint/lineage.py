@@ -1,4 +1,6 @@
-"""What a run and its continuation must have in common, and what may change with or without a word."""
+"""What a run and its continuation must have in common, and what may change with or without a
+word.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +12,12 @@ from typing import Any
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
 
 REFUSED = {
-    "data": "the new samples are trained from the same place of the epoch on: some may come twice, some not at all",
-    "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and none left out",
-    "seed": "the rest of the epoch follows another order: some samples may come twice, some not at all",
+    "data": "the new samples are trained from the same place of the epoch on: some may come twice, "
+    "some not at all",
+    "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and "
+    "none left out",
+    "seed": "the rest of the epoch follows another order: some samples may come twice, some not at "
+    "all",
     "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
     "model_config": "the saved weights go on in the changed architecture",
     "other_parts": "the tensors beside the text part are exported as they are now",
@@ -23,7 +28,8 @@ BASE_WEIGHTS = "base_weights"
 FIXED = {
     BASE_WEIGHTS: "adapters fit the weights they were trained for",
     **dict.fromkeys(
-        ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"), "adapters were made so"
+        ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
+        "adapters were made so",
     ),
     "model.freeze": "the optimizer has a state for what was trained",
 }
@@ -49,25 +55,35 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""What may change the numbers from here on. The learning rate is compared as a schedule. All other keys are free."""
+"""What may change the numbers from here on. The learning rate is compared as a schedule. All
+other keys are free.
+"""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts."""
+    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the
+    user accepts.
+    """
 
     fingerprints: Mapping[str, str]
     allow: tuple[str, ...] = ()
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
-    """Fingerprints from the resolved configuration, and from `values` for what the configuration does not say."""
-    configured = {key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key}
+    """Fingerprints from the resolved configuration, and from `values` for what the
+    configuration does not say.
+    """
+    configured = {
+        key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key
+    }
     return {name: str(value) for name, value in (configured | values).items()}
 
 
 def require_known_order(checkpoint: Path, saved_data: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a checkpoint whose epochs follow an order that this version cannot compute."""
+    """Raises `ConfigError` for a checkpoint whose epochs follow an order that this version
+    cannot compute.
+    """
     if saved_data.get("earlier"):
         reason = "rows were added to its data between two starts (data_growth)"
     elif saved_data.get("order", "feistel") != "feistel":
@@ -84,19 +100,32 @@ def require_known_order(checkpoint: Path, saved_data: Mapping[str, Any]) -> None
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
     """What differs from the checkpoint and is accepted, one line each, for the log.
 
-    Raises `ConfigError` with all differences when one of them would make the continued run another run.
+    Raises `ConfigError` with all differences when one of them would make the continued run another
+    run.
     """
     now = lineage.fingerprints
-    changed = {key: f"{key}: {saved[key]} -> {now[key]}" for key in now if saved.get(key, now[key]) != now[key]}
+    changed = {
+        key: f"{key}: {saved[key]} -> {now[key]}"
+        for key in now
+        if saved.get(key, now[key]) != now[key]
+    }
     refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
     if refused:
         reasons, allowed = FIXED | REFUSED, ",".join(key for key in refused if key in REFUSED)
-        lines = [f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()]
-        accept = f", or accept it with trainer.resume_allow=[{allowed}]" if not FIXED.keys() & refused else ""
+        lines = [
+            f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()
+        ]
+        accept = (
+            f", or accept it with trainer.resume_allow=[{allowed}]"
+            if not FIXED.keys() & refused
+            else ""
+        )
         raise ConfigError(
             "the checkpoint belongs to another run; saved -> now:\n"
             + "\n".join(lines)
-            + f"\nRestore what is refused, or begin anew (trainer.experiment_name=<new name>){accept}:\n"
-            + "\n".join(f"  {key}: {reasons[key]}" for key in refused)
+            + f"\nRestore what is refused, or begin anew (trainer.experiment_name=<new "
+            f"name>){accept}:\n" + "\n".join(f"  {key}: {reasons[key]}" for key in refused)
         )
-    return [text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()]
+    return [
+        text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()
+    ]

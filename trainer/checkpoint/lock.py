@@ -1,4 +1,6 @@
-"""One run per directory: a lock that a killed run cannot leave behind and a fenced run cannot use."""
+"""One run per directory: a lock that a killed run cannot leave behind and a fenced run cannot
+use.
+"""
 
 import errno
 import json
@@ -31,17 +33,20 @@ class NoLocksError(ConfigError):
 class RunLock:
     """Exclusive use of a run directory, held by rank 0 as long as it may write checkpoints.
 
-    `.train.lock` carries the record of the holder: who it is, for the message, and its nonce. Whoever takes over
-    replaces the nonce, so a run that was stopped meanwhile sees in `is_held` that it may no longer publish. The file
-    is never deleted, a clean release empties it: a run waiting on a deleted one would hold nothing.
+    `.train.lock` carries the record of the holder: who it is, for the message, and its nonce.
+    Whoever takes over replaces the nonce, so a run that was stopped meanwhile sees in `is_held`
+    that it may no longer publish. The file is never deleted, a clean release empties it: a run
+    waiting on a deleted one would hold nothing.
 
-    It is an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a stopped process
-    keeps it. Without `needs_flock` a file system that has none is accepted: the later run then holds the directory.
+    It is an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a
+    stopped process keeps it. Without `needs_flock` a file system that has none is accepted: the
+    later run then holds the directory.
 
-    Where only the lock file was removed, `keep` makes it again, unless another run came in between. The run directory
-    is held open, so that a new directory of the same name is not taken for it.
+    Where only the lock file was removed, `keep` makes it again, unless another run came in between.
+    The run directory is held open, so that a new directory of the same name is not taken for it.
 
-    Forked children let go at once, so that a loader worker which outlives a killed trainer does not keep it.
+    Forked children let go at once, so that a loader worker which outlives a killed trainer does not
+    keep it.
     """
 
     def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
@@ -54,8 +59,8 @@ class RunLock:
     def acquire(self, *, timeout_s: float = 20.0) -> None:
         """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
 
-        Raises `ConfigError` naming the holder, `NoLocksError`, and `CannotWriteError` if the directory cannot be
-        written.
+        Raises `ConfigError` naming the holder, `NoLocksError`, and `CannotWriteError` if the
+        directory cannot be written.
         """
         deadline_s = time.monotonic() + timeout_s
         self._record = {
@@ -68,7 +73,12 @@ class RunLock:
         try:
             self._open_directory()
             if not self._try_acquire(deadline_s):
-                logger.info("%s: waiting up to %g s for the run %s", self._path, timeout_s, _holder(self._content()))
+                logger.info(
+                    "%s: waiting up to %g s for the run %s",
+                    self._path,
+                    timeout_s,
+                    _holder(self._content()),
+                )
                 while not self._try_acquire(deadline_s):
                     pass
         except (ConfigError, OSError) as error:
@@ -80,7 +90,9 @@ class RunLock:
             raise CannotWriteError(error.errno, reason, str(self._path)) from error
 
     def is_held(self) -> bool:
-        """Whether the lock file is still the one this process locked and carries its nonce; not if that is unknown."""
+        """Whether the lock file is still the one this process locked and carries its nonce; not
+        if that is unknown.
+        """
         try:
             return self._is_ours()
         except OSError as error:
@@ -88,7 +100,8 @@ class RunLock:
             return False
 
     def keep(self) -> bool:
-        """Whether this run holds its directory, after making the lock file again if only that was removed.
+        """Whether this run holds its directory, after making the lock file again if only that was
+        removed.
 
         Any file at the path is another run's: it came while there was none.
         """
@@ -106,7 +119,9 @@ class RunLock:
         except OSError as error:
             logger.warning("cannot make %s again: %s", self._path, error)
             return False
-        logger.warning("%s was removed while this run was training: this run made it again", self._path)
+        logger.warning(
+            "%s was removed while this run was training: this run made it again", self._path
+        )
         return self.is_held()
 
     def why_lost(self) -> str:
@@ -121,12 +136,16 @@ class RunLock:
         return f"{self._path} was removed while this run was training, and cannot be made again"
 
     def release(self) -> None:
-        """Give it back and empty the file, so that the next run need not wait; one taken over is left as it is."""
+        """Give it back and empty the file, so that the next run need not wait; one taken over
+        is left as it is.
+        """
         if self._descriptor is not None and self.is_held():
             try:
                 os.ftruncate(self._descriptor, 0)
             except OSError as error:
-                logger.warning("cannot empty %s, the next run may have to wait: %s", self._path, error)
+                logger.warning(
+                    "cannot empty %s, the next run may have to wait: %s", self._path, error
+                )
         self._let_go()
         self._close_directory()
 
@@ -138,7 +157,9 @@ class RunLock:
         self.release()
 
     def _try_acquire(self, deadline_s: float) -> bool:
-        """False: another run holds it or came in between, try again. Raises `ConfigError` after the deadline."""
+        """False: another run holds it or came in between, try again. Raises `ConfigError` after
+        the deadline.
+        """
         descriptor = self._open(self._path, os.O_CREAT)
         is_locked = try_lock(descriptor)
         if is_locked is None:
@@ -149,7 +170,10 @@ class RunLock:
         if not is_locked:
             self._accept_no_locks()
         elif not self._needs_flock:
-            logger.info("trainer.checkpoint.require_lock=false is not needed: %s has locks", self._path.parent)
+            logger.info(
+                "trainer.checkpoint.require_lock=false is not needed: %s has locks",
+                self._path.parent,
+            )
         self._write_record()
         return self._is_ours()
 
@@ -157,14 +181,17 @@ class RunLock:
         """Raises `NoLocksError` if the lock is needed."""
         if self._needs_flock:
             raise NoLocksError(
-                f"'{self._path.parent}' is on a file system without locks (flock): two runs could write there at once. "
-                "Fix: choose another directory (trainer.default_local_dir), mount it with locks (NFS: no `nolock`; "
-                "Lustre: `flock`), or accept it with trainer.checkpoint.require_lock=false"
+                f"'{self._path.parent}' is on a file system without locks (flock): two runs could "
+                "write there at once. Fix: choose another directory (trainer.default_local_dir), "
+                "mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it with "
+                "trainer.checkpoint.require_lock=false"
             )
         text = "%s: no locks on this file system. Two runs in this directory would not notice each other at once"
         logger.warning(text, self._path.parent)
         if content := self._content():
-            logger.warning("taking over from the run %s: make sure that it has ended", _holder(content))
+            logger.warning(
+                "taking over from the run %s: make sure that it has ended", _holder(content)
+            )
 
     def _open(self, path: Path, flags: int) -> int:
         self._let_go()
@@ -182,7 +209,9 @@ class RunLock:
         self._directory = None
 
     def _is_same_directory(self) -> bool:
-        """Whether the path still names the directory that was locked: an open directory keeps its number."""
+        """Whether the path still names the directory that was locked: an open directory keeps
+        its number.
+        """
         if self._directory is None:
             return False
         try:
@@ -198,7 +227,9 @@ class RunLock:
         os.fsync(self._descriptor)  # NFS shows it to other machines from now on
 
     def _look(self) -> tuple[os.stat_result | None, bytes]:
-        """The file at the path and its content, opened anew: NFS shows what other machines wrote only then."""
+        """The file at the path and its content, opened anew: NFS shows what other machines
+        wrote only then.
+        """
         try:
             with open_regular(self._path, follow_links=False) as file:
                 return os.fstat(file.fileno()), file.read(MAX_RECORD_BYTES)
@@ -226,8 +257,9 @@ class RunLock:
 
     def _in_use(self) -> ConfigError:
         return ConfigError(
-            f"'{self._path.parent}' is in use by another run ({_holder(self._content())}): wait for it or stop it, or "
-            "train into another directory (trainer.default_local_dir or trainer.experiment_name)"
+            f"'{self._path.parent}' is in use by another run ({_holder(self._content())}): wait "
+            "for it or stop it, or train into another directory (trainer.default_local_dir or "
+            "trainer.experiment_name)"
         )
 
 

@@ -1,4 +1,6 @@
-"""Saving and loading the state of a run: when a save is tried, in which thread, and what becomes of a failed one."""
+"""Saving and loading the state of a run: when a save is tried, in which thread, and what
+becomes of a failed one.
+"""
 
 import logging
 import math
@@ -27,7 +29,9 @@ T = TypeVar("T")
 Tell = Callable[[str, int, str, str], None]
 """Takes kind, step, message and level of what happened."""
 RETRY_AFTER_S = (60.0, 300.0)
-"""Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
+"""Training goes on for so long after the first and the second failed save in a row; the third
+ends the run.
+"""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
 """The same for a save that the run ends with: nothing goes on meanwhile."""
 CLOSE_TIMEOUT_S = 10.0
@@ -38,11 +42,21 @@ class CheckpointManager:
     """Owns `<run_dir>/global_step_*` of one run. Methods are collective."""
 
     def __init__(
-        self, saver: Saver, *, state: State, tell: Tell, retry_after_s: tuple[float, ...] = RETRY_AFTER_S
+        self,
+        saver: Saver,
+        *,
+        state: State,
+        tell: Tell,
+        retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
         """`state` is what is saved; `tell` is told what became of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
-        self._saver, self._state, self._tell, self._retry_after_s = saver, state, tell, retry_after_s
+        self._saver, self._state, self._tell, self._retry_after_s = (
+            saver,
+            state,
+            tell,
+            retry_after_s,
+        )
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: _Pending | None = None
         self._num_failed_in_a_row = 0
@@ -52,25 +66,40 @@ class CheckpointManager:
         self._told_changes: set[str] = set()
 
     def require_space(self) -> None:
-        """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
+        """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be
+        kept do not.
+        """
         model, optimizer = (self._state[name].state_dict() for name in ("model", "optimizer"))
         size_bytes = self._saver.size_bytes([model, optimizer])
 
         def check() -> None:
-            retention.require_space(self.run_dir, size_bytes + self._saver.copied_bytes, self._saver.kept)
+            retention.require_space(
+                self.run_dir, size_bytes + self._saver.copied_bytes, self._saver.kept
+            )
             retention.warn_if_tight(self.run_dir, size_bytes, self._saver.kept)
 
         self._on_main(check)
 
     def keep_sources(self) -> None:
-        """From here on no save reads the model directory. Raises `ConfigError`, `CannotWriteError`."""
+        """From here on no save reads the model directory. Raises `ConfigError`,
+        `CannotWriteError`.
+        """
         self._saver.keep_sources()
 
-    def save(self, position: Position, *, loss: float, grad_norm: float, history: History, is_required: bool) -> None:
+    def save(
+        self,
+        position: Position,
+        *,
+        loss: float,
+        grad_norm: float,
+        history: History,
+        is_required: bool,
+    ) -> None:
         """Save the state as it is now, at `position`, unless this step is saved already.
 
-        A save behind training is finished first: one is in flight at most. With `is_required` the state is on disk on
-        return, or `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row.
+        A save behind training is finished first: one is in flight at most. With `is_required` the
+        state is on disk on return, or `CannotWriteError` is raised. Raises `ResumableError` after
+        the third failure in a row.
         """
         started = time.perf_counter()
         self.finish()
@@ -96,13 +125,18 @@ class CheckpointManager:
             self._buffers.before_update()
 
     def is_retry_due(self) -> bool:
-        """Main rank: whether a failed save should be tried again now; the others follow its word."""
+        """Main rank: whether a failed save should be tried again now; the others follow its
+        word.
+        """
         if self._pending is not None and self._pending.is_done:
             self.finish()
         if self._num_failed_in_a_row == 0:
             return False
         pauses_s = (*self._retry_after_s, 0.0)
-        return time.monotonic() - self._failed_at >= pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
+        return (
+            time.monotonic() - self._failed_at
+            >= pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
+        )
 
     def finish(self) -> None:
         """Wait for a save in flight and take note of its outcome, which all ranks share."""
@@ -112,14 +146,18 @@ class CheckpointManager:
             self._note(pending.step, pending.outcome, stall_s=0.0, total_s=pending.duration_s)
 
     def take_metrics(self, step: int) -> dict[str, float]:
-        """What became known since the last call, in seconds: training stood still, and writing went on behind it."""
+        """What became known since the last call, in seconds: training stood still, and writing
+        went on behind it.
+        """
         metrics, self._metrics = self._metrics, {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
 
     def _tell_source_changes(self, step: int) -> None:
-        """Say once of each file of the model directory that it is no longer what the run read at its start."""
+        """Say once of each file of the model directory that it is no longer what the run read
+        at its start.
+        """
         try:  # the file server may be gone, and then never answer
             found = begun(self._saver.source_changes).result(SOURCE_ANSWERS_WITHIN_S)
         except TimeoutError:
@@ -133,12 +171,15 @@ class CheckpointManager:
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         started, step = time.perf_counter(), snapshot.position.step
         if not self._is_finite(snapshot):
-            error = SaveFailedError("a parameter or a moment of the optimizer is not finite: that is never saved")
+            error = SaveFailedError(
+                "a parameter or a moment of the optimizer is not finite: that is never saved"
+            )
             self._note(step, error, stall_s=0.0, total_s=0.0)
             return
         self._saver.prepare()
         buffers = self._buffers
-        # of a card always: a write would fetch one tensor after the other, through memory that is not page-locked
+        # of a card always: a write would fetch one tensor after the other, through memory that is
+        # not page-locked
         if buffers is not None and (in_background or self._saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
 
@@ -152,7 +193,9 @@ class CheckpointManager:
         else:
             self._note(step, _outcome(write), stall_s=time.perf_counter() - started, total_s=None)
 
-    def _note(self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None) -> None:
+    def _note(
+        self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None
+    ) -> None:
         if isinstance(outcome, UnresolvedSaveError):
             text = f"the save of step {step} was left undecided: {outcome}"
             raise ResumableError(f"{text}; the same command finds out and goes on") from outcome
@@ -160,13 +203,21 @@ class CheckpointManager:
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            self._tell("checkpoint_failed", step, f"its checkpoint failed, the older ones stand: {outcome}", "warn")
+            self._tell(
+                "checkpoint_failed",
+                step,
+                f"its checkpoint failed, the older ones stand: {outcome}",
+                "warn",
+            )
             return
         if isinstance(outcome, BaseException):
             raise outcome
         self._num_failed_in_a_row, self._committed_step = 0, step
         path = self.run_dir / layout.step_dir_name(step)
-        self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": stall_s if total_s is None else total_s}
+        self._metrics |= {
+            "ckpt/bytes": outcome,
+            "ckpt/save_s": stall_s if total_s is None else total_s,
+        }
         with suppress(OSError):  # a count for the log must not end the run
             names = fsio.list_dir(self.run_dir)
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
@@ -179,8 +230,12 @@ class CheckpointManager:
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
-            text = f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}"
-            raise ResumableError(f"{text}; mend that, then the same command goes on from the checkpoint before")
+            text = (
+                f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}"
+            )
+            raise ResumableError(
+                f"{text}; mend that, then the same command goes on from the checkpoint before"
+            )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
         """Whether every parameter and moment of every rank is finite."""
@@ -190,9 +245,11 @@ class CheckpointManager:
         dist.all_reduce(count)
         return count.item() == 0
 
-    def _snapshot(self, position: Position, *, loss: float, grad_norm: float, history: History) -> Snapshot:
-        """The live state of this rank; its tensors change with the next step. Raises `ConfigError` on all ranks for
-        one that could not be resumed.
+    def _snapshot(
+        self, position: Position, *, loss: float, grad_norm: float, history: History
+    ) -> Snapshot:
+        """The live state of this rank; its tensors change with the next step. Raises `ConfigError`
+        on all ranks for one that could not be resumed.
         """
         extra = rank_state(self._state, position.step)
         require_resumable(extra, self._state, self._world)
@@ -219,22 +276,32 @@ class CheckpointManager:
     def decide_rollback(
         self, *, onset: int, step: int, last_step: int, history: History, reason: str
     ) -> tuple[CheckpointInfo, Rollbacks] | None:
-        """The newest good checkpoint well before step `onset`, with all rollbacks of the run; None if there is none.
+        """The newest good checkpoint well before step `onset`, with all rollbacks of the run; None
+        if there is none.
 
-        Collective. It is written down before anything changes; to load the checkpoint is the caller's part.
+        Collective. It is written down before anything changes; to load the checkpoint is the
+        caller's part.
         """
         self.finish()
         data = self._saver.fingerprints.get("data")
-        for info in self._on_main(lambda: rollback.candidates(self.run_dir, onset=onset, history=history, data=data)):
+        for info in self._on_main(
+            lambda: rollback.candidates(self.run_dir, onset=onset, history=history, data=data)
+        ):
             if not start.verify(info, self._world):
                 break
         else:
-            logger.warning("no checkpoint from well before step %d to go back to; training goes on: %s", onset, reason)
+            logger.warning(
+                "no checkpoint from well before step %d to go back to; training goes on: %s",
+                onset,
+                reason,
+            )
             return None
 
         def decide() -> Rollbacks:
             self._saver.require_lock()
-            return rollback.decide(self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason)
+            return rollback.decide(
+                self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
+            )
 
         return info, self._on_main(decide)
 
@@ -243,13 +310,18 @@ class CheckpointManager:
 
         def point_and_delete() -> None:
             self._saver.require_lock()
-            if (self.run_dir / layout.step_dir_name(step)).is_dir():  # else a run branches from that of another
-                retention.settle(self.run_dir, step, self._saver.kept, history=history, protect={step})
+            # else a run branches from that of another
+            if (self.run_dir / layout.step_dir_name(step)).is_dir():
+                retention.settle(
+                    self.run_dir, step, self._saver.kept, history=history, protect={step}
+                )
 
         self._on_main(point_and_delete)
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """However the run ends: give a save in flight a moment to end. After that nothing may be committed."""
+        """However the run ends: give a save in flight a moment to end. After that nothing may
+        be committed.
+        """
         if self._pending is not None:
             self._pending.join(timeout_s)
 
@@ -284,7 +356,8 @@ class _Pending:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
+            # a new thread stands on device 0, and would open a context there
+            torch.cuda.set_device(self._device)
         self._outcome = _outcome(self._write)
         self.duration_s = time.perf_counter() - self._started
 
@@ -294,6 +367,7 @@ def _outcome(write: Callable[[], int]) -> int | BaseException:
     try:
         return write()
     except SaveFailedError as error:
-        return error.with_traceback(None)  # its message says all, and its frames would keep all that the run holds
+        # its message says all, and its frames would keep all that the run holds
+        return error.with_traceback(None)
     except BaseException as error:
         return error

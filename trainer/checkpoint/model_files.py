@@ -1,7 +1,7 @@
 """What an export takes over from the model directory, read once at the start.
 
-The directory may be removed or changed while the run trains (a purged scratch disk, another revision in the Hub's
-cache): exports still hold what was trained with, and the change is reported.
+The directory may be removed or changed while the run trains (a purged scratch disk, another
+revision in the Hub's cache): exports still hold what was trained with, and the change is reported.
 """
 
 import hashlib
@@ -34,13 +34,19 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def companion_files(directory: Path) -> list[Path]:
-    """The files that an export copies unchanged: tokenizer, chat template, processor, the model's own code."""
+    """The files that an export copies unchanged: tokenizer, chat template, processor, the
+    model's own code.
+    """
     patterns = (*_TOKENIZER_FILES, *_VOCABULARIES, *TEMPLATES)
-    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+    return sorted(
+        {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    )
 
 
 class FileState(NamedTuple):
-    """Size in bytes and times in ns. Writing sets both times; `ctime` cannot be set back, but a new link sets it."""
+    """Size in bytes and times in ns. Writing sets both times; `ctime` cannot be set back, but a
+    new link sets it.
+    """
 
     size: int
     mtime: int
@@ -51,8 +57,8 @@ class FileState(NamedTuple):
 class ModelFiles:
     """The small files of a model directory.
 
-    contents: name -> bytes of everything but the weights that an export needs; weights: name -> state of each file with
-    weights.
+    contents: name -> bytes of everything but the weights that an export needs; weights: name ->
+    state of each file with weights.
     """
 
     directory: Path
@@ -65,12 +71,18 @@ class ModelFiles:
         try:
             return cls(directory, _contents(directory), _weight_states(directory))
         except OSError as error:
-            raise ConfigError(f"model.partial_pretrain={directory}: a file cannot be read: {error}") from error
+            raise ConfigError(
+                f"model.partial_pretrain={directory}: a file cannot be read: {error}"
+            ) from error
 
     @property
     def companions(self) -> dict[str, bytes]:
         """What an export copies unchanged."""
-        return {name: data for name, data in self.contents.items() if name not in (CONFIG, GENERATION_CONFIG)}
+        return {
+            name: data
+            for name, data in self.contents.items()
+            if name not in (CONFIG, GENERATION_CONFIG)
+        }
 
     @property
     def digest(self) -> str:
@@ -82,9 +94,11 @@ class ModelFiles:
         return sha256.hexdigest()
 
     def changes(self, *, is_strict: bool = False) -> list[str]:
-        """How the directory differs from what was read, one entry a file; a single one if it is gone altogether.
+        """How the directory differs from what was read, one entry a file; a single one if it is
+        gone altogether.
 
-        `is_strict` also counts files with weights whose `ctime` alone differs: they may have changed and been put back.
+        `is_strict` also counts files with weights whose `ctime` alone differs: they may have
+        changed and been put back.
         """
         try:
             contents, weights = _contents(self.directory), _weight_states(self.directory)
@@ -96,7 +110,11 @@ class ModelFiles:
         now: dict[str, object] = {**contents, **weights}
         gone = [f"{name} is gone" for name in sorted(before.keys() - now.keys())]
         both = sorted(before.keys() & now.keys())
-        changed = [f"{name} changed" for name in both if _differs(before[name], now[name], is_strict=is_strict)]
+        changed = [
+            f"{name} changed"
+            for name in both
+            if _differs(before[name], now[name], is_strict=is_strict)
+        ]
         return [*gone, *changed, *(f"{name} is new" for name in sorted(now.keys() - before.keys()))]
 
 
@@ -112,16 +130,21 @@ def _contents(directory: Path) -> dict[str, bytes]:
 
 
 def _weight_states(directory: Path) -> dict[str, FileState]:
-    files = sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file())
+    files = sorted(
+        path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()
+    )
     found = {path.name: path.stat() for path in files}
-    return {name: FileState(state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in found.items()}
+    return {
+        name: FileState(state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for name, state in found.items()
+    }
 
 
 def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
     """The same tensors, read from a copy that is made now, in a file without a name in `directory`.
 
-    An open file survives its deletion, but not being overwritten or truncated; nobody else can reach the copy. It is
-    gone when the process ends. Raises `OSError`.
+    An open file survives its deletion, but not being overwritten or truncated; nobody else can
+    reach the copy. It is gone when the process ends. Raises `OSError`.
     """
     file = fsio.UnnamedFile(directory)
     copies: dict[str, StoredTensor] = {}
@@ -135,7 +158,9 @@ def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
 def _in_copy(tensor: StoredTensor, file: fsio.UnnamedFile, place: tuple[int, int]) -> StoredTensor:
     def read(where: tuple[slice, ...]) -> Tensor:
         data = file.read(*place)
-        values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        values = (
+            torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        )
         return values.view(str_to_torch_dtype[tensor.dtype]).reshape(tensor.shape)[where]
 
     return StoredTensor(tensor.file, tensor.shape, tensor.dtype, read)

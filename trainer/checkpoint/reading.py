@@ -1,4 +1,6 @@
-"""Reading a checkpoint while its run goes on: through hard links, which rotation does not touch. No torch."""
+"""Reading a checkpoint while its run goes on: through hard links, which rotation does not
+touch. No torch.
+"""
 
 import os
 import secrets
@@ -14,12 +16,13 @@ from trainer.runtime.files import try_lock
 
 @contextmanager
 def pinned(info: CheckpointInfo, *parts: str, may_copy: bool = True) -> Iterator[Path | None]:
-    """A directory like that of the checkpoint with these `parts` (files and directories) and its manifest.
+    """A directory like that of the checkpoint with these `parts` (files and directories) and its
+    manifest.
 
-    It stays whole whatever becomes of the checkpoint. None if the checkpoint was deleted or replaced before.
-    On a file system without hard links the files are copied; without `may_copy` the checkpoint itself is returned, and
-    its files may go while they are read. The directory is removed at the end. If its reader is killed, the next start
-    or save of the run removes it.
+    It stays whole whatever becomes of the checkpoint. None if the checkpoint was deleted or
+    replaced before. On a file system without hard links the files are copied; without `may_copy`
+    the checkpoint itself is returned, and its files may go while they are read. The directory is
+    removed at the end. If its reader is killed, the next start or save of the run removes it.
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
     directory.mkdir()
@@ -29,14 +32,16 @@ def pinned(info: CheckpointInfo, *parts: str, may_copy: bool = True) -> Iterator
         has_links = _has_links(directory)
         source = info.path
         if has_links or may_copy:
-            # a path that ends like the checkpoint's: by that an evaluation finds the model of a server
+            # a path that ends like the checkpoint's: by that an evaluation finds the model of a
+            # server
             source = directory.joinpath(*info.path.resolve().parts[1:])
             put = os.link if has_links else shutil.copyfile
             # the manifest last: it tells whether all files are of one checkpoint
             for file in (*_files(info.path, parts), info.path / MANIFEST):
                 target = source / file.relative_to(info.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):  # where the checkpoint goes meanwhile the manifest is missing too
+                # where the checkpoint goes meanwhile the manifest is missing too
+                with suppress(FileNotFoundError):
                     put(file, target)
         yield source if _is_of(source, info) else None
     finally:
@@ -46,7 +51,9 @@ def pinned(info: CheckpointInfo, *parts: str, may_copy: bool = True) -> Iterator
 
 
 def _lock(directory: Path) -> int:
-    """Mark the directory as in use as long as this process lives. The mark is locked before it gets its name."""
+    """Mark the directory as in use as long as this process lives. The mark is locked before it
+    gets its name.
+    """
     partial = directory / f"{IN_USE}.tmp"
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """What a run keeps: its newest `keep` checkpoints (None: all), and the best one by `best_metric`."""
+    """What a run keeps: its newest `keep` checkpoints (None: all), and the best one by
+    `best_metric`.
+    """
 
     keep: int | None = None
     best_metric: str = "val/loss"
@@ -30,11 +32,17 @@ ALL = Retention()
 
 
 def settle(
-    run_dir: Path, step: int, kept: Retention, *, history: History | None = None, protect: Set[int] = frozenset()
+    run_dir: Path,
+    step: int,
+    kept: Retention,
+    *,
+    history: History | None = None,
+    protect: Set[int] = frozenset(),
 ) -> None:
     """Point to the committed checkpoint of `step`, then delete what is no longer to be kept.
 
-    `protect` stays whole. A failure is only logged: the checkpoint is committed, a resume finds and settles it again.
+    `protect` stays whole. A failure is only logged: the checkpoint is committed, a resume finds and
+    settles it again.
     """
     history = history or History()
     try:
@@ -52,28 +60,35 @@ def settle(
 
 
 def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
-    """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's and the protected."""
+    """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's
+    and the protected.
+    """
     if keep is None:
         return []
     if keep < 1:
-        raise ValueError(f"at least 1 must be kept, got {keep}: the newest checkpoint always stays whole")
+        raise ValueError(
+            f"at least 1 must be kept, got {keep}: the newest checkpoint always stays whole"
+        )
     pointed, found = layout.read_pointer(run_dir).step, layout.committed(run_dir)
     spared = {*protect, *newest([info.step for info in found], keep, pointed)}
     return [info.path for info in found if info.step not in spared]
 
 
 def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
-    """The newest `keep` of rising steps, and as many up to a pointer that was moved back: a run that goes on from there
-    has none of the later ones to fall back on.
+    """The newest `keep` of rising steps, and as many up to a pointer that was moved back: a run
+    that goes on from there has none of the later ones to fall back on.
     """
-    return steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]
+    return (
+        steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]
+    )
 
 
 def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
     """Delete old checkpoints; what cannot be deleted is tried again next time.
 
-    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do not prove that the
-    newest is good. `protect` holds the step this run resumed from, until a newer one is published.
+    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do
+    not prove that the newest is good. `protect` holds the step this run resumed from, until a newer
+    one is published.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         trash = run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}"
@@ -90,7 +105,9 @@ SPARE = 1.05
 
 
 def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> None:
-    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
+    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with
+    a little to spare.
+    """
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
         num_here = len(layout.committed(run_dir))
@@ -101,7 +118,9 @@ def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> No
 
 
 def warn_if_tight(run_dir: Path, needed_bytes: int, kept: Retention) -> None:
-    """Log it if the disk fills before rotation begins: during a save there is one checkpoint more than are kept."""
+    """Log it if the disk fills before rotation begins: during a save there is one checkpoint
+    more than are kept.
+    """
     if kept.keep is None:
         return
     free_bytes, num_here = fsio.free_bytes(run_dir), len(layout.committed(run_dir))
@@ -110,9 +129,9 @@ def warn_if_tight(run_dir: Path, needed_bytes: int, kept: Retention) -> None:
     if free_bytes < total_bytes * SPARE:
         fewer = f", or {KEEP_FEWER}" if kept.keep > 1 else ""
         logger.warning(
-            f"{run_dir} has {readable(free_bytes)} free, but {number - num_here} more checkpoints of "
-            f"{readable(needed_bytes)} come before old ones are deleted ({readable(total_bytes)} more): free some "
-            f"space{fewer}"
+            f"{run_dir} has {readable(free_bytes)} free, but {number - num_here} more checkpoints "
+            f"of {readable(needed_bytes)} come before old ones are deleted "
+            f"({readable(total_bytes)} more): free some space{fewer}"
         )
 
 

@@ -1,8 +1,10 @@
-"""Going back to an older checkpoint and past the batches that did harm: decided once, written down, then carried out.
+"""Going back to an older checkpoint and past the batches that did harm: decided once, written down,
+then carried out.
 
-`rollbacks.json` in the run directory is written before anything else changes, so a crash at any point leaves either
-the run as it was or a rollback that the next start completes: the pointer goes back, and what was saved after the
-checkpoint is set aside. The steps it names are passed over for good.
+`rollbacks.json` in the run directory is written before anything else changes, so a crash at any
+point leaves either the run as it was or a rollback that the next start completes: the pointer goes
+back, and what was saved after the checkpoint is set aside. The steps it names are passed over for
+good.
 """
 
 import dataclasses
@@ -27,7 +29,9 @@ SKIPPED_AROUND = 8
 
 
 def read(run_dir: Path) -> Rollbacks:
-    """Raises `ConfigError` for a file that cannot be read: without it the run would train what it must not."""
+    """Raises `ConfigError` for a file that cannot be read: without it the run would train what
+    it must not.
+    """
     try:
         text = fsio.read_bytes(run_dir / FILE)
     except FileNotFoundError:
@@ -45,16 +49,23 @@ def read(run_dir: Path) -> Rollbacks:
 
 
 def _unreadable(run_dir: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them")
+    return ConfigError(
+        f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them"
+    )
 
 
-def candidates(run_dir: Path, *, onset: int, history: History, data: str | None) -> list[CheckpointInfo]:
+def candidates(
+    run_dir: Path, *, onset: int, history: History, data: str | None
+) -> list[CheckpointInfo]:
     """Whole checkpoints from well before `onset` and outside any earlier trouble, newest first.
 
-    Only of the same data (its fingerprint): where rows came since, a restart would let them join in another epoch.
+    Only of the same data (its fingerprint): where rows came since, a restart would let them join in
+    another epoch.
     """
     latest = onset - STEPS_BEFORE_ONSET
-    trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in history.episodes if first < onset]
+    trouble = [
+        (first, last + STEPS_BEFORE_ONSET) for first, last in history.episodes if first < onset
+    ]
     return [
         info
         for info in reversed(layout.committed(run_dir))
@@ -66,10 +77,14 @@ def candidates(run_dir: Path, *, onset: int, history: History, data: str | None)
 
 
 def worth_keeping(
-    run_dir: Path, history: History, best_metric: str = "val/loss", found: list[CheckpointInfo] | None = None
+    run_dir: Path,
+    history: History,
+    best_metric: str = "val/loss",
+    found: list[CheckpointInfo] | None = None,
 ) -> set[int]:
-    """Checkpoints that rotation spares: that of the best validation, the newest one before the last trouble, and the
-    best one of the evaluation `best_metric`, where it is one. `found`: committed elsewhere, by rising step.
+    """Checkpoints that rotation spares: that of the best validation, the newest one before the last
+    trouble, and the best one of the evaluation `best_metric`, where it is one. `found`: committed
+    elsewhere, by rising step.
     """
     found = layout.committed(run_dir) if found is None else found
     best = set() if history.best_step is None else _newest_until(history.best_step, found)
@@ -77,9 +92,13 @@ def worth_keeping(
 
 
 def best_scored(run_dir: Path, best_metric: str, found: list[CheckpointInfo]) -> set[int]:
-    """The best one of the evaluation `best_metric`; none where it is no evaluation or scored none of these."""
+    """The best one of the evaluation `best_metric`; none where it is no evaluation or scored
+    none of these.
+    """
     rows = scores(run_dir, best_metric)
-    scored = [info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")]
+    scored = [
+        info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")
+    ]
     return {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
 
 
@@ -89,17 +108,30 @@ def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
 
 
 def _before_trouble(found: list[CheckpointInfo], history: History) -> set[int]:
-    return _newest_until(history.episodes[-1][0] - STEPS_BEFORE_ONSET, found) if history.episodes else set()
+    return (
+        _newest_until(history.episodes[-1][0] - STEPS_BEFORE_ONSET, found)
+        if history.episodes
+        else set()
+    )
 
 
 def _newest_until(step: int, found: list[CheckpointInfo]) -> set[int]:
-    return {max(before)} if (before := [info.step for info in found if info.step <= step]) else set()
+    return (
+        {max(before)} if (before := [info.step for info in found if info.step <= step]) else set()
+    )
 
 
 def decide(
-    run_dir: Path, target: CheckpointInfo, *, onset: int, found_step: int, last_step: int, reason: str
+    run_dir: Path,
+    target: CheckpointInfo,
+    *,
+    onset: int,
+    found_step: int,
+    last_step: int,
+    reason: str,
 ) -> Rollbacks:
-    """Write down that the run goes back to `target`, then carry it out. From the first write on it is the truth.
+    """Write down that the run goes back to `target`, then carry it out. From the first write on it
+    is the truth.
 
     `last_step`, the last of the run, is never passed over: with it a run ends.
     """
@@ -121,7 +153,9 @@ def decide(
 
 
 def complete(run_dir: Path) -> None:
-    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside what it discarded."""
+    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside
+    what it discarded.
+    """
     entries = read(run_dir).entries
     if not entries:
         return
@@ -131,7 +165,9 @@ def complete(run_dir: Path) -> None:
         return
     layout.publish(run_dir, entry.target_step)
     for info in discarded:
-        layout.quarantine(info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}")
+        layout.quarantine(
+            info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}"
+        )
 
 
 def _nonce(info: CheckpointInfo) -> str | None:

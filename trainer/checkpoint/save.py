@@ -1,6 +1,8 @@
-"""One save, from a snapshot to a committed checkpoint: the protocol between the ranks, in the order of its phases.
+"""One save, from a snapshot to a committed checkpoint: the protocol between the ranks, in the order
+of its phases.
 
-A crash at any point leaves the older checkpoints as they were and either nothing new or the new one whole.
+A crash at any point leaves the older checkpoints as they were and either nothing new or the new one
+whole.
 """
 
 import dataclasses
@@ -53,8 +55,9 @@ class NoAnswerError(SaveFailedError):
 class Agreement:
     """What the ranks report of each phase of a save, with a deadline.
 
-    It has a gloo group of its own, so a save may run behind training. A rank that is slow or gone costs a deadline,
-    never a hang: its group is given up then, and `renew` makes another. Creating it is collective.
+    It has a gloo group of its own, so a save may run behind training. A rank that is slow or gone
+    costs a deadline, never a hang: its group is given up then, and `renew` makes another. Creating
+    it is collective.
     """
 
     def __init__(self, world: World, *, timeout_s: float, grace_s: float = GRACE_S) -> None:
@@ -72,8 +75,9 @@ class Agreement:
     def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
         """Report `value` or `error`; returns every rank's value in rank order.
 
-        `deadline` is a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any rank reported
-        an error, `NoAnswerError` if one reported nothing by the main rank's deadline.
+        `deadline` is a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if
+        any rank reported an error, `NoAnswerError` if one reported nothing by the main rank's
+        deadline.
         """
         reports: list[Any] = [None] * self._world.size
         try:
@@ -84,13 +88,16 @@ class Agreement:
             if isinstance(failure, NoAnswerError):
                 raise
             raise NoAnswerError(f"a rank {NO_ANSWER}") from None
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error is not None]
+        errors = [
+            f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error is not None
+        ]
         if errors:
             raise SaveFailedError(errors[0])
         return [value for value, _ in reports]
 
     def _meet(self, deadline: float) -> None:
-        """Return on every rank once all have come. The main rank knows who is missing at its deadline.
+        """Return on every rank once all have come. The main rank knows who is missing at its
+        deadline.
 
         The others wait longer: where the main rank gives up, that ends their waiting too.
         """
@@ -130,8 +137,9 @@ UNDECIDED = ("ready", "commit")
 
 
 class Saver:
-    """Writes the checkpoints of one run. Making it, `prepare` and `save` are collective. `save` uses a process group of
-    its own, so every rank may call it in whatever thread, with a snapshot of its own, one at a time.
+    """Writes the checkpoints of one run. Making it, `prepare` and `save` are collective. `save`
+    uses a process group of its own, so every rank may call it in whatever thread, with a snapshot
+    of its own, one at a time.
     """
 
     def __init__(
@@ -149,14 +157,20 @@ class Saver:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
-        self._agreement, self._deadline = Agreement(world, timeout_s=config.save_timeout_s), math.inf
+        self._agreement, self._deadline = (
+            Agreement(world, timeout_s=config.save_timeout_s),
+            math.inf,
+        )
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
-            name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()
+            name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for name, p in parameters.items()
         }
         self.device = next(model.parameters()).device
-        self._plans = export.plan_exports(model, parameters, source, dtype=config.export_dtype, lora=config.export_lora)
+        self._plans = export.plan_exports(
+            model, parameters, source, dtype=config.export_dtype, lora=config.export_lora
+        )
         self._has_weights = "hf_model" in config.save_contents
 
     @property
@@ -167,16 +181,21 @@ class Saver:
     def keep_sources(self) -> None:
         """Copy what exports take from the model directory, so that no save reads it. Collective.
 
-        Raises `CannotWriteError` on all ranks alike if a copy cannot be made, `ConfigError` if a file cannot be read.
+        Raises `CannotWriteError` on all ranks alike if a copy cannot be made, `ConfigError` if a
+        file cannot be read.
         """
         share = (self.world.rank, self.world.size)
         error: ConfigError | CannotWriteError | None = None
         try:
-            self._plans = export.with_copies(self._plans, self.run_dir, share=share, has_weights=self._has_weights)
+            self._plans = export.with_copies(
+                self._plans, self.run_dir, share=share, has_weights=self._has_weights
+            )
         except ConfigError as failure:
             error = failure
         except OSError as failure:
-            error = CannotWriteError(f"'{self.run_dir}': tensors of the model cannot be copied there: {failure}")
+            error = CannotWriteError(
+                f"'{self.run_dir}': tensors of the model cannot be copied there: {failure}"
+            )
         errors: list[Any] = [None] * self.world.size
         dist.all_gather_object(errors, error)
         for found in errors:
@@ -184,12 +203,16 @@ class Saver:
                 raise found
 
     def source_changes(self) -> list[str]:
-        """How the model directory differs from what the run read at its start, each with the directory's name."""
+        """How the model directory differs from what the run read at its start, each with the
+        directory's name.
+        """
         files = self._source.files
         return [f"{files.directory}: {change}" for change in files.changes()]
 
     def size_bytes(self, state: Any) -> int:
-        """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
+        """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much
+        on the others.
+        """
         exported = export.num_bytes(self._plans, has_weights=self._has_weights)
         return shards.num_bytes(state) * self.world.size + exported
 
@@ -198,25 +221,35 @@ class Saver:
         self._agreement.renew()
 
     def save(self, snapshot: Snapshot) -> int:
-        """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
+        """Write and commit; returns the size of the checkpoint in bytes, or raises
+        `SaveFailedError`, on all ranks.
+        """
         self._deadline = time.monotonic() + self.config.save_timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
             shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
-            exported = self._written("export", lambda: self._write_export(staging, snapshot, shard_files))
+            exported = self._written(
+                "export", lambda: self._write_export(staging, snapshot, shard_files)
+            )
             records = [*shard_files, *exported]
-            # what goes wrong before all are ready is a failed save on every rank: the main rank has not committed yet
+            # what goes wrong before all are ready is a failed save on every rank: the main rank has
+            # not committed yet
             self._together("ready", lambda: None)
-            return int(self._together("commit", lambda: self._commit(staging, snapshot, records))[0])
+            return int(
+                self._together("commit", lambda: self._commit(staging, snapshot, records))[0]
+            )
         except SaveFailedError:
-            # its own alone: a run that has taken over may be writing; what stays goes before the next save
+            # its own alone: a run that has taken over may be writing; what stays goes before the
+            # next save
             if self.world.is_main and self._staging is not None:
                 with suppress(OSError):
                     fsio.remove_tree(self._staging)
             raise
 
     def _together(self, phase: str, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` on every rank and wait for all: their values, or the same error everywhere."""
+        """Run `action` on every rank and wait for all: their values, or the same error
+        everywhere.
+        """
         fsio.phase(f"{phase}.begin")
         value, error = None, None
         try:
@@ -248,7 +281,9 @@ class Saver:
             return None
         self.require_lock()
         layout.clean_leftovers(self.run_dir)
-        retention.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]), self.kept)
+        retention.require_space(
+            self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]), self.kept
+        )
         self._staging = staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         for directory in ("", *filter(None, self._plans)):
@@ -264,10 +299,17 @@ class Saver:
         }
         if self.world.is_main:
             contents[layout.DATA] = snapshot.data
-        return [shards.write_torch(staging / name, value, root=staging) for name, value in contents.items()]
+        return [
+            shards.write_torch(staging / name, value, root=staging)
+            for name, value in contents.items()
+        ]
 
-    def _write_export(self, staging: Path, snapshot: Snapshot, written: list[FileRecord]) -> list[FileRecord]:
-        """This rank's share of the weights' files, read from all ranks' shards; the main rank adds what is beside."""
+    def _write_export(
+        self, staging: Path, snapshot: Snapshot, written: list[FileRecord]
+    ) -> list[FileRecord]:
+        """This rank's share of the weights' files, read from all ranks' shards; the main rank
+        adds what is beside.
+        """
         world = self.world
         needed = {layout.model_file(world.size, rank) for rank in range(world.num_shards)}
         self._await_files(staging, [record for record in written if record.path in needed])
@@ -288,11 +330,16 @@ class Saver:
         )
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
-        """Main rank: prove that all files are here, write the manifest, and give the directory its name."""
+        """Main rank: prove that all files are here, write the manifest, and give the directory
+        its name.
+        """
         if not self.world.is_main:
             return 0
         text = f'{{"FSDP_version": 2, "world_size": {self.world.size}}}\n'
-        records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
+        records = [
+            *records,
+            fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging),
+        ]
         if self._source.adapter is not None:
             settings = json.dumps(self._source.adapter.settings, indent=2).encode()
             records.append(fsio.write_file(staging / ADAPTER_CONFIG, settings, root=staging))
@@ -308,7 +355,9 @@ class Saver:
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
-        """No longer than the save may take: a rank that comes late must not wait for what the others gave up."""
+        """No longer than the save may take: a rank that comes late must not wait for what the
+        others gave up.
+        """
         timeout_s = max(0.0, min(VISIBLE_WITHIN_S, self._deadline - time.monotonic()))
         fsio.await_files(staging, records, timeout_s=timeout_s)
 

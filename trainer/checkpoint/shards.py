@@ -1,6 +1,8 @@
-"""Sharded state on disk: one file per rank and kind, readable by any number of ranks; and whole tensors in safetensors.
+"""Sharded state on disk: one file per rank and kind, readable by any number of ranks; and whole
+tensors in safetensors.
 
-A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows / S), as FSDP2 does.
+A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows /
+S), as FSDP2 does.
 """
 
 import hashlib
@@ -30,7 +32,9 @@ from trainer.weights import bytes_of
 
 
 class CorruptShardError(ConfigError):
-    """A shard file does not contain what the checkpoint promises; the message names file and tensor. Exit code 2."""
+    """A shard file does not contain what the checkpoint promises; the message names file and
+    tensor. Exit code 2.
+    """
 
 
 def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
@@ -47,18 +51,26 @@ def read_torch(path: Path) -> Any:
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-        reason = f"it is a pickle that would run code ({names})" if names else f"it is no plain pickle: {error}"
+        reason = (
+            f"it is a pickle that would run code ({names})"
+            if names
+            else f"it is no plain pickle: {error}"
+        )
         fix = "Fix: move the checkpoint away and continue from another one; no code in it was run"
         raise CorruptShardError(f"{path} is refused: {reason}. {fix}") from error
     except (RuntimeError, EOFError, OSError) as error:
         if path.is_file() and not zipfile.is_zipfile(path):
-            raise CorruptShardError(f"{path} is refused: it is a bare pickle or damaged, no file of torch") from error
+            raise CorruptShardError(
+                f"{path} is refused: it is a bare pickle or damaged, no file of torch"
+            ) from error
         raise CorruptShardError(f"{path} cannot be read: {error}") from error
 
 
 @contextmanager
 def _without_mesh_warnings() -> Iterator[None]:
-    """torch says for every file that the mesh in it has no process group here; only the shards are used."""
+    """torch says for every file that the mesh in it has no process group here; only the shards
+    are used.
+    """
     torch_logger = logging.getLogger("torch.distributed.device_mesh")
     before = torch_logger.level
     torch_logger.setLevel(logging.ERROR)
@@ -69,22 +81,31 @@ def _without_mesh_warnings() -> Iterator[None]:
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """What a checkpoint holds: all parameters, or adapters alone, since the model they are made for does not change."""
+    """What a checkpoint holds: all parameters, or adapters alone, since the model they are made
+    for does not change.
+    """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
     return adapters or named
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names, written once."""
+    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names,
+    written once.
+    """
     saved = list(saved_parameters(model).values())
     cut = next((parameter for parameter in saved if isinstance(parameter, DTensor)), None)
-    shards = {parameter: _compact(parameter if cut is None else _as_shard(parameter, cut)) for parameter in saved}
+    shards = {
+        parameter: _compact(parameter if cut is None else _as_shard(parameter, cut))
+        for parameter in saved
+    }
     return {name: shards[p] for name, p in saved_parameters(model, remove_duplicate=False).items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{..., "param_names": [...]}]}."""
+    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
+    "param_names": [...]}]}.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     state = {
         names[parameter]: {key: _compact(value) for key, value in values.items()}
@@ -101,9 +122,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to the weights, equal on all ranks; what transformers computes anew is not among them."""
+    """Buffers that belong to the weights, equal on all ranks; what transformers computes anew
+    is not among them.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value.detach() for name, value in model.state_dict().items() if name not in parameters}
+    return {
+        name: value.detach() for name, value in model.state_dict().items() if name not in parameters
+    }
 
 
 def num_bytes(tree: Any) -> int:
@@ -118,7 +143,9 @@ def local_tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class ShardReader:
-    """Whole tensors of a checkpoint, one at a time: the files are mapped, so memory holds what is asked for."""
+    """Whole tensors of a checkpoint, one at a time: the files are mapped, so memory holds what
+    is asked for.
+    """
 
     def __init__(
         self,
@@ -146,14 +173,16 @@ class ShardReader:
 def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
 
-    `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from `directory`.
-    Raises `ConfigError` where the checkpoint has adapters for layers that have none in `model`.
+    `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from
+    `directory`. Raises `ConfigError` where the checkpoint has adapters for layers that have none in
+    `model`.
     """
     parameters = saved_parameters(model)
     if lost := sorted(name for name in parts[0].keys() - parameters.keys() if is_adapter(name)):
         raise ConfigError(
-            f"{directory} has adapters for layers that this run does not adapt: {lost[0]} ({len(lost)} such tensors).\n"
-            f"Fix: start a new run with trainer.experiment_name=<new name>"
+            f"{directory} has adapters for layers that this run does not adapt: {lost[0]} "
+            f"({len(lost)} such tensors).\nFix: start a new run with trainer.experiment_name=<new "
+            f"name>"
         )
     for name, parameter in parameters.items():
         may_round = not parameter.requires_grad
@@ -162,7 +191,10 @@ def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: 
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]], directory: Path
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Mapping[str, Any]],
+    directory: Path,
 ) -> None:
     """Copy the saved moments and step counts; rates and decay stay as configured now."""
     for name, parameter in model.named_parameters():
@@ -171,30 +203,41 @@ def load_optimizer(
         saved = [_entry(part["state"], name, directory) for part in parts]
         if saved[0].keys() != optimizer.state[parameter].keys():
             raise CorruptShardError(
-                f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of '{name}', "
-                f"{type(optimizer).__name__} needs {', '.join(optimizer.state[parameter])}; restore optim.name, or "
-                f"start anew from the weights: another trainer.experiment_name, trainer.resume_mode=resume_path, "
+                f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of "
+                f"'{name}', {type(optimizer).__name__} needs "
+                f"{', '.join(optimizer.state[parameter])}; restore optim.name, or start anew from "
+                f"the weights: another trainer.experiment_name, trainer.resume_mode=resume_path, "
                 f"trainer.resume_from_path={directory}, trainer.checkpoint.load_contents=[model]"
             )
         for key, value in optimizer.state[parameter].items():
-            _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}", "optim.state_dtype")
+            _copy_slice(
+                [entry[key] for entry in saved], value, f"{name}.{key}", "optim.state_dtype"
+            )
 
 
 def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
     if name not in part:
-        raise CorruptShardError(f"{directory.name} has no tensor '{name}': it was saved from another model")
+        raise CorruptShardError(
+            f"{directory.name} has no tensor '{name}': it was saved from another model"
+        )
     return part[name]
 
 
 def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
-    """A parameter that FSDP left alone because each rank holds it whole, as the one shard of it there is."""
+    """A parameter that FSDP left alone because each rank holds it whole, as the one shard of it
+    there is.
+    """
     if isinstance(parameter, DTensor):
         return parameter
-    return DTensor.from_local(parameter.detach(), like.device_mesh, like.placements, run_check=False)
+    return DTensor.from_local(
+        parameter.detach(), like.device_mesh, like.placements, run_check=False
+    )
 
 
 def _compact(value: Any) -> Any:
-    """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be saved too)."""
+    """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be
+    saved too).
+    """
     if not isinstance(value, DTensor):
         return value.detach() if isinstance(value, Tensor) else value
     local = value.to_local().detach()
@@ -204,31 +247,41 @@ def _compact(value: Any) -> Any:
 
 
 def with_local(value: DTensor, local: Tensor) -> DTensor:
-    """The same shard with other memory; `DTensor.from_local` would move it to the device of the mesh."""
+    """The same shard with other memory; `DTensor.from_local` would move it to the device of the
+    mesh.
+    """
     return DTensor(local, value._spec, requires_grad=False)
 
 
 @torch.no_grad()
-def _copy_slice(saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False) -> None:
-    """Fill this rank's part of `live`, whose dtype `key` of the configuration decides, from the pieces that `saved`
-    holds, in rank order.
+def _copy_slice(
+    saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False
+) -> None:
+    """Fill this rank's part of `live`, whose dtype `key` of the configuration decides, from the
+    pieces that `saved` holds, in rank order.
 
-    `may_round`: a frozen parameter is held in the dtype it is computed in, whatever it was saved in.
+    `may_round`: a frozen parameter is held in the dtype it is computed in, whatever it was saved
+    in.
     """
     if tuple(saved[0].shape) != tuple(live.shape):
-        raise CorruptShardError(f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}")
-    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:  # widening loses nothing
+        raise CorruptShardError(
+            f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}"
+        )
+    # widening loses nothing
+    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
-            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it: set {key}=float32, or "
-            f"start anew from the checkpoint's huggingface/ with model.partial_pretrain and another "
-            f"trainer.experiment_name"
+            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it: set "
+            f"{key}=float32, or start anew from the checkpoint's huggingface/ with "
+            f"model.partial_pretrain and another trainer.experiment_name"
         )
     if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
         live.copy_(saved[0])
         return
     if isinstance(live, DTensor):
         local = live.to_local()
-        _, (first, *_) = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
+        _, (first, *_) = compute_local_shape_and_global_offset(
+            live.shape, live.device_mesh, live.placements
+        )
     else:  # FSDP left it alone, since this rank holds it whole
         local, first = live, 0
     for rows in _rows(saved, name, first, first + len(local)):
@@ -248,13 +301,17 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
         yield saved[0]._local_tensor if end is None else saved[0]._local_tensor[begin:end]
         return
     if type(placement) is not Shard or placement.dim != 0:
-        raise CorruptShardError(f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known")
+        raise CorruptShardError(
+            f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known"
+        )
     chunk, end = -(-shape[0] // len(saved)), shape[0] if end is None else end
     for index, entry in enumerate(saved):
         first, last = min(index * chunk, shape[0]), min((index + 1) * chunk, shape[0])
         piece, expected = entry._local_tensor, (last - first, *shape[1:])
         if piece.shape != expected:
-            raise CorruptShardError(f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}")
+            raise CorruptShardError(
+                f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}"
+            )
         if max(begin, first) < min(end, last):
             yield piece[max(begin, first) - first : end - first]
 
@@ -263,7 +320,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 """As the header of a safetensors file calls them."""
 
 
-def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path) -> FileRecord:
+def write_tensors(
+    path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path
+) -> FileRecord:
     """Write a new file of the directory that is being made at `root`, and read it back.
 
     layout: name -> tensor without memory, in the order in which `tensors` gives them.
@@ -281,7 +340,9 @@ def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Te
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:
-    """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a multiple of 8."""
+    """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a
+    multiple of 8.
+    """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in layout.items():
@@ -302,5 +363,9 @@ def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, b
         for name, digest in digests.items():
             tensor = reader.get_tensor(name)
             is_same = hashlib.blake2b(bytes_of(tensor)).digest() == digest
-            if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
+            if (
+                tensor.shape != layout[name].shape
+                or tensor.dtype != layout[name].dtype
+                or not is_same
+            ):
                 raise OSError(f"{path}: tensor {name} read back differently from what was written")

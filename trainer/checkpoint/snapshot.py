@@ -37,11 +37,13 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one copied state: one block of its size, kept from save to save; page-locked for a state on a GPU.
+    """Memory for one copied state: one block of its size, kept from save to save; page-locked for a
+    state on a GPU.
 
-    Torch's own page-locked memory comes in powers of two, which for one tensor each is up to twice what they hold.
-    The copies from a GPU see the state as it is now, and run beside the computation on a stream of their own; forward
-    and backward passes change nothing of it, an update waits for them.
+    Torch's own page-locked memory comes in powers of two, which for one tensor each is up to twice
+    what they hold. The copies from a GPU see the state as it is now, and run beside the computation
+    on a stream of their own; forward and backward passes change nothing of it, an update waits for
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +55,9 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._copied: list[Tensor] = []
-        """Some have no other owner, and memory that is free is used again before a copy on another stream is done."""
+        """Some have no other owner, and memory that is free is used again before a copy on
+        another stream is done.
+        """
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
@@ -77,7 +81,9 @@ class HostBuffers:
             self._copied = []
 
     def before_update(self) -> None:
-        """Let the device, not the host, wait for the last copy before it does what is queued from here on."""
+        """Let the device, not the host, wait for the last copy before it does what is queued
+        from here on.
+        """
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 
@@ -99,12 +105,18 @@ class HostBuffers:
             starts.append(size_bytes)
             size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         block = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_DONTFORK)  # loader workers, forked after a rollback, have no use for it
+        # loader workers, forked after a rollback, have no use for it
+        block.madvise(mmap.MADV_DONTFORK)
         if self._device.type == "cuda":
             whole = torch.frombuffer(block, dtype=torch.uint8)
-            _check(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, PORTABLE), "page-locked")
+            _check(
+                torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, PORTABLE),
+                "page-locked",
+            )
             self._locked = whole
-        self._buffers = [_tensor_in(block, start, *kind) for start, kind in zip(starts, shapes, strict=True)]
+        self._buffers = [
+            _tensor_in(block, start, *kind) for start, kind in zip(starts, shapes, strict=True)
+        ]
         self._shapes = shapes
 
 

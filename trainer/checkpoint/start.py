@@ -1,4 +1,6 @@
-"""Where a run begins: decided and proven before a model is built. The main rank decides, the others follow."""
+"""Where a run begins: decided and proven before a model is built. The main rank decides, the
+others follow.
+"""
 
 import logging
 import secrets
@@ -12,7 +14,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainer.checkpoint import fsio, layout, lineage, rollback
-from trainer.checkpoint.choice import NoUsableCheckpointError, candidates_of, cannot_use, contents_of
+from trainer.checkpoint.choice import (
+    NoUsableCheckpointError,
+    candidates_of,
+    cannot_use,
+    contents_of,
+)
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
@@ -30,7 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held by the main rank.
+    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held
+    by the main rank.
 
     `is_complete`: the run has ended, and nothing of its end is left to do.
     """
@@ -48,8 +56,8 @@ class Start:
 class RunShape:
     """What is known of a run before its model: how long it is, and what it descends from.
 
-    `total_steps` tells from a position how many steps the whole run has; `unfinished` lists what the end of a run whose
-    last step is saved still lacks beside checkpoints.
+    `total_steps` tells from a position how many steps the whole run has; `unfinished` lists what
+    the end of a run whose last step is saved still lacks beside checkpoints.
     """
 
     total_steps: Callable[[Position], int]
@@ -60,9 +68,9 @@ class RunShape:
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     """Where to begin. Collective.
 
-    A run that has ended is complete: nothing is written, not even the lock. One that was killed at its end is not:
-    it goes on with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run that cannot be
-    continued as configured, `CannotWriteError`.
+    A run that has ended is complete: nothing is written, not even the lock. One that was killed at
+    its end is not: it goes on with no step left, and ends again. Raises on every rank alike:
+    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
     if (complete := find_complete(config, shape, world)) is not None:
         return complete
@@ -74,13 +82,18 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
         raise
 
 
-def find_complete(config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool = False) -> Start | None:
+def find_complete(
+    config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool = False
+) -> Start | None:
     """The start of a run that has ended; None of any other. Collective.
 
-    `at_end`: asked by the run itself, which need not read what it has written, nor say what a start would.
+    `at_end`: asked by the run itself, which need not read what it has written, nor say what a start
+    would.
     """
     selection = _on_main(partial(candidates_of, config), config, world)
-    if selection.chosen is None or not _is_complete(selection.chosen, config, shape, world, at_end=at_end):
+    if selection.chosen is None or not _is_complete(
+        selection.chosen, config, shape, world, at_end=at_end
+    ):
         return None
     if not at_end:
         _say(selection.notes)
@@ -111,26 +124,40 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
-    return distributed.on_main(action, world, describe=partial(cannot_use, Path(config.default_local_dir)))
+    return distributed.on_main(
+        action, world, describe=partial(cannot_use, Path(config.default_local_dir))
+    )
 
 
 def _is_complete(
     candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool
 ) -> bool:
-    """Whether a run has ended and left all that it should. A manifest is asked before it is proven: that takes long."""
+    """Whether a run has ended and left all that it should. A manifest is asked before it is
+    proven: that takes long.
+    """
     position = _position(candidate, config)
     loop = _on_main(partial(saved_loop, candidate), config, world)
-    has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
+    has_ended = position.step >= shape.total_steps(position) or (
+        loop.has_stopped_early and position.step > 0
+    )
     if not has_ended or (not at_end and verify(candidate, world)):
         return False
-    missing = _on_main(partial(_unfinished, candidate, position, loop, config, shape), config, world)
+    missing = _on_main(
+        partial(_unfinished, candidate, position, loop, config, shape), config, world
+    )
     if missing and not at_end:
-        logger.info("%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing))
+        logger.info(
+            "%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing)
+        )
     return not missing
 
 
 def _unfinished(
-    candidate: CheckpointInfo, position: Position, loop: LoopState, config: TrainerConfig, shape: RunShape
+    candidate: CheckpointInfo,
+    position: Position,
+    loop: LoopState,
+    config: TrainerConfig,
+    shape: RunShape,
 ) -> list[str]:
     """What the end of a run in its own directory still lacks."""
     run_dir = Path(config.default_local_dir)
@@ -151,8 +178,12 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
     return checkpoint.manifest.position
 
 
-def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:
-    """The first candidate whose every byte is as written; damaged ones of this run are set aside. Collective."""
+def _first_proven(
+    candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World
+) -> CheckpointInfo | None:
+    """The first candidate whose every byte is as written; damaged ones of this run are set
+    aside. Collective.
+    """
     run_dir = Path(config.default_local_dir)
     for candidate in candidates:
         problems = verify(candidate, world)
@@ -164,8 +195,8 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
             _on_main(aside, config, world)
     if candidates:
         raise NoUsableCheckpointError(
-            f"every checkpoint in {run_dir} to continue from is damaged (set aside as .corrupt_*); begin anew in "
-            f"another directory: trainer.experiment_name=<new name>"
+            f"every checkpoint in {run_dir} to continue from is damaged (set aside as .corrupt_*); "
+            f"begin anew in another directory: trainer.experiment_name=<new name>"
         )
     return None
 
@@ -191,7 +222,8 @@ def _require_known_order(checkpoint: CheckpointInfo, config: TrainerConfig) -> N
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
     assert checkpoint.manifest is not None, "a candidate is committed"
     saved = checkpoint.manifest.fingerprints
-    if "extra" not in contents_of(config, checkpoint):  # another run may begin from the weights alone
+    # another run may begin from the weights alone
+    if "extra" not in contents_of(config, checkpoint):
         saved = {key: value for key, value in saved.items() if key == lineage.BASE_WEIGHTS}
     for change in lineage.compare(saved, now):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
@@ -206,7 +238,9 @@ def _take_run_dir(config: TrainerConfig, lock: RunLock) -> None:
 
 
 def _require_shared(config: TrainerConfig, world: World) -> None:
-    """Every rank must see what the main rank writes, or its shards would be scattered over machines. Collective."""
+    """Every rank must see what the main rank writes, or its shards would be scattered over
+    machines. Collective.
+    """
     run_dir = Path(config.default_local_dir)
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
     probe = run_dir / _on_main(lambda: _write_probe(run_dir / name), config, world)
@@ -218,8 +252,8 @@ def _require_shared(config: TrainerConfig, world: World) -> None:
     _on_main(lambda: fsio.remove_tree(probe), config, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
-            f"ranks {blind} do not see what rank 0 writes to trainer.default_local_dir={run_dir}: it must be on a "
-            f"file system that all machines share"
+            f"ranks {blind} do not see what rank 0 writes to trainer.default_local_dir={run_dir}: "
+            f"it must be on a file system that all machines share"
         )
 
 

@@ -1,11 +1,13 @@
-"""What survives a restart: one dictionary of named stateful parts, which save, resume and rollback walk alike.
+"""What survives a restart: one dictionary of named stateful parts, which save, resume and rollback
+walk alike.
 
-Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data` in the file that
-belongs to no rank, every other part in the extra state of each rank.
+Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data`
+in the file that belongs to no rank, every other part in the extra state of each rank.
 
-A resume on another number of ranks gives every rank the extra state of rank 0. That is right for a part whose state is
-equal on all ranks, which each save checks, or whose state on rank 0 is the one that counts. A part whose class sets
-`state_of = OWN` has a different state on each rank. It can only continue on the same ranks, and is refused on others.
+A resume on another number of ranks gives every rank the extra state of rank 0. That is right for a
+part whose state is equal on all ranks, which each save checks, or whose state on rank 0 is the one
+that counts. A part whose class sets `state_of = OWN` has a different state on each rank. It can
+only continue on the same ranks, and is refused on others.
 """
 
 import hashlib
@@ -37,8 +39,8 @@ SEEDED = ("rng",)
 
 
 class Stateful(Protocol):
-    """A part that survives a restart. Its class may have an attribute `state_of`, by default `ALL`: see
-    `trainer.progress`.
+    """A part that survives a restart. Its class may have an attribute `state_of`, by default `ALL`:
+    see `trainer.progress`.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -51,7 +53,9 @@ State = Mapping[str, Stateful]
 
 @dataclass(frozen=True)
 class Shards:
-    """What a sharded part is loaded from: its `state_dict` on each of the ranks that held one whole copy."""
+    """What a sharded part is loaded from: its `state_dict` on each of the ranks that held one
+    whole copy.
+    """
 
     directory: Path
     parts: Sequence[Mapping[str, Any]]
@@ -80,7 +84,9 @@ class OptimizerShards:
 
 
 class WeightBuffers:
-    """Buffers that belong to the weights; kept apart from the shards because every rank holds them whole."""
+    """Buffers that belong to the weights; kept apart from the shards because every rank holds
+    them whole.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -96,16 +102,24 @@ class WeightBuffers:
 
 def rank_state(state: State, step: int) -> dict[str, Any]:
     """The extra state of this rank after finished step `step`."""
-    return {"step": step, **{name: part.state_dict() for name, part in state.items() if name not in APART}}
+    return {
+        "step": step,
+        **{name: part.state_dict() for name, part in state.items() if name not in APART},
+    }
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
-    """Raise `ConfigError` on all ranks for an extra state that ranks of another number could not use. Collective.
+    """Raise `ConfigError` on all ranks for an extra state that ranks of another number could not
+    use. Collective.
 
     `extra`: what `rank_state` gave on this rank.
     """
     parts = [name for name in extra if name in state and name not in SEEDED]
-    sharded = [name for name in parts if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))]
+    sharded = [
+        name
+        for name in parts
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))
+    ]
     common = [name for name in parts if _state_of(state[name]) == ALL and name not in sharded]
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, ({name: _digest(extra[name]) for name in common}, sharded))
@@ -113,17 +127,19 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
     for rank, (digests, found_sharded) in enumerate(reports):
         if found_sharded:
             raise ConfigError(
-                f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded tensor (DTensor), and "
-                f"another number of ranks does not shard the extra state of a checkpoint again.\n"
-                f"Fix: return its to_local() from state_dict, and set state_of = {OWN!r} on the class"
+                f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded "
+                f"tensor (DTensor), and another number of ranks does not shard the extra state of "
+                f"a checkpoint again.\nFix: return its to_local() from state_dict, and set "
+                f"state_of = {OWN!r} on the class"
             )
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
             raise ConfigError(
-                f"the state of the part '{different[0]}' cannot be saved: it is not the same on rank 0 and rank "
-                f"{rank}, and a resume on another number of ranks would give every rank that of rank 0.\n"
-                f"Fix: make it the same on all ranks, or set state_of on the class: {OWN!r} if each rank needs its "
-                f"own state, {MAIN!r} if that of rank 0 counts"
+                f"the state of the part '{different[0]}' cannot be saved: it is not the same on "
+                f"rank 0 and rank {rank}, and a resume on another number of ranks would give every "
+                f"rank that of rank 0.\nFix: make it the same on all ranks, or set state_of on the "
+                f"class: {OWN!r} if each rank needs its own state, {MAIN!r} if that of rank 0 "
+                f"counts"
             )
 
 
@@ -155,7 +171,9 @@ def _digest(value: Any) -> str:
     return digest.hexdigest()
 
 
-def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World) -> None:
+def load_state(
+    checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World
+) -> None:
     """Take over `contents` (model, optimizer, extra) of a checkpoint whose bytes are proven.
 
     Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
@@ -164,13 +182,17 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
     path, world_size = checkpoint.path, checkpoint.manifest.world_size
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
         if name in ("model", *contents):
-            files = [path / file_of(world_size, rank) for rank in range(checkpoint.manifest.num_shards)]
+            files = [
+                path / file_of(world_size, rank) for rank in range(checkpoint.manifest.num_shards)
+            ]
             state[name].load_state_dict(Shards(path, [shards.read_torch(file) for file in files]))
     if "extra" not in contents:
         return
     is_same_size = world_size == world.size
     is_same_mesh = is_same_size and checkpoint.manifest.mesh == world.mesh_sizes
-    extra = shards.read_torch(path / layout.extra_file(world_size, world.rank if is_same_size else 0))
+    extra = shards.read_torch(
+        path / layout.extra_file(world_size, world.rank if is_same_size else 0)
+    )
     extra["data"] = shards.read_torch(path / layout.DATA)
     for name, part in state.items():
         if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
@@ -179,11 +201,11 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
             if _state_of(part) == OWN and name not in SEEDED and not is_same_mesh:
                 raise ConfigError(
                     f"{path} holds a state of the part '{name}' for each of its {world_size} ranks "
-                    f"({_described(checkpoint.manifest.mesh)}), which the {world.size} ranks of this run "
-                    f"({_described(world.mesh_sizes)}) cannot take over.\n"
+                    f"({_described(checkpoint.manifest.mesh)}), which the {world.size} ranks of "
+                    f"this run ({_described(world.mesh_sizes)}) cannot take over.\n"
                     f"Fix: continue on the same ranks, or start anew from its weights: another "
-                    f"trainer.experiment_name, trainer.resume_mode=resume_path, trainer.resume_from_path={path}, "
-                    f"trainer.checkpoint.load_contents=[model]"
+                    f"trainer.experiment_name, trainer.resume_mode=resume_path, "
+                    f"trainer.resume_from_path={path}, trainer.checkpoint.load_contents=[model]"
                 )
             part.load_state_dict(extra[name])
         elif part.state_dict():
@@ -202,15 +224,21 @@ def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
     path = checkpoint.path / layout.DATA
     state = shards.read_torch(path)
     if not isinstance(state, dict):
-        raise shards.CorruptShardError(f"{path} holds no state of the data: it is a {type(state).__name__}")
+        raise shards.CorruptShardError(
+            f"{path} holds no state of the data: it is a {type(state).__name__}"
+        )
     return state
 
 
 def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
-    """What the loop remembered; as at the start of a run where a checkpoint has nothing of it or is damaged."""
+    """What the loop remembered; as at the start of a run where a checkpoint has nothing of it
+    or is damaged.
+    """
     assert checkpoint.manifest is not None, "it is committed"
     loop = LoopState()
     with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
-        extra = shards.read_torch(checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0))
+        extra = shards.read_torch(
+            checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0)
+        )
         loop.load_state_dict(extra.get("loop", loop.state_dict()))
     return loop

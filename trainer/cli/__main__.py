@@ -1,4 +1,6 @@
-"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout (floor 5, no torch)."""
+"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout (floor 5, no
+torch).
+"""
 
 import importlib
 import sys
@@ -12,8 +14,8 @@ from trainer.runtime.log import escape_unprintable
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
-    """`is_program`: the log and the signals of this process are the command's to set. The console script passes
-    neither words nor this.
+    """`is_program`: the log and the signals of this process are the command's to set. The console
+    script passes neither words nor this.
     """
     is_program |= argv is None
     if is_program:
@@ -27,9 +29,14 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
         return EXIT_DONE
     if argv[0] not in COMMANDS:
         hint = did_you_mean(argv[0], COMMANDS)
-        print(f"ERROR: there is no command '{argv[0]}'{hint and f': {hint}'}\n{listing()}", file=sys.stderr)
+        print(
+            f"ERROR: there is no command '{argv[0]}'{hint and f': {hint}'}\n{listing()}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
-    module = importlib.import_module("trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}")
+    module = importlib.import_module(
+        "trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}"
+    )
     if is_program and hasattr(module, "set_up"):
         module.set_up(argv[1:])
     return int(module.main(argv[1:]))

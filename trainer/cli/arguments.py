@@ -25,13 +25,17 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Wraps each line of its own, but for indented ones."""
         fill = super()._fill_text
-        return "\n".join(line if line[:1] == " " else fill(line, width, indent) for line in text.splitlines())
+        return "\n".join(
+            line if line[:1] == " " else fill(line, width, indent) for line in text.splitlines()
+        )
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command: named as it is called, with what it does and its example, unless `settings` have other words.
+    """Of a command: named as it is called, with what it does and its example, unless `settings`
+    have other words.
 
-    Raises `ConfigError` with the usage where argparse would end the process, so that one place reports errors.
+    Raises `ConfigError` with the usage where argparse would end the process, so that one place
+    reports errors.
     """
 
     def __init__(self, command: str | None = None, **settings: Any) -> None:
@@ -49,7 +53,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """Of a command below another: refuses what it does not know itself; argparse leaves that to the parser above."""
+    """Of a command below another: refuses what it does not know itself; argparse leaves that to
+    the parser above.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
@@ -65,7 +71,9 @@ def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
 
 
 def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]:
-    """What `add_words` collected. Raises `ConfigError`, with this command's usage where it would be that of `train`."""
+    """What `add_words` collected. Raises `ConfigError`, with this command's usage where it
+    would be that of `train`.
+    """
     from trainer.launch.ranks import parse_arguments
     from trainer.run.compose import load_config
 
@@ -84,7 +92,9 @@ Main = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
 
 
-def as_command(codes: Codes | None = None, *, interrupted: str = "interrupted") -> Callable[[Main], Main]:
+def as_command(
+    codes: Codes | None = None, *, interrupted: str = "interrupted"
+) -> Callable[[Main], Main]:
     """Makes what raises errors a command: one that has an exit code goes to stderr as one message.
 
     `codes` are added to, or replace, 2 for `ConfigError` and 73 for `CannotWriteError`.
@@ -114,7 +124,9 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got '{text}'")
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {minimum}, got '{text}'"
+            )
         return int(text)
 
     return number

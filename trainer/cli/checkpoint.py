@@ -1,7 +1,8 @@
 """Look after checkpoints from outside the run: list, verify, delete and export them (floor 5).
 
-Imports no torch, so that an answer is there at once; `export` does when it begins. Exit codes: 0 all
-good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130 interrupted.
+Imports no torch, so that an answer is there at once; `export` does when it begins. Exit codes: 0
+all good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130
+interrupted.
 """
 
 import argparse
@@ -30,7 +31,9 @@ from trainer.runtime.text import readable
 from trainer.tracking.run_info import read_config
 
 AT_ONCE = ("ls", "verify", "prune")
-"""End at the first signal: the next start removes what is half deleted. The others clean up behind themselves."""
+"""End at the first signal: the next start removes what is half deleted. The others clean up
+behind themselves.
+"""
 
 
 def set_up(argv: list[str]) -> None:
@@ -63,8 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_ls)
 
     about = "read checkpoints whole and compare them with their manifests"
-    command = commands.add_parser("verify", help=about, description=f"{about}; exit code 1 if any is damaged")
-    command.add_argument("paths", metavar="PATH", nargs="+", type=_path, help="a run directory or a global_step_<step>")
+    command = commands.add_parser(
+        "verify", help=about, description=f"{about}; exit code 1 if any is damaged"
+    )
+    command.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=_path,
+        help="a run directory or a global_step_<step>",
+    )
     command.set_defaults(run=_verify)
 
     about = "delete old checkpoints and leftovers; without --yes only say which"
@@ -73,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
     about = "the newest N stay, and the pointer's"
     command.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
-    command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
+    command.add_argument(
+        "--corrupt", action="store_true", help="delete what was set aside as damaged, too"
+    )
     command.add_argument("--yes", action="store_true", help="delete")
     command.set_defaults(run=_prune)
 
@@ -85,15 +98,24 @@ def _add_ways_out(commands: "argparse._SubParsersAction[CommandParser]") -> None
     """Commands that bring a checkpoint elsewhere."""
     about = "make a directory for transformers and vLLM from the shards"
     rule = (
-        "Weights in the dtype asked for, with the tokenizer and template trained with. Needs no GPU; may run meanwhile."
+        "The export has weights in the chosen dtype, the tokenizer and the chat template of the "
+        "training. Needs no GPU and may run beside a training."
     )
     command = commands.add_parser("export", help=about, description=f"{about}. {rule}")
     where = "a global_step_<step>, or a run directory: then the one a resume takes"
     command.add_argument("checkpoint", metavar="CHECKPOINT", type=_path, help=where)
-    command.add_argument("target", metavar="TARGET", type=_path, help="the new directory; its parent must exist")
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: %(default)s)")
-    about = "of LoRA adapters: the adapter, the model with what it adds, or both (default: %(default)s)"
-    command.add_argument("--lora", choices=("adapter", "merged", "both"), default="merged", help=about)
+    command.add_argument(
+        "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: %(default)s)"
+    )
+    about = (
+        "of LoRA adapters: the adapter, the model with what it adds, or both (default: %(default)s)"
+    )
+    command.add_argument(
+        "--lora", choices=("adapter", "merged", "both"), default="merged", help=about
+    )
     about = "of LoRA adapters: the directory of the model they were trained for (default: where it was then)"
     command.add_argument("--base", metavar="DIR", type=_path, help=about)
     command.set_defaults(run=_export)
@@ -122,13 +144,18 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"runs": [listing.as_tree(run) for run in runs]}, indent=1))
     else:
-        print("\n\n".join("\n".join(listing.as_lines(run)) for run in runs) or f"no run below '{root}' yet")
+        print(
+            "\n\n".join("\n".join(listing.as_lines(run)) for run in runs)
+            or f"no run below '{root}' yet"
+        )
     return EXIT_DONE
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     code = EXIT_DONE
-    for path in [checkpoint for given in arguments.paths for checkpoint in listing.checkpoints_at(given)]:
+    for path in [
+        checkpoint for given in arguments.paths for checkpoint in listing.checkpoints_at(given)
+    ]:
         started, size_bytes = time.perf_counter(), tree_bytes(path)
         problems = listing.prove(path)
         rate = f"{size_bytes / 1e9 / (time.perf_counter() - started):.2f} GB/s"
@@ -137,7 +164,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         elif path not in arguments.paths and not os.path.lexists(path):
             lines = [f"gone    {path}  deleted meanwhile"]
         else:
-            code, lines = EXIT_CRASH, [f"FAILED  {path}", *(f"        {problem}" for problem in problems)]
+            code, lines = (
+                EXIT_CRASH,
+                [f"FAILED  {path}", *(f"        {problem}" for problem in problems)],
+            )
         print("\n".join(map(listing.printable, lines)), flush=True)
     return code
 
@@ -163,7 +193,10 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    (checkpoint, notes), target = listing.checkpoint_to_export(arguments.checkpoint), arguments.target
+    (checkpoint, notes), target = (
+        listing.checkpoint_to_export(arguments.checkpoint),
+        arguments.target,
+    )
     for note in notes:
         print(listing.printable(note))
     started = time.perf_counter()
@@ -182,7 +215,10 @@ def _mirror(arguments: argparse.Namespace) -> int:
     listing.require_run(run_dir)
     trainer = replace(parse_config(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
     if trainer.checkpoint.mirror is None:
-        raise ConfigError(f"the run in '{run_dir}' has no mirror: start it once with trainer.checkpoint.mirror=<URL>")
+        raise ConfigError(
+            f"the run in '{run_dir}' has no mirror: start it once with "
+            f"trainer.checkpoint.mirror=<URL>"
+        )
     if is_live(run_dir):
         raise ConfigError(f"'{run_dir}' is being trained in: its own process keeps the mirror")
     from trainer.mirror.hub import storage_of, uploader_of
@@ -200,7 +236,9 @@ def _mirror(arguments: argparse.Namespace) -> int:
 
 
 def _base(given: Path | None, checkpoint: Path) -> Path | None:
-    """The directory of the model that adapters were trained for, which may be in the Hub's cache."""
+    """The directory of the model that adapters were trained for, which may be in the Hub's
+    cache.
+    """
     settings = checkpoint / ADAPTER_CONFIG
     if given is not None or not settings.is_file():
         return given

@@ -5,17 +5,26 @@ from trainer.runtime.environment import call
 TRAIN = "train"
 GROUPS = {
     "before a run": {
-        "doctor": ("machine, disk, data and model, each line with its fix; --run trains", "8 experiment=mine"),
+        "doctor": (
+            "machine, disk, data and model, each line with its fix; --run trains",
+            "8 experiment=mine",
+        ),
         "plan": ("memory and disk of a run, and which override makes it fit", "8 experiment=mine"),
         "data": ("show samples with their masks, or count them", "preview experiment=mine"),
     },
     "a run": {
         TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
-        "report": ("verdict and findings of runs, from their logs", "checkpoints/mine/first --html report.html"),
+        "report": (
+            "verdict and findings of runs, from their logs",
+            "checkpoints/mine/first --html report.html",
+        ),
     },
     "checkpoints": {
         "checkpoint": ("list, verify, delete and export them", "ls checkpoints"),
-        "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
+        "prove": (
+            "whether an export serves the loss its step was validated with",
+            "checkpoints/mine/first",
+        ),
         "evaluate": (
             "score what they write: text, numbers, programs",
             "checkpoints/mine/first --score numeric --watch",

@@ -1,7 +1,9 @@
-"""Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]` (floor 5).
+"""Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]` (floor
+5).
 
-The tokens come from the cache of runs with the same overrides, or are put there; no weights are read. The exit codes
-are those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73 cannot write, 130 interrupted.
+The tokens come from the cache of runs with the same overrides, or are put there; no weights are
+read. The exit codes are those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73
+cannot write, 130 interrupted.
 """
 
 import argparse
@@ -36,7 +38,9 @@ def _with_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace
     arguments = parser.parse_intermixed_args(argv)
     asked, config = read_words(parser, arguments.words)
     if asked.num_ranks is not None:
-        parser.error(f"what is trained does not depend on the number of ranks: leave out {asked.num_ranks}")
+        parser.error(
+            f"what is trained does not depend on the number of ranks: leave out {asked.num_ranks}"
+        )
     return arguments, config
 
 
@@ -77,7 +81,10 @@ def _stats(parser: Parser, argv: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "preview": ("samples as the model sees them, the supervised part marked", _preview),
-    "stats": ("tokens, supervised share, lengths, turns, what was left out, exact duplicates", _stats),
+    "stats": (
+        "tokens, supervised share, lengths, turns, what was left out, exact duplicates",
+        _stats,
+    ),
 }
 """A command's line of help, and what runs with its parser and the rest of the words."""
 

@@ -1,7 +1,7 @@
 """Checks before a run: `bash run_sft.sh doctor [N] [--run] [key=value ...]` (floor 5).
 
-Exit codes: 0 nothing fails (it may warn), 1 something fails, 2 wrong usage or configuration, 73 cannot write, 130
-interrupted.
+Exit codes: 0 nothing fails (it may warn), 1 something fails, 2 wrong usage or configuration, 73
+cannot write, 130 interrupted.
 """
 
 import json
@@ -29,14 +29,16 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
         usage="%(prog)s [N] [--run] [key=value ...] [--python PYTHON] [--json]",
-        description="Check machine, data, model and disk before training: each line ok, warn or fail, with its fix.",
+        description="Check machine, data, model and disk before training: each line ok, warn or "
+        "fail, with its fix.",
     )
     add_words(parser)
     parser.add_argument(
         "--run",
         action="store_true",
-        help="then train the recipe for a few steps in a temporary directory: do ranks agree, do packed documents, "
-        "does a killed run resume bit for bit, is memory as planned, how fast is it",
+        help="then train the recipe for a few steps in a temporary directory: do ranks agree, do "
+        "packed documents, does a killed run resume bit for bit, is memory as planned, how fast is "
+        "it",
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON, at the end")
     about = "an interpreter with vLLM, whose list of architectures is read (default: this one)"
@@ -45,13 +47,20 @@ def main(argv: list[str]) -> int:
     asked, config = read_words(parser, options.words)
     launch = replace(launch_of(config, asked.num_ranks), vllm_python=options.python)
     if options.run and launch.layout.num_nodes > 1:
-        raise ConfigError("doctor --run works on one machine. Fix: unset NNODES, and give the ranks of this machine")
+        raise ConfigError(
+            "doctor --run works on one machine. Fix: unset NNODES, and give the ranks of this "
+            "machine"
+        )
     from trainer.tools.plan.checks import memory_and_disk
 
-    said, waiting = _collect(examine({**CHECKS, "memory and disk": memory_and_disk}, launch), options.json)
+    said, waiting = _collect(
+        examine({**CHECKS, "memory and disk": memory_and_disk}, launch), options.json
+    )
     if options.run:
         has_failed = any(one["level"] == "fail" for one in said)
-        more, still_waiting = _collect(_trained(launch, asked.overrides, is_possible=not has_failed), options.json)
+        more, still_waiting = _collect(
+            _trained(launch, asked.overrides, is_possible=not has_failed), options.json
+        )
         said += more
         waiting += still_waiting
     if options.json:
@@ -91,7 +100,9 @@ def _trained(launch: Launch, overrides: list[str], *, is_possible: bool) -> Foun
     try:
         place = tempfile.TemporaryDirectory(prefix="sft-doctor-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise CannotWriteError(f"cannot make a temporary directory: {error}. Fix: set TMPDIR") from error
+        raise CannotWriteError(
+            f"cannot make a temporary directory: {error}. Fix: set TMPDIR"
+        ) from error
     with place as directory:
         runs = Runs(overrides, launch.num_ranks, Path(directory), is_on_gpu=launch.num_gpus > 0)
         for name, check in run_checks(planned_gib).items():
@@ -102,7 +113,10 @@ def _trained(launch: Launch, overrides: list[str], *, is_possible: bool) -> Foun
                 yield name, check(runs)
             except RunFailedError as error:
                 print(error, file=sys.stderr)
-                yield name, Checked("fail", str(error).splitlines()[0], "the end of its log is above")
+                yield (
+                    name,
+                    Checked("fail", str(error).splitlines()[0], "the end of its log is above"),
+                )
                 is_possible = name != "training"
 
 

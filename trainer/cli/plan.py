@@ -1,7 +1,7 @@
 """Whether a run fits in memory and on disk: `bash run_sft.sh plan [N] [key=value ...]` (floor 5).
 
-Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2 wrong usage or
-configuration. torch is imported only once the configuration is known to be right.
+Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2
+wrong usage or configuration. torch is imported only once the configuration is known to be right.
 """
 
 import sys
@@ -49,7 +49,9 @@ def main(argv: list[str]) -> int:
         fix = "no change that was tried fits"
         if change is not None:
             words = [f"on {change.num_ranks} ranks"] if change.num_ranks != num_ranks else []
-            fix = f"{' '.join([*words, *change.overrides])} (needs {plan(change).needed_gib:.1f} GiB)"
+            fix = (
+                f"{' '.join([*words, *change.overrides])} (needs {plan(change).needed_gib:.1f} GiB)"
+            )
     found = check_memory(now, limit_gib, fix=fix)
     print(found.line("memory"))
     return EXIT_DOES_NOT_FIT if found.level == "fail" else EXIT_FITS
@@ -67,8 +69,8 @@ def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
         "--memory-gib",
         type=float,
         metavar="X",
-        help="memory of one GPU in GiB (default: that of the local GPU, else 80); with trainer.device=cpu a rank's "
-        "share of this machine's, if all were on it",
+        help="memory of one GPU in GiB (default: that of the local GPU, else 80); with "
+        "trainer.device=cpu a rank's share of this machine's, if all were on it",
     )
     known = parser.parse_intermixed_args(argv)
     if known.memory_gib is not None and not known.memory_gib > 0:

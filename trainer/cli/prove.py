@@ -1,6 +1,8 @@
-"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT` (floor 5).
+"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT`
+(floor 5).
 
-Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write, 130 interrupted.
+Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write,
+130 interrupted.
 """
 
 import sys
@@ -19,8 +21,15 @@ def main(argv: list[str]) -> int:
     parser = Parser("prove", description=f"{about}the engine, val/loss must come out.")
     help_text = "a global_step_<step>, or a run directory: its newest checkpoint"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=help_text)
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what serves it (default: %(default)s)")
-    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help="an interpreter that has vLLM")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="what serves it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--python", metavar="PYTHON", default=sys.executable, help="an interpreter that has vLLM"
+    )
     arguments = parser.parse_args(argv)
     checkpoint, notes = checkpoint_to_export(arguments.checkpoint)
 
@@ -33,8 +42,8 @@ def main(argv: list[str]) -> int:
     print(f"step {found.step}: val/loss {found.val_loss:.6f} over {tokens}")
     difference = found.served_loss - found.val_loss
     print(
-        f"{found.engine}: {found.served_loss:.6f}, difference {difference:+.1e}, tolerance {found.tolerance:.1e} "
-        f"({found.dtype} against a wider dtype on these samples)"
+        f"{found.engine}: {found.served_loss:.6f}, difference {difference:+.1e}, tolerance "
+        f"{found.tolerance:.1e} ({found.dtype} against a wider dtype on these samples)"
     )
     if found.base_loss is not None:
         print(f"base model without the adapter: {found.base_loss:.6f}")
@@ -42,7 +51,10 @@ def main(argv: list[str]) -> int:
         print(f"  {cause}")
     if found.first_difference:
         print(f"first sample that differs: {found.first_difference}")
-    print(f"verdict: {'served loss equals trained loss' if found.is_equal else 'REFUSED'}; certificate: {path}")
+    print(
+        f"verdict: {'served loss equals trained loss' if found.is_equal else 'REFUSED'}; "
+        f"certificate: {path}"
+    )
     return EXIT_DONE if found.is_equal else EXIT_CRASH
 
 

@@ -1,7 +1,9 @@
-"""Report on training runs from their logs alone: on the terminal, as one HTML page, as JSON (floor 5).
+"""Report on training runs from their logs alone: on the terminal, as one HTML page, as JSON (floor
+5).
 
-Exit codes: 0 reported, 2 wrong usage, 4 a log cannot be read, 73 a file cannot be written, 130 interrupted. With
-`--check` the worst verdict decides: 0 OK or too early to say, 1 ATTENTION, 3 FAIL.
+Exit codes: 0 reported, 2 wrong usage, 4 a log cannot be read, 73 a file cannot be written, 130
+interrupted. With `--check` the worst verdict decides: 0 OK or too early to say, 1 ATTENTION, 3
+FAIL.
 """
 
 import argparse
@@ -37,7 +39,9 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.around is not None:
         if arguments.html or arguments.json or arguments.check:
-            raise ConfigError("--around only prints rows. Fix: leave out --html, --json and --check")
+            raise ConfigError(
+                "--around only prints rows. Fix: leave out --html, --json and --check"
+            )
         for path in arguments.paths:
             section = around(_read(path), at=arguments.around, window=arguments.window)
             print_section(Console(), section)
@@ -91,16 +95,31 @@ def _parser() -> Parser:
     about = "run directories or log files, ours or another framework's; several are also shown side by side"
     add("paths", metavar="PATH", nargs="+", type=Path, help=about)
     add("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
-    add("--json", action="store_true", help="print JSON instead of text: an object, for several PATHs an array")
-    add("--check", action="store_true", help="exit code 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL")
-    add("--around", metavar="STEP", type=int, help="only print the rows around a step, of metrics that moved")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON instead of text: an object, for several PATHs an array",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="exit code 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL",
+    )
+    add(
+        "--around",
+        metavar="STEP",
+        type=int,
+        help="only print the rows around a step, of metrics that moved",
+    )
     about = "steps on each side of --around (default: %(default)s)"
     add("--window", metavar="N", type=int, default=20, help=about)
     about = "which absolute limits apply (default: what the log looks like)"
     add("--profile", choices=PROFILES, default="auto", help=about)
     about = "limits of your own, one `name: number` a line"
     add("--config", metavar="FILE", type=Path, help=about)
-    about = "an external result, higher is better, that decides which checkpoint is best (repeatable)"
+    about = (
+        "an external result, higher is better, that decides which checkpoint is best (repeatable)"
+    )
     add("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
     return parser
 
@@ -110,7 +129,9 @@ def _external(text: str) -> tuple[int, float]:
     try:
         return int(step), float(value)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be STEP=VALUE, such as 1000=0.72, got '{text}'") from error
+        raise argparse.ArgumentTypeError(
+            f"must be STEP=VALUE, such as 1000=0.72, got '{text}'"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -6,7 +6,17 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.keys import ConfigError, at_least, at_most, key, matches, not_empty, not_negative, one_of, within
+from trainer.config.keys import (
+    ConfigError,
+    at_least,
+    at_most,
+    key,
+    matches,
+    not_empty,
+    not_negative,
+    one_of,
+    within,
+)
 
 QUICKSTART, AUTO = "quickstart", "auto"
 NAME = r"\w[\w.-]*"
@@ -20,16 +30,20 @@ class SourceConfig:
 
     files: str | list[str] = key(MISSING, "path, glob or list of both", not_empty)
     name: str | None = key(
-        None, "what metrics and log call it; null = the name of its file", matches(NAME, "letters, digits, _ - and .")
+        None,
+        "what metrics and log call it; null = the name of its file",
+        matches(NAME, "letters, digits, _ - and ."),
     )
     repeat: float = key(
         1.0,
-        "how often each row is trained in an epoch; 2.5 = twice, and half of the rows once more, the other half in the "
-        "next epoch; 1 for validation",
+        "how often each row is trained in an epoch; 2.5 = twice, and half of the rows once more, "
+        "the other half in the next epoch; 1 for validation",
         within("(0, 1000]"),
     )
     max_samples: int | None = key(None, "use only the first rows; -1 = all", _COUNT_OR_ALL)
-    chat_template: str | None = key(None, "the same for its rows, chatml | llama3 | plain or a path")
+    chat_template: str | None = key(
+        None, "the same for its rows, chatml | llama3 | plain or a path"
+    )
     messages_key: str | None = key(None, "column with [{role, content}, ...]")
     tools_key: str | None = key(None, "column with tool definitions")
     prompt_key: str | None = key(None, "column of the user's text")
@@ -44,18 +58,23 @@ class DataConfig:
 
     train_files: str | list[str | SourceConfig] = key(
         QUICKSTART,
-        "path, glob or list of .jsonl (also .gz, .zst), .json, .parquet, hf://org/name:split; or a list of sources, "
-        "e.g. [{files: a.jsonl, repeat: 2.5}, {files: b.jsonl}] (docs/config.md); quickstart = the generated samples",
+        "path, glob or list of .jsonl (also .gz, .zst), .json, .parquet, hf://org/name:split; or a "
+        "list of sources, e.g. [{files: a.jsonl, repeat: 2.5}, {files: b.jsonl}] (docs/config.md); "
+        "quickstart = the generated samples",
         not_empty,
     )
     val_files: str | list[str | SourceConfig] | None = key(
         None, "the same; null = hold out val_ratio of the training rows of each source", not_empty
     )
     val_ratio: float = key(
-        0.02, "share of training rows held out when val_files is null; 0 = no validation", within("[0, 1)")
+        0.02,
+        "share of training rows held out when val_files is null; 0 = no validation",
+        within("[0, 1)"),
     )
     train_batch_size: int = key(
-        32, "samples per optimizer step over all ranks; the result does not depend on their number", at_least(1)
+        32,
+        "samples per optimizer step over all ranks; the result does not depend on their number",
+        at_least(1),
     )
     micro_batch_size_per_gpu: int | None = key(
         None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
@@ -66,44 +85,60 @@ class DataConfig:
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(
         "error",
-        "longer samples: error | left | right (cut that side) | drop | split (plain text of text_key, into several)",
+        "longer samples: error | left | right (cut that side) | drop | split (plain text of "
+        "text_key, into several)",
         one_of("error", "left", "right", "drop", "split"),
     )
     messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
     tools_key: str = key("tools", "column with tool definitions, if any")
-    prompt_key: str | None = key(None, "single-turn data: column of the user's text; null = recognise the shape")
+    prompt_key: str | None = key(
+        None, "single-turn data: column of the user's text; null = recognise the shape"
+    )
     response_key: str | None = key(None, "single-turn data: column of the assistant's text")
     text_key: str | None = key(
-        None, "column of plain text, for continued pretraining: all of it is trained, and the tokenizer's end token"
+        None,
+        "column of plain text, for continued pretraining: all of it is trained, and the "
+        "tokenizer's end token",
     )
     vocabulary_digest: str | None = key(
-        None, "rows of tokens (input_ids): which vocabulary made them, where they do not say it (docs/data.md)"
+        None,
+        "rows of tokens (input_ids): which vocabulary made them, where they do not say it "
+        "(docs/data.md)",
     )
     chat_template: str | None = key(
         None,
-        "in place of the tokenizer's: chatml | llama3 | plain, or the path of a jinja file; exported with the model",
+        "in place of the tokenizer's: chatml | llama3 | plain, or the path of a jinja file; "
+        "exported with the model",
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further variables for the template, e.g. {enable_thinking: false}"
     )
     turns: str = key(
         "auto",
-        "together (a conversation is one sample) | apart (each supervised turn is one, behind the prompt that a server "
-        "would render for it) | auto (apart where the template writes a turn otherwise once others follow)",
+        "together (a conversation is one sample) | apart (each supervised turn is one, behind the "
+        "prompt that a server would render for it) | auto (apart where the template writes a turn "
+        "otherwise once others follow)",
         one_of("together", "apart", "auto"),
     )
-    train_on: str = key("all", "supervised are all assistant turns | the last one of each row", one_of("all", "last"))
+    train_on: str = key(
+        "all",
+        "supervised are all assistant turns | the last one of each row",
+        one_of("all", "last"),
+    )
     special_in_content: str = key(
         "error",
-        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary characters) | "
-        "parse (as the tokenizer takes them)",
+        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary "
+        "characters) | parse (as the tokenizer takes them)",
         one_of("error", "text", "parse"),
     )
-    train_max_samples: int = key(-1, "use only the first rows (of each source); -1 = all", _COUNT_OR_ALL)
+    train_max_samples: int = key(
+        -1, "use only the first rows (of each source); -1 = all", _COUNT_OR_ALL
+    )
     val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
     on_bad_row: str = key(
         "error",
-        "unusable rows: error (list them and stop) | skip (count and list them; stop where they are more than half)",
+        "unusable rows: error (list them and stop) | skip (count and list them; stop where they "
+        "are more than half)",
         one_of("error", "skip"),
     )
     num_workers: int = key(
@@ -130,7 +165,9 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that are read and rendered alike: a `SourceConfig` with `data`'s values for what it leaves open."""
+    """Rows that are read and rendered alike: a `SourceConfig` with `data`'s values for what it
+    leaves open.
+    """
 
     name: str
     files: str | list[str]
@@ -141,28 +178,45 @@ class Source:
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
-    """Those of `train_files` or `val_files` (`name`). Raises `ConfigError` for what they contradict each other in."""
+    """Those of `train_files` or `val_files` (`name`). Raises `ConfigError` for what they
+    contradict each other in.
+    """
     dotted, files = f"data.{name}", data.train_files if name == "train_files" else data.val_files
     if files is None:
         return []
     paths = [entry for entry in files if isinstance(entry, str)]
     if isinstance(files, str) or len(paths) == len(files):
-        return [_source(SourceConfig(files if isinstance(files, str) else paths, name=name), data, name, dotted)]
+        return [
+            _source(
+                SourceConfig(files if isinstance(files, str) else paths, name=name),
+                data,
+                name,
+                dotted,
+            )
+        ]
     entries = (SourceConfig(entry) if isinstance(entry, str) else entry for entry in files)
-    found = [_source(entry, data, name, f"{dotted}[{number}]") for number, entry in enumerate(entries)]
+    found = [
+        _source(entry, data, name, f"{dotted}[{number}]") for number, entry in enumerate(entries)
+    ]
     for same, count in Counter(source.name for source in found).items():
         if count > 1:
-            raise ConfigError(f"'{dotted}' has {count} sources named '{same}': give each a name of its own")
+            raise ConfigError(
+                f"'{dotted}' has {count} sources named '{same}': give each a name of its own"
+            )
     return found
 
 
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
     if name == "val_files" and given.repeat != 1:
-        raise ConfigError(f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row once")
+        raise ConfigError(
+            f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row "
+            f"once"
+        )
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
-    # a source that says where its conversation stands, or that it is tokens, does not look where others have theirs
+    # a source that says where its conversation stands, or that it is tokens, does not look where
+    # others have theirs
     own = (given.messages_key, given.prompt_key, given.text_key, given.vocabulary_digest)
     is_own = any(key is not None for key in own)
     return Source(
@@ -195,5 +249,7 @@ def _name(files: str | list[str], dotted: str) -> str:
     first = files if isinstance(files, str) else files[0]
     stem = Path(first).stem.removesuffix(".jsonl")  # of a.jsonl.gz
     if not re.fullmatch(NAME, stem):
-        raise ConfigError(f"'{dotted}' needs a name, which metrics carry: none follows from its files '{first}'")
+        raise ConfigError(
+            f"'{dotted}' needs a name, which metrics carry: none follows from its files '{first}'"
+        )
     return stem

@@ -1,4 +1,6 @@
-"""How a key is declared: a field of a frozen dataclass with its type, default, meaning and checks in one place."""
+"""How a key is declared: a field of a frozen dataclass with its type, default, meaning and
+checks in one place.
+"""
 
 import difflib
 import re
@@ -7,7 +9,9 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
-"""Of a value that has the right type and is not null: what is wrong, as it follows the key's name, or ''."""
+"""Of a value that has the right type and is not null: what is wrong, as it follows the key's
+name, or ''.
+"""
 
 
 class ConfigError(ValueError):
@@ -21,7 +25,8 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
 
 
 def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
-    """A key that users may set; `MISSING` as default: that they must set. A list's checks see the whole list.
+    """A key that users may set; `MISSING` as default: that they must set. A list's checks see the
+    whole list.
 
     `name`: what users write where Python does not allow that name for a field, as `for`.
     """
@@ -38,7 +43,11 @@ def group(cls: type) -> Any:
 
 def declared(cls: type) -> dict[str, "Field[Any]"]:
     """The fields of a group that are keys or groups of keys, by name."""
-    return {own.metadata.get("name") or own.name: own for own in fields(cls) if "meaning" in own.metadata}
+    return {
+        own.metadata.get("name") or own.name: own
+        for own in fields(cls)
+        if "meaning" in own.metadata
+    }
 
 
 def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
@@ -58,7 +67,9 @@ def one_of(*allowed: str) -> Check:
             text = str(item).lower() if isinstance(item, bool) else item
             if text not in allowed:
                 hint = did_you_mean(text, allowed)
-                return f"must be one of {', '.join(allowed)}; got '{text}'" + (f" ({hint})" if hint else "")
+                return f"must be one of {', '.join(allowed)}; got '{text}'" + (
+                    f" ({hint})" if hint else ""
+                )
         return ""
 
     return wrong
@@ -70,7 +81,9 @@ def where(is_right: Callable[[Any], object], problem: str) -> Check:
 
 
 def at_least(least: float, *, special: int | str | None = None, means: str = "") -> Check:
-    """The `special` value has a meaning of its own; `means` names it, and null where that is a value."""
+    """The `special` value has a meaning of its own; `means` names it, and null where that is a
+    value.
+    """
     allowed = f"{means} or at least {least}" if means else f"at least {least}"
     return where(
         lambda value: value == special or (not isinstance(value, str) and value >= least),
@@ -94,13 +107,18 @@ def within(interval: str) -> Check:
     """`[0, 1)` holds 0 but not 1."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     open_ends = {end for end, mark in ((low, "("), (high, ")")) if mark in interval}
-    return where(lambda value: low <= value <= high and value not in open_ends, f"must be in {interval}, got {{}}")
+    return where(
+        lambda value: low <= value <= high and value not in open_ends,
+        f"must be in {interval}, got {{}}",
+    )
 
 
 def parse_duration_s(text: str) -> float:
     """Seconds in a time such as `3h30m`, `90m` or `45s`; 0 for what is none."""
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    days, hours, minutes, seconds = (
+        (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    )
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -108,5 +126,7 @@ not_negative = where(lambda value: value >= 0, "must not be negative, got {}")
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 metric_of_best = where(re.compile("val/loss|eval/.+").fullmatch, "must be val/loss or eval/NAME")
 duration = where(parse_duration_s, "must be a time such as 3h30m, 90m or 45s; got '{}'")
-inside_checkpoints = where(lambda name: ".." not in name.split("/"), "must not lead out of checkpoints/: {}")
+inside_checkpoints = where(
+    lambda name: ".." not in name.split("/"), "must not lead out of checkpoints/: {}"
+)
 """For a name that is a part of a path."""

@@ -1,4 +1,6 @@
-"""Turn a resolved mapping into a checked `Config`. A mistyped key is answered with the nearest known key."""
+"""Turn a resolved mapping into a checked `Config`. A mistyped key is answered with the nearest
+known key.
+"""
 
 import dataclasses
 import difflib
@@ -14,11 +16,16 @@ from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
 
 MIN_ALIKE, SAME_GROUP = 0.7, 0.1
-"""How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""
+"""How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in
+another, by so much more.
+"""
 
 
-def parse_config(tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]] | None = None) -> Config:
-    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the cause and a fix.
+def parse_config(
+    tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]] | None = None
+) -> Config:
+    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the
+    cause and a fix.
 
     `parts`: for keys whose values are names of parts, the parts by name.
     """
@@ -44,10 +51,16 @@ def known_keys() -> list[str]:
 
 
 def problem_with_key(dotted: str) -> str | None:
-    """Return None for a key, a group of keys, or a name inside a user-defined mapping; else the error message."""
+    """Return None for a key, a group of keys, or a name inside a user-defined mapping; else the
+    error message.
+    """
     keys = keys_of(Config)
     is_group = any(name.startswith(f"{dotted}.") for name in keys)
-    is_own = any(dotted.startswith(f"{name}.") for name, key in keys.items() if typing.get_origin(key.type) is dict)
+    is_own = any(
+        dotted.startswith(f"{name}.")
+        for name, key in keys.items()
+        if typing.get_origin(key.type) is dict
+    )
     return None if dotted in keys or is_group or is_own else str(_unknown_key(dotted))
 
 
@@ -61,7 +74,9 @@ def _unknown_key(dotted: str, *, known: Sequence[str] = ()) -> ConfigError:
 
 
 def _nearest_key(dotted: str, known: Sequence[str]) -> str | None:
-    """The known key that a mistyped one is near to by its last part, more so one of the same group; else None."""
+    """The known key that a mistyped one is near to by its last part, more so one of the same
+    group; else None.
+    """
     group, _, leaf = dotted.rpartition(".")
 
     def nearness(key: str) -> float:
@@ -89,7 +104,9 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
             _check(value, dotted, key.metadata["checks"])
             values[key.name] = value
         elif key.default is key.default_factory:  # both are missing
-            raise ConfigError(f"missing configuration key '{dotted}': it has no default, give it a value")
+            raise ConfigError(
+                f"missing configuration key '{dotted}': it has no default, give it a value"
+            )
     return cls(**values)
 
 
@@ -100,7 +117,9 @@ def _check(value: Any, dotted: str, checks: Iterable[Check]) -> None:
 
 
 def _coerce(value: Any, hint: Any, dotted: str) -> Any:
-    """`value` as the type of its key; numbers written as text (`1e-5`) and whole floats are accepted where they fit."""
+    """`value` as the type of its key; numbers written as text (`1e-5`) and whole floats are
+    accepted where they fit.
+    """
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{dotted}.")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -112,11 +131,15 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
         except (TypeError, ValueError):
             continue
     name = hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else hint
-    raise ConfigError(f"'{dotted}' must be {str(name).replace(f'{SourceConfig.__module__}.', '')}, got {value!r}")
+    raise ConfigError(
+        f"'{dotted}' must be {str(name).replace(f'{SourceConfig.__module__}.', '')}, got {value!r}"
+    )
 
 
 def _fit(value: Any, hint: Any, dotted: str) -> Any:
-    """Raises `ValueError` or `TypeError` where it does not fit, `ConfigError` for an item that does not."""
+    """Raises `ValueError` or `TypeError` where it does not fit, `ConfigError` for an item that
+    does not.
+    """
     origin = typing.get_origin(hint)
     is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     if value is None and hint is types.NoneType:
@@ -124,7 +147,10 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
     if origin is list and (is_text_or_number or isinstance(value, list | dict)):
         (item_hint,) = typing.get_args(hint)
         items = enumerate(value if isinstance(value, list) else [value])
-        return [_coerce(item, item_hint, f"{dotted}[{n}]" if isinstance(item, dict) else dotted) for n, item in items]
+        return [
+            _coerce(item, item_hint, f"{dotted}[{n}]" if isinstance(item, dict) else dotted)
+            for n, item in items
+        ]
     if isinstance(value, dict) and (origin is dict or dataclasses.is_dataclass(hint)):
         return value if origin is dict else _build(hint, value, f"{dotted}.")
     if hint is bool and isinstance(value, bool):
@@ -140,20 +166,35 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
 
 def contradictions(config: Config) -> Iterator[str]:
     """What is wrong between keys that are each right, with a fix."""
-    data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
-    if config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
+    data, model, trainer, checkpoint = (
+        config.data,
+        config.model,
+        config.trainer,
+        config.trainer.checkpoint,
+    )
+    if (
+        config.max_micro_batch_tokens is not None
+        and config.max_micro_batch_tokens < data.max_length
+    ):
         size = model.ulysses_sequence_parallel_size
-        together = f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
+        together = (
+            f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
+        )
         yield (
-            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below 'data.max_length' "
-            f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
+            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below "
+            f"'data.max_length' ({data.max_length}): a single sample would not fit; raise the "
+            f"first or lower the second"
         )
     if problem := column_problem(data, "data."):
         yield problem
-    if model.compile and model.enable_gradient_checkpointing == SELECTIVE and trainer.device == "cpu":
+    if (
+        model.compile
+        and model.enable_gradient_checkpointing == SELECTIVE
+        and trainer.device == "cpu"
+    ):
         yield (
-            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together on a GPU alone: "
-            "attention on a CPU is no part of a compiled layer; use false or true"
+            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together "
+            "on a GPU alone: attention on a CPU is no part of a compiled layer; use false or true"
         )
     if model.has_adapters and model.freeze:
         yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
@@ -161,24 +202,27 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "'model.new_tokens' goes with full fine-tuning: LoRA would leave the rows of new tokens untrained"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
-            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which its checkpoints do "
-            "not hold: name a model in 'model.partial_pretrain', without 'model.random_weights'"
+            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which "
+            "its checkpoints do not hold: name a model in 'model.partial_pretrain', without "
+            "'model.random_weights'"
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
     if trainer.hang_timeout_s >= trainer.dist_timeout_s:
         yield (
-            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
-            f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up"
+            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below "
+            f"'trainer.dist_timeout_s' ({trainer.dist_timeout_s}): the hang must be found before a "
+            f"collective gives up"
         )
     if "model" not in checkpoint.load_contents:
         yield "'trainer.checkpoint.load_contents' must contain 'model'"
     elif "extra" not in checkpoint.load_contents and trainer.resume_mode != "resume_path":
         yield (
-            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path"
+            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with "
+            "resume_mode=resume_path"
         )
     if not set(LOADED) <= set(checkpoint.save_contents):
         yield (
-            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot "
-            "resume"
+            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without "
+            "them a run cannot resume"
         )

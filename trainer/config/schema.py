@@ -1,7 +1,8 @@
 """Every key of the configuration, declared once: type, default, meaning, checks.
 
-`conf/sft.yaml` and the table of docs/config.md are written from here by `python tests/architecture/config_table.py`.
-Values that are names of parts (`model.loss`, `trainer.logger`) are checked against the dictionaries of these parts.
+`conf/sft.yaml` and the table of docs/config.md are written from here by `python
+tests/architecture/config_table.py`. Values that are names of parts (`model.loss`, `trainer.logger`)
+are checked against the dictionaries of these parts.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -41,18 +42,21 @@ class FsdpConfig:
 
     param_dtype: str = key(
         AUTO,
-        "compute dtype, and what frozen parameters are stored in: bfloat16 | float32 | auto (bfloat16 where the "
-        "hardware computes it)",
+        "compute dtype, and what frozen parameters are stored in: bfloat16 | float32 | auto "
+        "(bfloat16 where the hardware computes it)",
         one_of(AUTO, *DTYPES[:2]),
     )
     reduce_dtype: str = key(
-        "float32", "dtype of the gradient reduction between ranks: float32 | bfloat16", one_of(*DTYPES[:2])
+        "float32",
+        "dtype of the gradient reduction between ranks: float32 | bfloat16",
+        one_of(*DTYPES[:2]),
     )
     cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
     reshard_after_forward: bool | str = key(
         AUTO,
-        "true: free gathered parameters after each layer's forward (ZeRO-3); false: keep them for the backward pass "
-        "(ZeRO-2); auto = true where several ranks share layers of more than 1 GiB in the compute dtype",
+        "true: free gathered parameters after each layer's forward (ZeRO-3); false: keep them for "
+        "the backward pass (ZeRO-2); auto = true where several ranks share layers of more than 1 "
+        "GiB in the compute dtype",
         one_of("true", "false", AUTO),
     )
     fsdp_size: int = key(
@@ -67,37 +71,43 @@ class ModelConfig:
     """What is trained."""
 
     partial_pretrain: str = key(
-        QUICKSTART, "local directory or Hub id (downloaded once) of a causal LM; quickstart = embedded tiny model"
+        QUICKSTART,
+        "local directory or Hub id (downloaded once) of a causal LM; quickstart = embedded tiny "
+        "model",
     )
     random_weights: bool = key(False, "take only the architecture and start from random weights")
     new_tokens: list[str] = key(
         [],
-        'special tokens to add, e.g. those of a chat template: ["<|im_start|>","<|im_end|>"]; their rows begin as the '
+        'special tokens to add, e.g. those of a chat template: ["<|im_start|>","<|im_end|>"]; '
+        "their rows begin as the "
         "mean of all others with a little noise",
         lambda tokens: "" if all(tokens) else "must not be empty",
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     master_dtype: str = key(
         "float32",
-        "dtype trained parameters are kept in: float32 | bfloat16 (each update rounded at random, right on average)",
+        "dtype trained parameters are kept in: float32 | bfloat16 (each update rounded at random, "
+        "right on average)",
         one_of(*DTYPES[:2]),
     )
     enable_gradient_checkpointing: bool | str = key(
         False,
-        "recompute activations in the backward pass: less memory, slower; selective = all but matrix products and "
-        "attention: in between; offload = true, and what layers start from waits in host memory (docs/memory.md)",
+        "recompute activations in the backward pass: less memory, slower; selective = all but "
+        "matrix products and attention: in between; offload = true, and what layers start from "
+        "waits in host memory (docs/memory.md)",
         one_of("true", "false", SELECTIVE, OFFLOAD),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
     loss: str = key(
         "cross_entropy",
-        "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: for pretrained "
-        "weights); train/loss, the guard and validation use cross_entropy in any case, train/objective shows the other",
+        "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: "
+        "for pretrained weights); train/loss, the guard and validation use cross_entropy in any "
+        "case, train/objective shows the other",
     )
     router_loss: str = key(
         AUTO,
-        "auto | off: train the auxiliary loss of a mixture of experts too, with the coefficient in config.json "
-        "(train/loss is without it)",
+        "auto | off: train the auxiliary loss of a mixture of experts too, with the coefficient in "
+        "config.json (train/loss is without it)",
         one_of(AUTO, "off"),
     )
     attention: str = key(
@@ -107,19 +117,24 @@ class ModelConfig:
     )
     lora_rank: int = key(
         0,
-        "above 0: train LoRA adapters of this rank, which peft makes (extra lora), and freeze the model",
+        "above 0: train LoRA adapters of this rank, which peft makes (extra lora), and freeze the "
+        "model",
         not_negative,
     )
-    lora_alpha: int = key(16, "LoRA: what adapters add is scaled by lora_alpha / lora_rank", positive())
+    lora_alpha: int = key(
+        16, "LoRA: what adapters add is scaled by lora_alpha / lora_rank", positive()
+    )
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
     target_modules: str | list[str] = key(
         "all-linear",
-        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), ends of names as "
-        "[q_proj,v_proj], or a regular expression of whole names",
+        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), "
+        "ends of names as [q_proj,v_proj], or a regular expression of whole names",
         not_empty,
     )
     lora_adapter_path: str | None = key(
-        None, "LoRA: directory of an adapter in PEFT's layout to start from; its rank, scaling and layers hold"
+        None,
+        "LoRA: directory of an adapter in PEFT's layout to start from; its rank, scaling and "
+        "layers hold",
     )
     freeze: list[str] = key(
         [],
@@ -128,8 +143,8 @@ class ModelConfig:
     )
     ulysses_sequence_parallel_size: int = key(
         1,
-        "ranks that hold the tokens of a micro-batch between them, for long documents: each takes up to "
-        "data.max_token_len_per_gpu of its tokens; divides ranks and attention heads",
+        "ranks that hold the tokens of a micro-batch between them, for long documents: each takes "
+        "up to data.max_token_len_per_gpu of its tokens; divides ranks and attention heads",
         at_least(1),
     )
     fsdp_config: FsdpConfig = group(FsdpConfig)
@@ -143,16 +158,23 @@ class ModelConfig:
 class OptimConfig:
     """Optimizer and learning rate."""
 
-    name: str = key("adamw", "adamw | muon (orthogonal updates for the layers' matrices, AdamW for the rest)")
+    name: str = key(
+        "adamw", "adamw | muon (orthogonal updates for the layers' matrices, AdamW for the rest)"
+    )
     lr: float | None = key(
         None,
-        "peak learning rate; null = 1e-5 for pretrained weights, 1e-4 for LoRA adapters, 2e-3 for random weights",
+        "peak learning rate; null = 1e-5 for pretrained weights, 1e-4 for LoRA adapters, 2e-3 for "
+        "random weights",
         within("(0, 1)"),
     )
     betas: list[float] = key(
         [0.9, 0.95],
         "AdamW: decay of the first and second moment",
-        lambda betas: "" if len(betas) == 2 and all(0 <= b < 1 for b in betas) else "must be two numbers in [0, 1)",
+        lambda betas: (
+            ""
+            if len(betas) == 2 and all(0 <= b < 1 for b in betas)
+            else "must be two numbers in [0, 1)"
+        ),
     )
     eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive())
     state_dtype: str = key(
@@ -162,26 +184,37 @@ class OptimConfig:
     )
     weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
     clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
-    lr_scheduler: str = key("cosine", "cosine | linear | constant | wsd (stable, then linear decay)")
+    lr_scheduler: str = key(
+        "cosine", "cosine | linear | constant | wsd (stable, then linear decay)"
+    )
     lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
     lr_warmup_steps: int | None = key(
-        None, "in place of the share: steps that warm up; null or -1 = the share", at_least(0, special=-1, means="-1")
+        None,
+        "in place of the share: steps that warm up; null or -1 = the share",
+        at_least(0, special=-1, means="-1"),
     )
     min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
-    stable_ratio: float = key(0.9, "wsd: share of the steps after warm-up at peak before the decay", _RATIO)
+    stable_ratio: float = key(
+        0.9, "wsd: share of the steps after warm-up at peak before the decay", _RATIO
+    )
 
 
 @dataclass(frozen=True)
 class GuardRule:
     """An entry of the list of guard rules."""
 
-    metric: str = key(MISSING, "a metric, as it is logged; all ranks must agree on its value (docs/guard.md)")
+    metric: str = key(
+        MISSING, "a metric, as it is logged; all ranks must agree on its value (docs/guard.md)"
+    )
     above: float | None = key(None, "the rule holds while the metric is above this number")
-    below: float | None = key(None, "the rule holds while the metric is below this number; set one of the two")
+    below: float | None = key(
+        None, "the rule holds while the metric is below this number; set one of the two"
+    )
     num_steps: int = key(1, "consecutive steps for which it must hold", at_least(1), name="for")
     action: str = key(
         "warn",
-        "warn | skip (the step's update; only for train/loss and train/grad_norm above a number) | rollback | stop",
+        "warn | skip (the step's update; only for train/loss and train/grad_norm above a number) | "
+        "rollback | stop",
         one_of("warn", "skip", "rollback", "stop"),
         name="do",
     )
@@ -221,8 +254,9 @@ class GuardConfig:
     )
     rules: list[GuardRule] = key(
         [],
-        "your own limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: rollback}]: above or "
-        "below a number, for that many consecutive steps (default 1), do warn | skip | rollback | stop (default warn)",
+        "your own limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: "
+        "rollback}]: above or below a number, for that many consecutive steps (default 1), do warn "
+        "| skip | rollback | stop (default warn)",
     )
 
 
@@ -237,37 +271,47 @@ class CheckpointConfig:
     )
     load_contents: list[str] = key(
         [*LOADED],
-        "what a resume takes over of model, optimizer, extra; [model] = only the weights, from step 1",
+        "what a resume takes over of model, optimizer, extra; [model] = only the weights, from "
+        "step 1",
         one_of(*LOADED),
     )
     export_dtype: str = key(
-        "bfloat16", "dtype of the weights in huggingface/: float32 | bfloat16 | float16", one_of(*DTYPES)
+        "bfloat16",
+        "dtype of the weights in huggingface/: float32 | bfloat16 | float16",
+        one_of(*DTYPES),
     )
     export_lora: str = key(
         "adapter",
-        "what of LoRA is in huggingface/: adapter (PEFT's layout) | merged (the whole model with what adapters add) | "
-        "both (merged, and the adapter in lora_adapter/)",
+        "what of LoRA is in huggingface/: adapter (PEFT's layout) | merged (the whole model with "
+        "what adapters add) | both (merged, and the adapter in lora_adapter/)",
         one_of("adapter", "merged", "both"),
     )
     require_lock: bool = key(
         True,
-        "refuse a run directory on a file system without locks (flock); false = accept it: never start a second run "
-        "there",
+        "refuse a run directory on a file system without locks (flock); false = accept it: never "
+        "start a second run there",
     )
     async_save: bool = key(
-        True, "write behind training from a copy in host memory; false = training waits for the disk"
+        True,
+        "write behind training from a copy in host memory; false = training waits for the disk",
     )
-    save_timeout_s: int = key(1800, "a save that takes longer is given up; training goes on and tries again", *_TIMEOUT)
+    save_timeout_s: int = key(
+        1800, "a save that takes longer is given up; training goes on and tries again", *_TIMEOUT
+    )
     mirror: str | None = key(
         None,
-        "where checkpoints go too, behind training: s3://…, gs://…, hf://org/repo/path, file:///…; an empty run "
-        "directory takes the newest one back. One URL per run: …/${trainer.project_name}/${trainer.experiment_name}",
+        "where checkpoints go too, behind training: s3://…, gs://…, hf://org/repo/path, file:///…; "
+        "an empty run directory takes the newest one back. One URL per run: "
+        "…/${trainer.project_name}/${trainer.experiment_name}",
         not_empty,
     )
-    mirror_keep: int | None = key(2, "newest checkpoints kept there, and the best one; null = all", _COUNT_OR_NULL)
+    mirror_keep: int | None = key(
+        2, "newest checkpoints kept there, and the best one; null = all", _COUNT_OR_NULL
+    )
     mirror_contents: str = key(
         "all",
-        "all | hf_model (huggingface/ alone, nothing to resume from; hf://org/repo then is a model to load)",
+        "all | hf_model (huggingface/ alone, nothing to resume from; hf://org/repo then is a model "
+        "to load)",
         one_of("all", "hf_model"),
     )
 
@@ -276,9 +320,14 @@ class CheckpointConfig:
 class TrainerConfig:
     """The run: its name, length, checkpoints and watch."""
 
-    project_name: str = key("sft", "groups runs, here and in the trackers", not_empty, inside_checkpoints)
+    project_name: str = key(
+        "sft", "groups runs, here and in the trackers", not_empty, inside_checkpoints
+    )
     experiment_name: str = key(
-        QUICKSTART, "one name per run: the same name continues that run", not_empty, inside_checkpoints
+        QUICKSTART,
+        "one name per run: the same name continues that run",
+        not_empty,
+        inside_checkpoints,
     )
     default_local_dir: str = key(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
@@ -286,43 +335,65 @@ class TrainerConfig:
         not_empty,
     )
     logger: list[str] = key(
-        ["console"], "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV are always written"
+        ["console"],
+        "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV are always "
+        "written",
     )
     total_epochs: int = key(2, "passes over the training samples", at_least(1))
     total_training_steps: int | None = key(None, "overrides total_epochs", _COUNT_OR_NULL)
-    save_freq: int = key(100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END)
-    test_freq: int = key(50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END)
+    save_freq: int = key(
+        100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END
+    )
+    test_freq: int = key(
+        50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END
+    )
     max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", _COUNT_OR_NULL)
     resume_mode: str = key(
         "auto",
         "auto (newest good checkpoint of this run) | disable | resume_path",
         one_of("auto", "disable", "resume_path"),
     )
-    resume_from_path: str | None = key(None, ".../global_step_N to continue from, with resume_mode=resume_path")
+    resume_from_path: str | None = key(
+        None, ".../global_step_N to continue from, with resume_mode=resume_path"
+    )
     resume_allow: list[str] = key(
         [],
-        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, other_parts",
+        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, "
+        "other_parts",
         one_of(*RESUME_ALLOW),
     )
-    stop_at_step: int | None = key(None, "save and stop (exit 75) after this step of the schedule", _COUNT_OR_NULL)
-    max_time: str | None = key(None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration)
+    stop_at_step: int | None = key(
+        None, "save and stop (exit 75) after this step of the schedule", _COUNT_OR_NULL
+    )
+    max_time: str | None = key(
+        None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration
+    )
     seed: int = key(1, "data order, initial weights, dropout")
     device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))
     deterministic: bool = key(
-        False, "on a GPU too, two equal runs are bit-equal: only kernels that add in a fixed order, which costs time"
+        False,
+        "on a GPU too, two equal runs are bit-equal: only kernels that add in a fixed order, which "
+        "costs time",
     )
     dist_timeout_s: int = key(
         1800,
-        "a collective that waits longer ends the run, and so does a rank silent for so long before its first step",
+        "a collective that waits longer ends the run, and so does a rank silent for so long before "
+        "its first step",
         *_TIMEOUT,
     )
     hang_timeout_s: int = key(
-        600, "no micro-batch, file or step for so long: write all stacks, end the run (exit 75)", *_TIMEOUT
+        600,
+        "no micro-batch, file or step for so long: write all stacks, end the run (exit 75)",
+        *_TIMEOUT,
     )
     early_stop_patience: int | None = key(
-        None, "end the run (exit 0) when so many validations in a row brought no better val/loss", _COUNT_OR_NULL
+        None,
+        "end the run (exit 0) when so many validations in a row brought no better val/loss",
+        _COUNT_OR_NULL,
     )
-    best_metric: str = key("val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best)
+    best_metric: str = key(
+        "val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best
+    )
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
@@ -330,7 +401,9 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Every key; `resolved` is the same tree as plain containers: printed, stored with the run, sent to trackers."""
+    """Every key; `resolved` is the same tree as plain containers: printed, stored with the run,
+    sent to trackers.
+    """
 
     data: DataConfig = group(DataConfig)
     model: ModelConfig = group(ModelConfig)

@@ -39,27 +39,35 @@ def announce(
     tokens = sum(source.num_tokens for source in train.sources)
     supervised = sum(source.num_loss_tokens for source in train.sources)
     logger.info(
-        f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
-        f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} samples, {tokens} tokens, "
-        f"{supervised / tokens:.1%} supervised, no padding; rows: {train.total('num_truncated') / num_rows:.1%} cut, "
-        f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_turns(train)}"
-        f"{len(validation) if validation else 0} validation samples; {lr}"
+        f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} "
+        f"micro-batches; {total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} "
+        f"samples, {tokens} tokens, {supervised / tokens:.1%} supervised, no padding; rows: "
+        f"{train.total('num_truncated') / num_rows:.1%} cut, {train.total('num_dropped')} dropped, "
+        f"{train.total('num_bad_rows')} bad; {_turns(train)}{len(validation) if validation else 0} "
+        f"validation samples; {lr}"
     )
-    if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
+    if len(train.sources) > 1 or schedule.num_samples != sum(
+        share.num_rows for share in train.shares
+    ):
         for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
             share, num_tokens = source.share, source.num_tokens
             part = source.num_loss_tokens / num_tokens if num_tokens else 0.0
             logger.info(
-                f"source {source.name}: {share.num_rows} rows, {num_tokens} tokens, {part:.1%} supervised; "
-                f"repeat {share.repeat:g}: {share.num_samples} rows an epoch, each {times:.3g} times in the run"
+                f"source {source.name}: {share.num_rows} rows, {num_tokens} tokens, {part:.1%} "
+                f"supervised; repeat {share.repeat:g}: {share.num_samples} rows an epoch, each "
+                f"{times:.3g} times in the run"
             )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
         ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dataset.summary.end_token_ids)))
-        unread = ", ".join(f"'{name}' {count}" for name, count in dataset.summary.unread_columns.items())
+        unread = ", ".join(
+            f"'{name}' {count}" for name, count in dataset.summary.unread_columns.items()
+        )
         text = f"; nothing reads these columns: {unread}" if unread else ""
-        logger.info("rows taken for: %s; what is trained ends with %s%s", "; ".join(shapes), ends, text)
+        logger.info(
+            "rows taken for: %s; what is trained ends with %s%s", "; ".join(shapes), ends, text
+        )
         for note in dataset.notes:
             logger.warning("%s", note)
     sample = int(first[0])
@@ -75,8 +83,12 @@ def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dic
             tokens = source.num_tokens
             facts[f"data/rows_by/{source.name}"] = source.share.num_rows
             facts[f"data/tokens_by/{source.name}"] = tokens
-            facts[f"data/valid_token_frac_by/{source.name}"] = source.num_loss_tokens / max(1, tokens)
-            facts[f"data/repeat_by/{source.name}"] = source.share.num_samples / max(1, source.share.num_rows)
+            facts[f"data/valid_token_frac_by/{source.name}"] = source.num_loss_tokens / max(
+                1, tokens
+            )
+            facts[f"data/repeat_by/{source.name}"] = source.share.num_samples / max(
+                1, source.share.num_rows
+            )
             facts[f"data/times_by/{source.name}"] = times
     return facts
 
@@ -86,7 +98,11 @@ def _turns(train: Samples) -> str:
     num_conversations, num_apart = train.total("num_conversations"), train.total("num_apart")
     if not num_conversations:
         return ""
-    asked = next(source.dataset.summary.turns for source in train.sources if source.dataset.summary.num_conversations)
+    asked = next(
+        source.dataset.summary.turns
+        for source in train.sources
+        if source.dataset.summary.num_conversations
+    )
     if asked != AUTO:
         words = f"turns {asked} (data.turns); "
     elif num_apart:

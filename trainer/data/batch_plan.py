@@ -1,8 +1,9 @@
-"""Which rows a step trains, and how ranks share their samples: pure functions of lengths and counts, no torch.
+"""Which rows a step trains, and how ranks share their samples: pure functions of lengths and
+counts, no torch.
 
-A global batch is a set of rows, each one sample or, where a conversation is taken apart, several that stay together.
-Where samples of an epoch, a batch or a position are counted, rows are. Splitting a batch into micro-batches and ranks
-only decides who computes what.
+A global batch is a set of rows, each one sample or, where a conversation is taken apart, several
+that stay together. Where samples of an epoch, a batch or a position are counted, rows are.
+Splitting a batch into micro-batches and ranks only decides who computes what.
 """
 
 import math
@@ -31,8 +32,9 @@ class Limits:
 class Schedule:
     """The order of a run from `start` on: a step trains the next B rows of its epoch.
 
-    The last batch of an epoch holds what is left; no row is dropped. Continued from any of its own positions with
-    the same values, a schedule continues in the same order, also with another batch size.
+    The last batch of an epoch holds what is left; no row is dropped. Continued from any of its own
+    positions with the same values, a schedule continues in the same order, also with another batch
+    size.
     """
 
     shares: tuple[Share, ...]
@@ -58,11 +60,15 @@ class Schedule:
         """Where the run stands after `step` finished steps, which is not before `start`."""
         start = self.start
         if step < start.step:
-            raise ValueError(f"step {step} lies before the start of this schedule, step {start.step}")
+            raise ValueError(
+                f"step {step} lies before the start of this schedule, step {start.step}"
+            )
         num_steps = step - start.step
         if num_steps < self._steps_left_in_first_epoch:
             return Position(step, start.epoch, start.samples_consumed + num_steps * self.batch_size)
-        num_epochs, num_steps = divmod(num_steps - self._steps_left_in_first_epoch, self.steps_per_epoch)
+        num_epochs, num_steps = divmod(
+            num_steps - self._steps_left_in_first_epoch, self.steps_per_epoch
+        )
         return Position(step, start.epoch + 1 + num_epochs, num_steps * self.batch_size)
 
     def steps_until(self, total_epochs: int) -> int:
@@ -70,7 +76,11 @@ class Schedule:
         num_epochs = total_epochs - self.start.epoch
         if num_epochs <= 0:
             return self.start.step
-        return self.start.step + self._steps_left_in_first_epoch + (num_epochs - 1) * self.steps_per_epoch
+        return (
+            self.start.step
+            + self._steps_left_in_first_epoch
+            + (num_epochs - 1) * self.steps_per_epoch
+        )
 
     def times_until(self, step: int) -> list[float]:
         """How often the run has trained a row of each source by the end of `step`, on average."""
@@ -96,17 +106,19 @@ def split_batch(
     quadratic_cost: float,
     window_costs: Mapping[int, float] = MappingProxyType({}),
 ) -> list[list[list[int]]]:
-    """Deal the samples of one global batch to data ranks as micro-batches within `limits`, balanced by cost.
+    """Deal the samples of one global batch to data ranks as micro-batches within `limits`, balanced
+    by cost.
 
-    `lengths` [samples] are token counts. Returns, for each data rank, the same number of micro-batches, each a list of
-    indices into `lengths` (possibly empty). A sample of n tokens costs `n + quadratic_cost * n**2`, and for each window
-    w of `window_costs` that cost times `n**2 - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window.
-    Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
+    `lengths` [samples] are token counts. Returns, for each data rank, the same number of
+    micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
+    costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times `n**2
+    - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window. Raises `ConfigError`
+      when one sample exceeds `limits.max_tokens`.
     """
     if limits.max_tokens is not None and lengths.size and lengths.max() > limits.max_tokens:
         raise ConfigError(
-            f"a sample of {int(lengths.max())} tokens exceeds data.max_token_len_per_gpu={limits.max_tokens}; "
-            f"raise it, or lower data.max_length"
+            f"a sample of {int(lengths.max())} tokens exceeds "
+            f"data.max_token_len_per_gpu={limits.max_tokens}; raise it, or lower data.max_length"
         )
     squares = lengths.astype(np.float64) ** 2
     costs = lengths + quadratic_cost * squares
@@ -126,7 +138,9 @@ def _fewest_bins(lengths: np.ndarray, limits: Limits) -> int:
     return max(by_tokens, by_samples, 1)
 
 
-def _fill(lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits) -> list[list[int]] | None:
+def _fill(
+    lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits
+) -> list[list[int]] | None:
     """Longest first into the cheapest bin with room; None when some sample finds none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = np.zeros(num_bins)
@@ -147,7 +161,9 @@ def _fill(lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits)
 
 
 def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
-    """Costliest bin first to the least loaded rank that still has a free slot; every rank gets the same number."""
+    """Costliest bin first to the least loaded rank that still has a free slot; every rank gets
+    the same number.
+    """
     load = [float(costs[members].sum()) if members else 0.0 for members in bins]
     per_rank = len(bins) // num_data_ranks
     ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
@@ -161,7 +177,8 @@ def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
-    """Mean, smallest, largest and 95th percentile of prompt, completion and total tokens of samples (int arrays [N]).
+    """Mean, smallest, largest and 95th percentile of prompt, completion and total tokens of samples
+    (int arrays [N]).
 
     The completion is what is supervised, the prompt the rest.
     """
@@ -179,8 +196,13 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
 ) -> dict[str, float]:
-    """How a global batch was packed and dealt (`dealt`: for each data rank micro-batches of indices), as metrics."""
-    num_tokens, tokens_by_rank = int(lengths.sum()), [sum(int(lengths[m].sum()) for m in rank if m) for rank in dealt]
+    """How a global batch was packed and dealt (`dealt`: for each data rank micro-batches of
+    indices), as metrics.
+    """
+    num_tokens, tokens_by_rank = (
+        int(lengths.sum()),
+        [sum(int(lengths[m].sum()) for m in rank if m) for rank in dealt],
+    )
     num_empty = sum(not members for rank in dealt for members in rank)
     num_full = sum(bool(members) for rank in dealt for members in rank)
     facts = {

@@ -22,12 +22,32 @@ SHAREGPT_ROLES = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = frozenset(("weight", "train", "trainable", "loss_mask"))
-"""Keys of a message that decide whether an assistant turn is supervised: 0 and false leave it out of the loss."""
-SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = "conversations", ("instruction", "input", "output", "history"), "system"
+"""Keys of a message that decide whether an assistant turn is supervised: 0 and false leave it
+out of the loss.
+"""
+SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = (
+    "conversations",
+    ("instruction", "input", "output", "history"),
+    "system",
+)
 TRL_KEYS = PROMPT, COMPLETION = "prompt", "completion"
-TOKEN_KEYS = IDS_KEY, MASK_KEY, LABELS_KEY, DIGEST_KEY = "input_ids", "loss_mask", "labels", "vocabulary_digest"
+TOKEN_KEYS = IDS_KEY, MASK_KEY, LABELS_KEY, DIGEST_KEY = (
+    "input_ids",
+    "loss_mask",
+    "labels",
+    "vocabulary_digest",
+)
 PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user", "source")
-RESPONSE_NAMES = ("completion", "response", "answer", "output", "solution", "assistant", "target", "chosen")
+RESPONSE_NAMES = (
+    "completion",
+    "response",
+    "answer",
+    "output",
+    "solution",
+    "assistant",
+    "target",
+    "chosen",
+)
 TEXT_NAMES = ("text", "content")
 CHAT_NAMES = ("messages", "conversation", "conversations", "dialog", "dialogue", "chat")
 NUM_NAMED = 30  # columns listed in a message
@@ -59,7 +79,9 @@ def shape_of(words: str, *columns: str) -> Shape:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages as a chat template takes them: `content` is always text, `tools` a list of objects or None."""
+    """Checked messages as a chat template takes them: `content` is always text, `tools` a list
+    of objects or None.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -68,37 +90,52 @@ class Conversation:
 
 
 def to_conversation(row: Row, keys: RowKeys) -> tuple[Shape, Conversation]:
-    """What a row was taken for, and the conversation in it: prompt and response columns, chat messages, ShareGPT,
-    Alpaca, or TRL's two lists. Raises `UnusableError`.
+    """What a row was taken for, and the conversation in it: prompt and response columns, chat
+    messages, ShareGPT, Alpaca, or TRL's two lists. Raises `UnusableError`.
     """
     shape, given, num_given = _messages(row, keys)
     messages = [_checked_message(message, index) for index, message in enumerate(given)]
-    trained = [_take_flags(message, index) and index >= num_given for index, message in enumerate(messages)]
+    trained = [
+        _take_flags(message, index) and index >= num_given for index, message in enumerate(messages)
+    ]
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
+        raise UnusableError(
+            f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
+        )
     tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
-    return shape, Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]))
+    return shape, Conversation(
+        messages, tools, frozenset([index for index in turns if not trained[index]])
+    )
 
 
 def has_conversation(record: dict[str, Any], keys: RowKeys) -> bool:
     """Whether a row has columns that are read as messages before any others."""
     is_named = keys.prompt_key is not None or _lookup(record, keys.messages_key) is not None
-    return is_named or record.get(SHAREGPT_KEY) is not None or ("instruction" in record and "output" in record)
+    return (
+        is_named
+        or record.get(SHAREGPT_KEY) is not None
+        or ("instruction" in record and "output" in record)
+    )
 
 
 def _messages(row: Row, keys: RowKeys) -> tuple[Shape, list[Any], int]:
     """What the row was taken for, its messages, and how many of these are only given."""
     record = row.record
     if keys.prompt_key is not None and keys.response_key is not None:
-        shape = shape_of(f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'", *columns_of(keys))
+        shape = shape_of(
+            f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'",
+            *columns_of(keys),
+        )
         return shape, _from_prompt_response(row, keys.prompt_key, keys.response_key), 0
     for key in (keys.messages_key, SHAREGPT_KEY):
         if (turns := _lookup(record, key)) is not None:
             messages, others = _from_turns(record, key, turns)
             return shape_of(f"messages in '{key}'", key, keys.tools_key, *others), messages, 0
     if "instruction" in record and "output" in record:
-        shape = shape_of("Alpaca's 'instruction' and 'output'", *ALPACA_KEYS, SYSTEM_KEY, keys.tools_key)
+        shape = shape_of(
+            "Alpaca's 'instruction' and 'output'", *ALPACA_KEYS, SYSTEM_KEY, keys.tools_key
+        )
         return shape, _from_alpaca(record), 0
     prompt, completion = record.get(PROMPT), record.get(COMPLETION)
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -107,11 +144,16 @@ def _messages(row: Row, keys: RowKeys) -> tuple[Shape, list[Any], int]:
     if keys.messages_key in record:
         raise UnusableError(f"messages not a list: '{keys.messages_key}' is null")
     tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
-    raise UnusableError(f"unrecognised columns: found {_found(row)}; tried {tried}; {_proposal(row)}")
+    raise UnusableError(
+        f"unrecognised columns: found {_found(row)}; tried {tried}; {_proposal(row)}"
+    )
 
 
 def _from_prompt_response(row: Row, prompt_key: str, response_key: str) -> list[Any]:
-    prompt, response = column(row, prompt_key, "prompt_key"), column(row, response_key, "response_key")
+    prompt, response = (
+        column(row, prompt_key, "prompt_key"),
+        column(row, response_key, "response_key"),
+    )
     if not isinstance(prompt, list):
         require_text(prompt, f"'{prompt_key}'")
         prompt = [{"role": "user", "content": prompt}]
@@ -120,10 +162,14 @@ def _from_prompt_response(row: Row, prompt_key: str, response_key: str) -> list[
 
 
 def column(row: Row, key: str, name: str) -> Any:
-    """What stands in the column that `data.<name>` names. Raises `UnusableError` where there is none."""
+    """What stands in the column that `data.<name>` names. Raises `UnusableError` where there is
+    none.
+    """
     value = _lookup(row.record, key)
     if value is None and key not in _column_names(row):
-        raise UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
+        raise UnusableError(
+            f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})"
+        )
     return value
 
 
@@ -147,7 +193,9 @@ def _found(row: Row) -> str:
 
 
 def _proposal(row: Row) -> str:
-    """The override for columns that look like messages, like a prompt and its response, or like a text."""
+    """The override for columns that look like messages, like a prompt and its response, or like
+    a text.
+    """
     columns = _column_names(row)
     by_name = {name.rpartition(".")[2].lower(): name for name in reversed(columns)}
 
@@ -194,18 +242,29 @@ def _from_sharegpt(turn: Any, index: int) -> Message:
     others = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         kind = "missing role" if speaker is None else "unknown role"
-        raise UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
+        raise UnusableError(
+            f"{kind}: message {index + 1} is from {speaker!r}, known are "
+            f"{', '.join(SHAREGPT_ROLES)}"
+        )
     if speaker != "function_call":
         return {**others, "role": SHAREGPT_ROLES[speaker], "content": value}
     text = require_text(value, f"function_call in message {index + 1}")
     try:
         calls = json.loads(text)
     except ValueError as error:
-        raise UnusableError(f"broken tool_calls: function_call in message {index + 1} is not JSON: {error}") from None
+        raise UnusableError(
+            f"broken tool_calls: function_call in message {index + 1} is not JSON: {error}"
+        ) from None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) for call in calls):
-        raise UnusableError(f"broken tool_calls: function_call in message {index + 1} must be an object")
-    return {**others, "role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        raise UnusableError(
+            f"broken tool_calls: function_call in message {index + 1} must be an object"
+        )
+    return {
+        **others,
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def _from_alpaca(record: dict[str, Any]) -> list[Any]:
@@ -215,15 +274,23 @@ def _from_alpaca(record: dict[str, Any]) -> list[Any]:
     for turn in record.get("history") or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2):
             raise UnusableError(
-                f"wrong content type: 'history' must hold pairs of user and assistant text, got {_type(turn)}"
+                f"wrong content type: 'history' must hold pairs of user and assistant text, got "
+                f"{_type(turn)}"
             )
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        messages += [
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
+        ]
     prompt = record["instruction"]
     require_text(prompt, "'instruction'")
     if record.get("input"):
         require_text(record["input"], "'input'")
         prompt = f"{prompt}\n{record['input']}" if prompt else record["input"]
-    return [*messages, {"role": "user", "content": prompt}, {"role": "assistant", "content": record["output"]}]
+    return [
+        *messages,
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": record["output"]},
+    ]
 
 
 def _checked_message(message: Any, index: int) -> Message:
@@ -233,9 +300,13 @@ def _checked_message(message: Any, index: int) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
-        raise UnusableError(f"missing role: {where} has only {', '.join(map(repr, message)) or 'no columns'}")
+        raise UnusableError(
+            f"missing role: {where} has only {', '.join(map(repr, message)) or 'no columns'}"
+        )
     if role not in ROLES:
-        raise UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
+        raise UnusableError(
+            f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}"
+        )
     calls = message.get("tool_calls") or []
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
@@ -243,7 +314,10 @@ def _checked_message(message: Any, index: int) -> Message:
     if content is None and role == "assistant" and calls:
         content = ""
     if content is None and message.get("function_call"):
-        raise UnusableError(f"broken tool_calls: {where} has 'function_call', an older form: write it as 'tool_calls'")
+        raise UnusableError(
+            f"broken tool_calls: {where} has 'function_call', an older form: write it as "
+            f"'tool_calls'"
+        )
     if not isinstance(content, str):
         content = _content_text(content, f"content of {where} ({role})")
     if role == "assistant" and not content.strip() and not calls:
@@ -255,19 +329,25 @@ def _checked_message(message: Any, index: int) -> Message:
 
 
 def _take_flags(message: Message, index: int) -> bool:
-    """Whether a message may be trained; the flags that say so are taken out of it, so that no template sees them."""
+    """Whether a message may be trained; the flags that say so are taken out of it, so that no
+    template sees them.
+    """
     if FLAGS.isdisjoint(message):
         return True
     flags = {name: message.pop(name) for name in sorted(FLAGS & message.keys(), reverse=True)}
     where = f"message {index + 1} ({message['role']})"
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise UnusableError(f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true")
+            raise UnusableError(
+                f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true"
+            )
     given = " and ".join(f"{name}={value}" for name, value in flags.items())
     if any(flags.values()) != all(flags.values()):
         raise UnusableError(f"bad flag: {where} has {given}, which contradict each other")
     if all(flags.values()) and message["role"] != "assistant":
-        raise UnusableError(f"bad flag: {where} has {given}, but only assistant turns are trained; remove it")
+        raise UnusableError(
+            f"bad flag: {where} has {given}, but only assistant turns are trained; remove it"
+        )
     return all(flags.values())
 
 
@@ -276,9 +356,15 @@ def _content_text(content: Any, what: str) -> str:
     if not isinstance(content, list):
         return require_text(content, what)
     for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        if not (
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
             kind = repr(part.get("type")) if isinstance(part, dict) else _type(part)
-            raise UnusableError(f"wrong content type: {what} has a part of type {kind}, only text can be trained on")
+            raise UnusableError(
+                f"wrong content type: {what} has a part of type {kind}, only text can be trained on"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -291,7 +377,10 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UnusableError(f"broken tools: '{key}' must be a list of objects or that list as JSON, got {_type(tools)}")
+        raise UnusableError(
+            f"broken tools: '{key}' must be a list of objects or that list as JSON, got "
+            f"{_type(tools)}"
+        )
     return tools
 
 

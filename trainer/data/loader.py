@@ -1,6 +1,7 @@
 """From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
 
-The position of a run is one integer, the step; torchdata's own state is stored beside it for its readers.
+The position of a run is one integer, the step; torchdata's own state is stored beside it for its
+readers.
 """
 
 import dataclasses
@@ -36,11 +37,15 @@ class RankPlan:
     """{sliding window: the same of the layers that have it}."""
     pin_memory: bool = False
     share: tuple[int, int] = (0, 1)
-    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the data rank holds."""
+    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the
+    data rank holds.
+    """
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
-    """Lay samples end to end and shift labels inside each; no samples gives one token of padding without a label."""
+    """Lay samples end to end and shift labels inside each; no samples gives one token of
+    padding without a label.
+    """
     if not indices:
         parts = [(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))]
     else:
@@ -62,8 +67,12 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
     )
 
 
-def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int) -> StepBatch:
-    """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
+def build_step(
+    samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int
+) -> StepBatch:
+    """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global
+    counts.
+    """
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = split_batch(
         lengths,
@@ -72,7 +81,9 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
         quadratic_cost=plan.quadratic_cost,
         window_costs=plan.window_costs,
     )
-    micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank])
+    micro_batches = tuple(
+        pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank]
+    )
     if plan.share != (0, 1):
         micro_batches = tuple(batch.share(*plan.share) for batch in micro_batches)
     return StepBatch(
@@ -93,7 +104,9 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
 def _by_source(samples: Samples, ids: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, int]:
     if len(samples.names) == 1:
         return {}
-    counts = np.bincount(samples.source_of(ids), weights=num_loss_tokens, minlength=len(samples.names))
+    counts = np.bincount(
+        samples.source_of(ids), weights=num_loss_tokens, minlength=len(samples.names)
+    )
     return {name: int(count) for name, count in zip(samples.names, counts, strict=True)}
 
 
@@ -102,7 +115,8 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
-        self.samples.require_unchanged()  # to read beyond the end of a file that was cut would kill this process
+        # to read beyond the end of a file that was cut would kill this process
+        self.samples.require_unchanged()
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
         return build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
@@ -110,7 +124,9 @@ class _StepDataset(Dataset[StepBatch]):
 
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
-        self.kill()  # a worker ignores SIGTERM, and a process that is about to exit waits for those it has terminated
+        # a worker ignores SIGTERM, and a process that is about to exit waits for those it has
+        # terminated
+        self.kill()
 
 
 class _Worker(context.ForkProcess):
@@ -129,8 +145,8 @@ def _prepare_worker(worker_id: int) -> None:
 
 
 class TrainLoader:
-    """The steps after `schedule.start` up to `total_steps`, counted from 1; every one is a place to resume, on any
-    number of ranks.
+    """The steps after `schedule.start` up to `total_steps`, counted from 1; every one is a place to
+    resume, on any number of ranks.
     """
 
     def __init__(
@@ -148,12 +164,18 @@ class TrainLoader:
         self._num_workers, self._skipped_steps = num_workers, skipped_steps
         self.last_step = total_steps
         self.step = schedule.start.step
-        """The last step that was handed out; after it has been trained the number of finished steps."""
+        """The last step that was handed out; after it has been trained the number of finished
+        steps.
+        """
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
         """Its workers are gone when the generator is closed."""
-        steps = [step for step in range(self.step + 1, self.last_step + 1) if step not in self._skipped_steps]
+        steps = [
+            step
+            for step in range(self.step + 1, self.last_step + 1)
+            if step not in self._skipped_steps
+        ]
         self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self.plan, self.schedule),
             sampler=steps,
@@ -172,15 +194,19 @@ class TrainLoader:
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
-                    raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
+                    raise RuntimeError(
+                        f"loader returned step {batch.step} where step {step} was due"
+                    )
                 self._samples.require_unchanged()  # until here the batch may have been read
                 self.step = step
                 yield batch
-        except Exception:  # what was read of changed tokens may be anything, and a killed worker knows no reason
+        # what was read of changed tokens may be anything, and a killed worker knows no reason
+        except Exception:
             self._samples.require_unchanged()
             raise
         finally:
-            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
+            # the frames of an error may keep the iterator, which would stop them when it goes
+            if self._num_workers:
                 batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
@@ -193,7 +219,9 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
+        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it
+        depends on ranks.
+        """
         return {
             **dataclasses.asdict(self.position),
             "train_batch_size": self.schedule.batch_size,
@@ -206,7 +234,9 @@ class TrainLoader:
         """The position was decided before anything was built: it must be that of the state."""
         saved = Position(*(int(state_dict[field.name]) for field in dataclasses.fields(Position)))
         if saved != self.position:
-            raise RuntimeError(f"the data would go on from {self.position}, the checkpoint was at {saved}")
+            raise RuntimeError(
+                f"the data would go on from {self.position}, the checkpoint was at {saved}"
+            )
 
 
 class ValidationBatches:

@@ -1,7 +1,8 @@
 """Files of prepared samples that a process maps, and what tells that one was written to since.
 
-A mapping keeps the file it was made of: a file that is renamed, replaced or deleted does no harm. Only writing into the
-file itself changes what the mapping shows, and cutting it short kills the process that reads beyond its new end.
+A mapping keeps the file it was made of: a file that is renamed, replaced or deleted does no harm.
+Only writing into the file itself changes what the mapping shows, and cutting it short kills the
+process that reads beyond its new end.
 """
 
 import hashlib
@@ -34,17 +35,18 @@ class MappedFile:
     def require_unchanged(self) -> None:
         """Raise `ResumableError` if the content is no longer what was prepared.
 
-        It takes about a microsecond: every write to a file changes its modification time before its content. A file
-        whose time alone has changed, as `touch` does, is hashed.
+        It takes about a microsecond: every write to a file changes its modification time before its
+        content. A file whose time alone has changed, as `touch` does, is hashed.
         """
         now = self._size_and_time()
         if now == self._state:
             return
         if now[0] != self._state[0] or self._digest() != self._sha256:
             raise ResumableError(
-                f"prepared tokens changed while the run trained on them: {self.path} had {self._state[0]:,} bytes, "
-                f"now it has {now[0]:,}{' other ones' if now[0] == self._state[0] else ''}.\n"
-                f"Fix: find what writes to data.cache_dir, and start again with the same command: it prepares the "
+                f"prepared tokens changed while the run trained on them: {self.path} had "
+                f"{self._state[0]:,} bytes, now it has "
+                f"{now[0]:,}{' other ones' if now[0] == self._state[0] else ''}.\nFix: find what "
+                f"writes to data.cache_dir, and start again with the same command: it prepares the "
                 f"tokens again and continues from the last checkpoint"
             )
         self._state = now

@@ -1,7 +1,8 @@
 """The order of an epoch: pure functions of seed, epoch and counts.
 
-A keyed permutation decides which row is trained at which place of an epoch. It is computed for the places that are
-asked for, so no process keeps a list of all rows. The validation rows are drawn with the same permutation.
+A keyed permutation decides which row is trained at which place of an epoch. It is computed for the
+places that are asked for, so no process keeps a list of all rows. The validation rows are drawn
+with the same permutation.
 """
 
 import math
@@ -18,7 +19,9 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @dataclass(frozen=True)
 class Share:
-    """How often the rows of a source come in an epoch: with `repeat` 2.5 each twice, and half of them once more."""
+    """How often the rows of a source come in an epoch: with `repeat` 2.5 each twice, and half
+    of them once more.
+    """
 
     num_rows: int
     repeat: float = 1.0
@@ -32,8 +35,9 @@ class Share:
 def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where the permutation of 0 .. size - 1 that `key` selects takes `places`; int64.
 
-    A Feistel network on pairs of remainders (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The
-    pairs number `size` and at most 2 sqrt(size) more; a place that lands beyond `size` is enciphered again.
+    A Feistel network on pairs of remainders (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). The pairs number `size` and at most 2 sqrt(size) more; a place that lands
+    beyond `size` is enciphered again.
     """
     width = math.isqrt(max(size, 1) - 1) + 1
     sizes = (np.uint64(-(-size // width)), np.uint64(width))
@@ -47,7 +51,9 @@ def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _enciphered(values: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndarray) -> np.ndarray:
+def _enciphered(
+    values: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndarray
+) -> np.ndarray:
     halves = list(np.divmod(values, sizes[1]))
     for number, key in enumerate(keys):
         changed = number % 2
@@ -56,16 +62,21 @@ def _enciphered(values: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np
 
 
 def _scattered(values: np.ndarray) -> np.ndarray:
-    """The end of SplitMix64 (Steele, Lea and Flood 2014): 64 bits that all depend on all bits of `values`."""
+    """The end of SplitMix64 (Steele, Lea and Flood 2014): 64 bits that all depend on all bits
+    of `values`.
+    """
     for shift, multiplier in zip(_SHIFTS[:2], _MULTIPLIERS, strict=True):
         values = (values ^ (values >> shift)) * multiplier
     return values ^ (values >> _SHIFTS[2])
 
 
-def rows_at(places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_at(
+    places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(Number of the source, row in it) at `places` (int64) of an epoch; int64.
 
-    Each source walks through a fixed order of its own for the rows that come once more, and continues there in the next
+    Each source walks through a fixed order of its own for the rows that come once more, and
+    continues there in the next
     epoch: over epochs no row comes twice as often as another.
     """
     bounds = np.cumsum([0, *(share.num_samples for share in shares)])
@@ -83,7 +94,8 @@ def rows_at(places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: 
 
 
 def held_out_rows(num_rows: int, val_ratio: float, *, seed: int) -> np.ndarray:
-    """Rows held out for validation, ascending, int64: of two rows or more at least one on each side.
+    """Rows held out for validation, ascending, int64: of two rows or more at least one on each
+    side.
 
     None with a ratio of 0.
     """

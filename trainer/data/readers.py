@@ -52,7 +52,11 @@ class RowBlock:
         else:
             for number, item in self.content:
                 is_line = isinstance(item, bytes)
-                yield _parse_line(self.path, number, item) if is_line else _as_row(self.path, number, item)
+                yield (
+                    _parse_line(self.path, number, item)
+                    if is_line
+                    else _as_row(self.path, number, item)
+                )
 
 
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
@@ -105,7 +109,9 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
     except UnicodeDecodeError as error:
         reason = f"bad UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}: {error.reason}"
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            reason += f"; the file is UTF-16: iconv -f UTF-16 -t UTF-8 '{path}' > '{path}.utf8.jsonl'"
+            reason += (
+                f"; the file is UTF-16: iconv -f UTF-16 -t UTF-8 '{path}' > '{path}.utf8.jsonl'"
+            )
         return Row(path, number, line, problem=UnusableError(reason))
     except json.JSONDecodeError as error:
         hint = ARRAYS if line in (b"{", b"[") else ""
@@ -132,7 +138,9 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"'{path}' is not UTF-8: {error.reason} in line {line}") from error
     except json.JSONDecodeError as error:
-        hint = "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
+        hint = (
+            "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
+        )
         raise DataError(
             f"'{path}' is not JSON: {error.msg} in line {error.lineno} column {error.colno}{hint}"
         ) from error
@@ -147,7 +155,14 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
 def _unwrapping(path: Path, record: object) -> str:
     """The command that takes the rows out of an object around them."""
     items = record.items() if isinstance(record, dict) else ()
-    key = next((key for key, value in items if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+    key = next(
+        (
+            key
+            for key, value in items
+            if isinstance(value, list) and value and isinstance(value[0], dict)
+        ),
+        None,
+    )
     if key is None:
         return ""
     return (
@@ -159,10 +174,13 @@ def _unwrapping(path: Path, record: object) -> str:
 def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
     number = 0
     try:
-        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:  # else it reads whole groups
+        # else it reads whole groups
+        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             names = tuple(_column_names(file.schema_arrow))
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
-            unread = tuple(name for name in names if not any(_is_part(name, column) for column in read))
+            unread = tuple(
+                name for name in names if not any(_is_part(name, column) for column in read)
+            )
             _require_distinct(path, [name for name in names if name not in unread])
             for group in range(file.num_row_groups):
                 num_rows = _rows_of_a_block(file.metadata.row_group(group), read)
@@ -171,7 +189,9 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
                         yield RowBlock(path, part, number + 1, unread)
                         number += len(part)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"'{path}' is not a readable parquet file (after row {number}): {error}") from error
+        raise DataError(
+            f"'{path}' is not a readable parquet file (after row {number}): {error}"
+        ) from error
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:
@@ -196,8 +216,8 @@ def _rows_of_a_block(group: pq.RowGroupMetaData, columns: list[str]) -> int:
 
 
 def _small(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The batch in parts that are not larger than a block. They are copies: of a slice all that it is cut from would be
-    sent to the process that takes it apart.
+    """The batch in parts that are not larger than a block. They are copies: of a slice all that it
+    is cut from would be sent to the process that takes it apart.
     """
     if len(batch) == 1 or batch.nbytes <= BLOCK_BYTES:
         yield batch
@@ -220,10 +240,13 @@ def _is_part(name: str, column: str) -> bool:
 
 
 def _batch_records(batch: pa.RecordBatch) -> Iterator[dict[str, object] | str]:
-    """Records, or for what Python has no value for (such as a date in the year 20000) the reason."""
+    """Records, or for what Python has no value for (such as a date in the year 20000) the
+    reason.
+    """
     try:
         yield from batch.to_pylist()
-    except (ValueError, OverflowError):  # raised before the first record: find the rows that are to blame
+    # raised before the first record: find the rows that are to blame
+    except (ValueError, OverflowError):
         for index in range(batch.num_rows):
             yield _record(batch.slice(index, 1))
 
@@ -241,7 +264,9 @@ def _record(row: pa.RecordBatch) -> dict[str, object] | str:
 
 
 def _without_nulls(value: object) -> object:
-    """Parquet gives every struct of a column the same fields and fills the absent ones with nulls: undo that."""
+    """Parquet gives every struct of a column the same fields and fills the absent ones with
+    nulls: undo that.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -252,7 +277,8 @@ def _without_nulls(value: object) -> object:
 def _open(path: Path) -> BinaryIO:
     """Its bytes, unpacked."""
     try:
-        if path.suffix in COMPRESSED:  # pyarrow unpacks by that suffix, and no other package here knows zstd
+        # pyarrow unpacks by that suffix, and no other package here knows zstd
+        if path.suffix in COMPRESSED:
             return io.BufferedReader(pa.input_stream(path), BUFFER_BYTES)
         return path.open("rb")
     except OSError as error:

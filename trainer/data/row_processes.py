@@ -1,4 +1,6 @@
-"""Blocks of rows to what becomes of them, in their order: a few in this process, many in one process for each CPU."""
+"""Blocks of rows to what becomes of them, in their order: a few in this process, many in one
+process for each CPU.
+"""
 
 import itertools
 import mmap
@@ -25,28 +27,35 @@ Located = tuple[int, RowBlock]
 def prepare_blocks(
     encoder: RowEncoder, blocks: Iterable[Located], progress: Callable[[], None] = lambda: None
 ) -> Generator[PreparedRows, None, None]:
-    """A bounded number of blocks is read ahead. `progress` is called while rows are rendered, here or there: a block
-    can take long. Raises `DataError` as the encoder does.
+    """A bounded number of blocks is read ahead. `progress` is called while rows are rendered, here
+    or there: a block can take long. Raises `DataError` as the encoder does.
     """
     blocks, num_rows = iter(blocks), 0
     num_processes = len(os.sched_getaffinity(0))
-    is_alone = num_processes == 1 or current_process().daemon  # which multiprocessing gives no children
+    # which multiprocessing gives no children
+    is_alone = num_processes == 1 or current_process().daemon
     for file_index, block in blocks:
         yield encoder.prepare(file_index, block, progress)
         num_rows += len(block)
         if num_rows >= ROWS_HERE and not is_alone:
             break
     if (following := next(blocks, None)) is not None:
-        yield from _in_processes(encoder, itertools.chain([following], blocks), num_processes, progress)
+        yield from _in_processes(
+            encoder, itertools.chain([following], blocks), num_processes, progress
+        )
 
 
 def _in_processes(
     encoder: RowEncoder, blocks: Iterator[Located], num_processes: int, progress: Callable[[], None]
 ) -> Iterator[PreparedRows]:
-    """They are forked, which spares each of them the imports, and have nothing to do with a device."""
+    """They are forked, which spares each of them the imports, and have nothing to do with a
+    device.
+    """
     running: deque[Future[PreparedRows]] = deque()
     rows_begun = _RowsBegun()
-    pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (encoder, os.getpid(), rows_begun))
+    pool = ProcessPoolExecutor(
+        num_processes, get_context("fork"), _begin, (encoder, os.getpid(), rows_begun)
+    )
     try:
         for located in blocks:
             running.append(pool.submit(_prepare, *located))
@@ -56,13 +65,17 @@ def _in_processes(
             yield _result(running.popleft(), rows_begun, progress)
     except BrokenProcessPool as error:
         text = f"one of {num_processes} processes that prepare data was killed, most likely because memory ran out"
-        raise RuntimeError(f"{text}: fewer CPU cores make fewer of them (taskset -c 0-3 …)") from error
+        raise RuntimeError(
+            f"{text}: fewer CPU cores make fewer of them (taskset -c 0-3 …)"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class _RowsBegun:
-    """Counted by processes, looked at by the one that forked them: one that renders for ever adds none."""
+    """Counted by processes, looked at by the one that forked them: one that renders for ever
+    adds none.
+    """
 
     def __init__(self) -> None:
         self._byte, self._seen = mmap.mmap(-1, 1), 0
@@ -76,7 +89,9 @@ class _RowsBegun:
         return before != self._seen
 
 
-def _result(future: Future[PreparedRows], rows_begun: _RowsBegun, progress: Callable[[], None]) -> PreparedRows:
+def _result(
+    future: Future[PreparedRows], rows_begun: _RowsBegun, progress: Callable[[], None]
+) -> PreparedRows:
     while not wait([future], LOOK_EVERY_S).done:
         if rows_begun.have_grown():
             progress()
@@ -91,7 +106,8 @@ _rows_begun: _RowsBegun
 def _begin(encoder: RowEncoder, parent_pid: int, rows_begun: _RowsBegun) -> None:
     global _encoder, _rows_begun
     become_worker(parent_pid, code=EXIT_CRASH)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other CPUs are busy, and threads were not forked
+    # the other CPUs are busy, and threads were not forked
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder, _rows_begun = encoder, rows_begun
 
 

@@ -17,12 +17,16 @@ TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundr
 
 
 class UnusableError(Exception):
-    """Why a row cannot be trained on, as `kind: detail`; on its way from row to sample it stands for the row."""
+    """Why a row cannot be trained on, as `kind: detail`; on its way from row to sample it
+    stands for the row.
+    """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One object of a data file; `line` counts from 1 (the row in parquet, the element in a json array)."""
+    """One object of a data file; `line` counts from 1 (the row in parquet, the element in a
+    json array).
+    """
 
     file: Path
     line: int
@@ -43,9 +47,13 @@ class Seen:
     rows_by_shape: Counter[str] = field(default_factory=Counter)
     """By what rows were taken for."""
     unread_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages that neither the template nor this package reads, with the number of messages."""
+    """Keys of messages that neither the template nor this package reads, with the number of
+    messages.
+    """
     unread_columns: Counter[str] = field(default_factory=Counter)
-    """Columns that no shape of row has, the first `NUM_COLUMNS` that are met, with the number of rows."""
+    """Columns that no shape of row has, the first `NUM_COLUMNS` that are met, with the number
+    of rows.
+    """
     end_token_ids: set[int] = field(default_factory=set)
     """That close an assistant turn or a text: what generation must stop at."""
 
@@ -81,9 +89,17 @@ def excerpt(value: Any) -> str:
         text = value[: 2 * EXCERPT_CHARS].decode("utf-8", errors="replace")
     else:
         try:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
         except RecursionError:
             text = TOO_DEEP
     # Lone surrogates can be read from JSON but not written to a file.
-    text = " ".join(text[: 2 * EXCERPT_CHARS].split()).encode("utf-8", errors="replace").decode("utf-8")
+    text = (
+        " ".join(text[: 2 * EXCERPT_CHARS].split())
+        .encode("utf-8", errors="replace")
+        .decode("utf-8")
+    )
     return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "…"

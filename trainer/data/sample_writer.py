@@ -1,4 +1,6 @@
-"""Rows to the files of a prepared dataset, streamed: samples are appended, bad rows listed, everything counted."""
+"""Rows to the files of a prepared dataset, streamed: samples are appended, bad rows listed,
+everything counted.
+"""
 
 import dataclasses
 import hashlib
@@ -49,7 +51,9 @@ class Summary:
     num_apart: int
     """Those of them of which each supervised turn became a sample."""
     num_unlike_prompt: int
-    """Supervised turns that are not rendered as their generation prompt begins, those of unused rows included."""
+    """Supervised turns that are not rendered as their generation prompt begins, those of unused
+    rows included.
+    """
     rows_by_shape: dict[str, int]
     """What rows were taken for, those included that turned out bad later."""
     unread_keys: dict[str, int]
@@ -66,7 +70,9 @@ class Summary:
 
 
 def _open_rows(path: Path) -> TextIO:
-    """For lines of JSON. Lone surrogates, as in the name of a file that is not UTF-8, become JSON's own escapes."""
+    """For lines of JSON. Lone surrogates, as in the name of a file that is not UTF-8, become
+    JSON's own escapes.
+    """
     return path.open("w", encoding="utf-8", errors="backslashreplace")
 
 
@@ -88,7 +94,9 @@ class BadRows:
         self._file.close()
 
     def add(self, row: BadRow) -> None:
-        """Count and list a row; places are kept of the first reasons only, however many there are."""
+        """Count and list a row; places are kept of the first reasons only, however many there
+        are.
+        """
         reason = row.reason
         self.by_kind[reason.split(":", 1)[0]] += 1
         if reason in self._places or len(self._places) < NUM_REASONS:
@@ -96,7 +104,9 @@ class BadRows:
             places = self._places.setdefault(reason, [])
             if len(places) < NUM_PLACES:
                 places.append(location(row.file, row.line))
-        self._file.write(json.dumps(row._asdict() | {"file": str(row.file)}, ensure_ascii=False) + "\n")
+        self._file.write(
+            json.dumps(row._asdict() | {"file": str(row.file)}, ensure_ascii=False) + "\n"
+        )
 
     @property
     def total(self) -> int:
@@ -109,17 +119,25 @@ class BadRows:
             lines.append(f"  … and {more} more")
         if self.is_cut:
             lines.append("  no row behind was read")
-        return [*lines, "by reason: " + ", ".join(f"{kind} {count}" for kind, count in self.by_kind.most_common())]
+        return [
+            *lines,
+            "by reason: "
+            + ", ".join(f"{kind} {count}" for kind, count in self.by_kind.most_common()),
+        ]
 
     def _line(self, reason: str, places: list[str]) -> str:
         count = self._by_reason[reason]
         if count == 1:
             return f"  {places[0]}: {reason}"
-        return f"  {reason} ({count} rows: {', '.join(places)}{', …' if count > len(places) else ''})"
+        return (
+            f"  {reason} ({count} rows: {', '.join(places)}{', …' if count > len(places) else ''})"
+        )
 
 
 class SamplesDigest:
-    """Over ids, mask and bounds of samples in their order, as they were once stored: checkpoints name it."""
+    """Over ids, mask and bounds of samples in their order, as they were once stored:
+    checkpoints name it.
+    """
 
     def __init__(self) -> None:
         self._parts = [hashlib.sha256() for _ in range(3)]
@@ -131,17 +149,23 @@ class SamplesDigest:
             part.update(np.ascontiguousarray(array).data)
 
     def hexdigest(self) -> str:
-        return hashlib.sha256("".join(part.hexdigest() for part in self._parts).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(part.hexdigest() for part in self._parts).encode()
+        ).hexdigest()
 
 
 class SampleWriter:
-    """Fills a directory with tokens, rows and the lists of bad and of over-long rows; complete when left."""
+    """Fills a directory with tokens, rows and the lists of bad and of over-long rows; complete
+    when left.
+    """
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self.options, self._seen = options, Seen()
         self._digest, self._end = SamplesDigest(), 0
         with ExitStack() as stack:
-            self._tokens, self._rows = (stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS))
+            self._tokens, self._rows = (
+                stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS)
+            )
             self.bad_rows = stack.enter_context(BadRows(directory / BAD_ROWS))
             self._over_long_rows = stack.enter_context(_open_rows(directory / OVER_LONG_ROWS))
             self._files = stack.pop_all()
@@ -159,7 +183,9 @@ class SampleWriter:
         self._tokens.write(part.tokens.data)
         self._rows.write(part.samples.data)
         self._digest.update(part.tokens, part.samples["end"])
-        self._over_long_rows.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in part.over_long)
+        self._over_long_rows.writelines(
+            json.dumps(entry, ensure_ascii=False) + "\n" for entry in part.over_long
+        )
         for row in part.bad:
             self.bad_rows.add(row)
         self._seen.add(part.seen)
@@ -172,7 +198,11 @@ class SampleWriter:
     def summary(self) -> Summary:
         seen = self._seen
         counts = seen.counts + Counter(num_bad_rows=self.bad_rows.total)
-        counted = {field.name: counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
+        counted = {
+            field.name: counts[field.name]
+            for field in dataclasses.fields(Summary)
+            if field.type is int
+        }
         return Summary(
             **counted,
             turns=self.options.turns,
@@ -186,9 +216,13 @@ class SampleWriter:
 
 
 def write_samples(
-    writer: SampleWriter, encoder: RowEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
+    writer: SampleWriter,
+    encoder: RowEncoder,
+    files: list[Path],
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Every row of `files`, in order, into `writer`, a bounded number at a time; `progress` as they are rendered.
+    """Every row of `files`, in order, into `writer`, a bounded number at a time; `progress` as they
+    are rendered.
 
     Where one bad row is enough, none is read behind a first one that is bad.
     """
@@ -206,7 +240,9 @@ def write_samples(
 
 
 def _add_bad_first_row(writer: SampleWriter, encoder: RowEncoder, files: list[Path]) -> bool:
-    """Whether there is a file whose first row is none; a .json file, whose rows are read at once, is not looked at."""
+    """Whether there is a file whose first row is none; a .json file, whose rows are read at
+    once, is not looked at.
+    """
     keys = writer.options.keys
     for file_index, path in enumerate(files):
         row = next(iter_rows(path, columns_of(keys)), None) if path.suffix != ".json" else None

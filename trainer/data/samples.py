@@ -1,4 +1,6 @@
-"""Prepared samples: what every process maps of the token cache, and the samples of a run, of one source or several."""
+"""Prepared samples: what every process maps of the token cache, and the samples of a run, of
+one source or several.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,9 @@ class TokenDataset:
     rows: np.ndarray
     """`ROW` of each sample."""
     bounds: np.ndarray | None
-    """Where the samples of each kept row begin, int64 with the end of the last; None: each row is one sample."""
+    """Where the samples of each kept row begin, int64 with the end of the last; None: each row
+    is one sample.
+    """
     mapped: tuple[MappedFile, ...] = ()
     """The files behind `tokens` and `rows`."""
 
@@ -64,7 +68,8 @@ class TokenDataset:
         if summary.num_dropped or summary.num_truncated:
             notes.append(
                 f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
-                f"{summary.num_cut_tokens} tokens, listed in {self.directory / sample_writer.OVER_LONG_ROWS}"
+                f"{summary.num_cut_tokens} tokens, listed in "
+                f"{self.directory / sample_writer.OVER_LONG_ROWS}"
             )
         if summary.unread_keys:
             keys = ", ".join(f"'{key}' {count}" for key, count in summary.unread_keys.items())
@@ -85,7 +90,8 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
     checksums = read_checksums(directory)
     mapped = tuple(
-        MappedFile(directory / name, sha256=checksums[name]) for name in (sample_writer.TOKENS, sample_writer.ROWS)
+        MappedFile(directory / name, sha256=checksums[name])
+        for name in (sample_writer.TOKENS, sample_writer.ROWS)
     )
     tokens, rows = mapped[0].array(TOKEN), mapped[1].array(ROW)
     summary = Summary(**json.loads((directory / "summary.json").read_text(encoding="utf-8")))
@@ -150,8 +156,12 @@ class SourceSamples:
             digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
-    def split(self, val_ratio: float, *, seed: int, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
-        """(training, validation samples) of a whole dataset, in their order; of the second the first `limit` rows."""
+    def split(
+        self, val_ratio: float, *, seed: int, limit: int | None
+    ) -> tuple["SourceSamples", "SourceSamples"]:
+        """(training, validation samples) of a whole dataset, in their order; of the second the
+        first `limit` rows.
+        """
         held_out = held_out_rows(self.dataset.num_rows, val_ratio, seed=seed)
         is_trained = np.ones(self.dataset.num_rows, dtype=bool)
         is_trained[held_out] = False
@@ -168,7 +178,9 @@ class Samples:
         self._bounds = np.cumsum([0, *(len(source.samples) for source in sources)])
         self._row_bounds: np.ndarray | None = None
         if any(source.dataset.bounds is not None for source in sources):
-            self._row_bounds = np.cumsum(np.concatenate([[0], *(source.row_sizes for source in sources)]))
+            self._row_bounds = np.cumsum(
+                np.concatenate([[0], *(source.row_sizes for source in sources)])
+            )
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -210,7 +222,9 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal samples that come equally often in equal order, whatever their sources are called."""
+        """Equal for equal samples that come equally often in equal order, whatever their
+        sources are called.
+        """
         if len(self.sources) == 1 and self.sources[0].repeat == 1:
             return self.sources[0].fingerprint
         parts = [[source.fingerprint, source.repeat] for source in self.sources]
@@ -219,7 +233,11 @@ class Samples:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids that close the assistant turns of any source: what generation must stop at."""
-        return tuple(sorted({token for source in self.sources for token in source.dataset.summary.end_token_ids}))
+        return tuple(
+            sorted(
+                {token for source in self.sources for token in source.dataset.summary.end_token_ids}
+            )
+        )
 
     def total(self, count: str) -> int:
         """A count of `Summary` over all sources."""
@@ -235,7 +253,9 @@ class Samples:
         return dataset.sample(index)
 
     def require_unchanged(self) -> None:
-        """Raise `ResumableError` if prepared tokens were written to since they were opened; takes microseconds."""
+        """Raise `ResumableError` if prepared tokens were written to since they were opened;
+        takes microseconds.
+        """
         for source in self.sources:
             source.dataset.require_unchanged()
 

@@ -28,8 +28,8 @@ from trainer.data.tokens import Encoded
 Item = Conversation | Continuation | Encoded | UnusableError
 
 TEXTS_SHAPE = (
-    f"plain text in '{PROMPT}' and '{COMPLETION}' (data.prompt_key={PROMPT} data.response_key={COMPLETION} would make "
-    f"them chats)"
+    f"plain text in '{PROMPT}' and '{COMPLETION}' (data.prompt_key={PROMPT} "
+    f"data.response_key={COMPLETION} would make them chats)"
 )
 SAY_NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of columns that may stand there for the sake of other rows."""
@@ -45,8 +45,13 @@ class RowParser:
         new_tokens: Mapping[str, int] | None = None,
         seen: Seen | None = None,
     ) -> None:
-        """`new_tokens`: what the vocabulary got since rows of tokens may have been made. `seen`: what is added to."""
-        self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {})
+        """`new_tokens`: what the vocabulary got since rows of tokens may have been made.
+        `seen`: what is added to.
+        """
+        self._keys, self._token_rows = (
+            keys,
+            TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {}),
+        )
         self._seen = Seen() if seen is None else seen
 
     def parse(self, row: Row) -> Item:
@@ -61,7 +66,10 @@ class RowParser:
         self._seen.rows_by_shape[shape.words] += 1
         if row.unread or not shape.columns.issuperset(row.record):
             others = (name for name in row.record if name not in shape.columns)
-            unread = [*(name for name in others if row.record[name] not in SAY_NOTHING), *row.unread]
+            unread = [
+                *(name for name in others if row.record[name] not in SAY_NOTHING),
+                *row.unread,
+            ]
             self._seen.add_columns(dict.fromkeys(unread[:NUM_COLUMNS], 1))
         return item
 
@@ -69,10 +77,14 @@ class RowParser:
         record, keys = row.record, self._keys
         if keys.text_key is not None:
             text = require_text(column(row, keys.text_key, "text_key"), f"'{keys.text_key}'")
-            return shape_of(f"plain text in '{keys.text_key}'", keys.text_key), Continuation("", text)
+            return shape_of(f"plain text in '{keys.text_key}'", keys.text_key), Continuation(
+                "", text
+            )
         if not has_conversation(record, keys):
             if IDS_KEY in record:
-                return shape_of(f"tokens in '{IDS_KEY}'", *TOKEN_KEYS), self._token_rows.encoded(record)
+                return shape_of(f"tokens in '{IDS_KEY}'", *TOKEN_KEYS), self._token_rows.encoded(
+                    record
+                )
             texts = record.get(PROMPT), record.get(COMPLETION)
             if isinstance(texts[0], str) and isinstance(texts[1], str):
                 return shape_of(TEXTS_SHAPE, *TRL_KEYS), Continuation(*texts)

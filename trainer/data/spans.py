@@ -16,11 +16,15 @@ FIX = "use a template with generation tags (data.chat_template)"
 
 
 class Renderings:
-    """One conversation by one template: as a whole, and as it stood before and after each turn; each is made once."""
+    """One conversation by one template: as a whole, and as it stood before and after each turn;
+    each is made once.
+    """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
         self.template, self.messages, self.tools = template, messages, tools
-        self.turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        self.turns = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         self._made: dict[tuple[int, bool], str] = {}
 
     @cached_property
@@ -34,7 +38,9 @@ class Renderings:
         return self.whole[0]
 
     def before(self, index: int, *, prompt: bool) -> str:
-        """The messages before this one; with `prompt` what a server hands a model that is to write it."""
+        """The messages before this one; with `prompt` what a server hands a model that is to
+        write it.
+        """
         if index == len(self.messages) and not prompt:
             return self.text
         if (index, prompt) not in self._made:
@@ -44,14 +50,17 @@ class Renderings:
                 if index:
                     raise
                 raise UnusableError(
-                    "no prompt: message 1 is the assistant's, and the chat template renders none without a message "
-                    "before it; begin the conversation with a user's message, or leave out its first one"
+                    "no prompt: message 1 is the assistant's, and the chat template renders none "
+                    "without a message before it; begin the conversation with a user's message, or "
+                    "leave out its first one"
                 ) from error
             self._made[index, prompt] = text if prompt else text + self._open_end(index)
         return self._made[index, prompt]
 
     def _open_end(self, index: int) -> str:
-        """What the template has not written yet behind an assistant's message that is the last of so many."""
+        """What the template has not written yet behind an assistant's message that is the last
+        of so many.
+        """
         is_turn = index > 0 and self.messages[index - 1]["role"] == "assistant"
         return self.template.end_behind(self.messages[index - 1]) if is_turn else ""
 
@@ -69,7 +78,8 @@ class SpanFinder:
         self._special = _Texts({token.content for token in added if token.special})
 
     def together(self, renderings: Renderings) -> MarkedText:
-        """The whole rendering and its assistant spans, ascending and disjoint, each up to and with its end token.
+        """The whole rendering and its assistant spans, ascending and disjoint, each up to and with
+        its end token.
 
         One for each assistant message, unless a template's generation tags see it otherwise.
         """
@@ -79,8 +89,9 @@ class SpanFinder:
         return MarkedText(text, list(self._prefix_spans(renderings)))
 
     def served(self, renderings: Renderings, index: int) -> MarkedText | None:
-        """A turn as generation makes it: the prompt that a server renders, and what the turn adds behind the messages
-        before it alone. None where the turn is not rendered as the prompt's end begins.
+        """A turn as generation makes it: the prompt that a server renders, and what the turn adds
+        behind the messages before it alone. None where the turn is not rendered as the prompt's end
+        begins.
         """
         template, prompt = renderings.template, renderings.before(index, prompt=True)
         head = renderings.before(index + 1, prompt=False)
@@ -96,11 +107,14 @@ class SpanFinder:
             if "add_generation_prompt" not in template.source:
                 self._check_no_header(head, start, renderings, index)
         shift = len(prompt) - start
-        return MarkedText(prompt + head[start:], [(first + shift, end + shift) for first, end in spans])
+        return MarkedText(
+            prompt + head[start:], [(first + shift, end + shift) for first, end in spans]
+        )
 
     def _header_end(self, renderings: Renderings, index: int) -> int | None:
-        """Where the header that the generation prompt writes ends in the rendering up to a turn, which writes messages
-        before the turn otherwise than the prompt does. A mark in the last of these tells where it is to be looked for.
+        """Where the header that the generation prompt writes ends in the rendering up to a turn,
+        which writes messages before the turn otherwise than the prompt does. A mark in the last of
+        these tells where it is to be looked for.
         """
         base, prompt = renderings.before(index, prompt=False), renderings.before(index, prompt=True)
         header = prompt[len(base) :] if prompt.startswith(base) else ""
@@ -113,14 +127,24 @@ class SpanFinder:
         marked, _ = renderings.template.render(messages, renderings.tools)
         before, _, behind = marked.partition(MARK)
         at = behind.find(header)
-        return len(before) + at + len(header) if at >= 0 and head.startswith(before + behind) else None
+        return (
+            len(before) + at + len(header) if at >= 0 and head.startswith(before + behind) else None
+        )
 
     def is_as_served(self, renderings: Renderings, index: int, span: Span) -> bool:
-        """Whether the whole rendering up to the end of a turn's span is what `served` would make of it."""
+        """Whether the whole rendering up to the end of a turn's span is what `served` would
+        make of it.
+        """
         text, (start, end) = renderings.text, span
         prompt = renderings.before(index, prompt=True)
-        is_generated = start == len(prompt) or (renderings.template.has_generation_tags and start > len(prompt))
-        return is_generated and text.startswith(prompt) and text[:end] == self._closed(renderings, index)
+        is_generated = start == len(prompt) or (
+            renderings.template.has_generation_tags and start > len(prompt)
+        )
+        return (
+            is_generated
+            and text.startswith(prompt)
+            and text[:end] == self._closed(renderings, index)
+        )
 
     def _closed(self, renderings: Renderings, index: int) -> str:
         """The rendering that ends with a turn, without what follows the turn's end token."""
@@ -139,7 +163,9 @@ class SpanFinder:
             elif end > start:
                 touching.append((start, end))
         if not touching:
-            raise UnusableError("chat template: its generation tags mark nothing in this conversation")
+            raise UnusableError(
+                "chat template: its generation tags mark nothing in this conversation"
+            )
         for number, (start, end) in enumerate(touching, start=1):
             inside = text[start:end].rstrip()
             is_open = self._special.last_in(inside) is None
@@ -151,13 +177,18 @@ class SpanFinder:
                 raise _never_ends(number)
 
     def _prefix_spans(self, renderings: Renderings) -> Iterator[Span]:
-        """What each assistant message adds to the rendering of those before it, verified against the whole."""
+        """What each assistant message adds to the rendering of those before it, verified
+        against the whole.
+        """
         starts = [self._turn_start(renderings, index) for index in renderings.turns]
         limits = [*starts[1:], len(renderings.text)]
         for index, start, limit in zip(renderings.turns, starts, limits, strict=True):
             end = self._turn_end(renderings, index, (start, limit))
             if not start < end <= limit:
-                raise UnusableError(f"chat template: assistant turn {renderings.number(index)} cannot be masked; {FIX}")
+                raise UnusableError(
+                    f"chat template: assistant turn {renderings.number(index)} cannot be masked; "
+                    f"{FIX}"
+                )
             if "add_generation_prompt" not in renderings.template.source:
                 self._check_no_header(renderings.text, start, renderings, index)
             yield start, end
@@ -166,8 +197,8 @@ class SpanFinder:
         text, prompt = renderings.text, renderings.before(index, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
-        # The generation prompt may hold more than the turn's header, such as an empty thinking block: take the longest
-        # part, cut in front of a token, that the conversation really has.
+        # The generation prompt may hold more than the turn's header, such as an empty thinking
+        # block: take the longest part, cut in front of a token, that the conversation really has.
         base = renderings.before(index, prompt=False)
         if text.startswith(base) and prompt.startswith(base):
             header = prompt[len(base) :]
@@ -178,25 +209,33 @@ class SpanFinder:
         raise UnusableError(f"chat template: message {index + 1} cannot be masked, {reason}; {FIX}")
 
     def _turn_end(self, renderings: Renderings, index: int, bounds: Span) -> int:
-        """Where the rendering up to this turn ends: a prefix of the whole, unless the template rewrites the turn."""
+        """Where the rendering up to this turn ends: a prefix of the whole, unless the template
+        rewrites the turn.
+        """
         text, closed = renderings.text, self._closed(renderings, index)
         if text.startswith(closed):
             return len(closed)
         token = self._added.last_in(closed) or ""
         if token in json.dumps(renderings.messages[index], ensure_ascii=False, default=str):
             number = renderings.number(index)
-            raise UnusableError(f"chat template: assistant turn {number} contains '{token}' and is rewritten; {FIX}")
+            raise UnusableError(
+                f"chat template: assistant turn {number} contains '{token}' and is rewritten; {FIX}"
+            )
         position = text.find(token, *bounds)
         return position + len(token) if position >= 0 else -1
 
     def _check_no_header(self, text: str, start: int, renderings: Renderings, index: int) -> None:
-        """A template that cannot render a generation prompt leaves the turn's header inside the span."""
+        """A template that cannot render a generation prompt leaves the turn's header inside the
+        span.
+        """
         content = (renderings.messages[index]["content"] or "").strip()
         lead = text[start : max(start, text.find(content, start))]
         if self._special.positions(lead):
             reason = f"{lead!r} before it would be trained, because the template ignores add_generation_prompt"
             number = renderings.number(index)
-            raise UnusableError(f"chat template: assistant turn {number} cannot be masked: {reason}; {FIX}")
+            raise UnusableError(
+                f"chat template: assistant turn {number} cannot be masked: {reason}; {FIX}"
+            )
 
 
 class _Texts:
@@ -215,7 +254,9 @@ class _Texts:
     def first_in(self, text: str, position: int) -> str | None:
         if not text.startswith(self._longest_first, position):
             return None
-        return next(candidate for candidate in self._longest_first if text.startswith(candidate, position))
+        return next(
+            candidate for candidate in self._longest_first if text.startswith(candidate, position)
+        )
 
     def positions(self, text: str) -> list[int]:
         return [match.start() for match in self._anywhere.finditer(text)]
@@ -223,6 +264,6 @@ class _Texts:
 
 def _never_ends(number: int) -> UnusableError:
     return UnusableError(
-        f"chat template: assistant turn {number} does not end with a special token, so the model would never learn to "
-        f"stop; use a template that closes the turn (data.chat_template)"
+        f"chat template: assistant turn {number} does not end with a special token, so the model "
+        f"would never learn to stop; use a template that closes the turn (data.chat_template)"
     )

@@ -1,4 +1,6 @@
-"""Rows that are tokens already: checked, so that their ids mean what they meant to who made them."""
+"""Rows that are tokens already: checked, so that their ids mean what they meant to who made
+them.
+"""
 
 import hashlib
 import json
@@ -30,12 +32,19 @@ class TokenRows:
     """Takes over ids and masks of rows that were made with the tokenizer's vocabulary."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, declared_digest: str | None, new_tokens: Mapping[str, int]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        declared_digest: str | None,
+        new_tokens: Mapping[str, int],
     ) -> None:
-        """`declared_digest`: of the vocabulary that made rows which do not name it themselves. `new_tokens`: what that
-        may have been without, since no other token's id changed.
+        """`declared_digest`: of the vocabulary that made rows which do not name it themselves.
+        `new_tokens`: what that may have been without, since no other token's id changed.
         """
-        self._tokenizer, self._declared_digest, self._new_tokens = tokenizer, declared_digest, new_tokens
+        self._tokenizer, self._declared_digest, self._new_tokens = (
+            tokenizer,
+            declared_digest,
+            new_tokens,
+        )
 
     @cached_property
     def _num_ids(self) -> dict[str, int]:
@@ -47,11 +56,15 @@ class TokenRows:
     def encoded(self, record: Mapping[str, Any]) -> Encoded:
         """Raises `UnusableError`."""
         num_ids = self._num_ids_of(record.get(DIGEST_KEY, self._declared_digest))
-        sample = tokens_in(record, [key for key in (MASK_KEY, LABELS_KEY) if record.get(key) is not None])
+        sample = tokens_in(
+            record, [key for key in (MASK_KEY, LABELS_KEY) if record.get(key) is not None]
+        )
         wrong = (sample.input_ids < 0) | (sample.input_ids >= num_ids)
         if wrong.any():
             token = sample.input_ids[wrong.argmax()]
-            raise UnusableError(f"bad tokens: '{IDS_KEY}' has {token}, the tokenizer has 0 to {num_ids - 1}")
+            raise UnusableError(
+                f"bad tokens: '{IDS_KEY}' has {token}, the tokenizer has 0 to {num_ids - 1}"
+            )
         return sample
 
     def _num_ids_of(self, digest: object) -> int:
@@ -60,39 +73,55 @@ class TokenRows:
         own = list(self._num_ids)[-1]
         if digest is None:
             fix = f"if they were made with this model's tokenizer, set data.{DIGEST_KEY}={own}"
-            raise UnusableError(f"unknown vocabulary: nothing says which tokenizer made the ids; {fix}")
+            raise UnusableError(
+                f"unknown vocabulary: nothing says which tokenizer made the ids; {fix}"
+            )
         told = f"the ids were made with another tokenizer ({DIGEST_KEY} {digest!r}, this model's is {own!r})"
         raise UnusableError(f"other vocabulary: {told}; tokenize the texts anew")
 
 
 def tokens_in(record: Mapping[str, Any], keys: Sequence[str]) -> Encoded:
-    """The ids of a row, and what all of `keys` (labels, or masks of 0 and 1) supervise. Raises `UnusableError`."""
+    """The ids of a row, and what all of `keys` (labels, or masks of 0 and 1) supervise. Raises
+    `UnusableError`.
+    """
     ids = _integers(record.get(IDS_KEY), IDS_KEY)
     if not len(ids):
         raise UnusableError(f"bad tokens: '{IDS_KEY}' is an empty list")
     if not keys:
-        raise UnusableError(f"bad tokens: beside '{IDS_KEY}' stands neither '{MASK_KEY}' nor '{LABELS_KEY}'")
+        raise UnusableError(
+            f"bad tokens: beside '{IDS_KEY}' stands neither '{MASK_KEY}' nor '{LABELS_KEY}'"
+        )
     masks = [_mask(record, key, ids) for key in keys]
     if not np.array_equal(masks[0], masks[-1]):
-        raise UnusableError(f"bad tokens: {' and '.join(map(repr, keys))} supervise different tokens")
+        raise UnusableError(
+            f"bad tokens: {' and '.join(map(repr, keys))} supervise different tokens"
+        )
     return Encoded(ids, masks[0])
 
 
 def _mask(record: Mapping[str, Any], key: str, ids: np.ndarray) -> np.ndarray:
     values = _integers(record[key], key)
     if len(values) != len(ids):
-        raise UnusableError(f"bad tokens: '{key}' has {len(values)} values for {len(ids)} of '{IDS_KEY}'")
+        raise UnusableError(
+            f"bad tokens: '{key}' has {len(values)} values for {len(ids)} of '{IDS_KEY}'"
+        )
     is_label = key == LABELS_KEY
     wrong = (values != UNSUPERVISED) & (values != ids) if is_label else ~np.isin(values, (0, 1))
     if wrong.any():
         place = int(wrong.argmax())
-        known = f"the id there ({ids[place]}, not that of the next) and -100" if is_label else "0 and 1"
-        raise UnusableError(f"bad tokens: '{key}' has {values[place]} at position {place + 1}, known are {known}")
+        known = (
+            f"the id there ({ids[place]}, not that of the next) and -100" if is_label else "0 and 1"
+        )
+        raise UnusableError(
+            f"bad tokens: '{key}' has {values[place]} at position {place + 1}, known are {known}"
+        )
     return values != UNSUPERVISED if is_label else values == 1
 
 
 def _integers(values: object, key: str) -> np.ndarray:
-    """int32. Raises `UnusableError` for all but a list of integers of 32 bits, or of false and true."""
+    """int32. Raises `UnusableError` for all but a list of integers of 32 bits, or of false and
+    true.
+    """
     try:
         found = np.asarray(values if isinstance(values, list) else None)
     except (ValueError, OverflowError):  # lists of different lengths

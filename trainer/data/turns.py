@@ -16,7 +16,9 @@ TOGETHER, APART, AUTO = "together", "apart", "auto"
 
 @dataclass(frozen=True)
 class Part:
-    """One sample of a conversation: the messages it renders, and the turns among them that are supervised."""
+    """One sample of a conversation: the messages it renders, and the turns among them that are
+    supervised.
+    """
 
     messages: list[Message]
     turns: list[int]
@@ -27,8 +29,9 @@ class TurnDivider:
     """Divides conversations into samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str, counts: Counter[str]) -> None:
-        """`mode`: the whole conversation is one sample (`together`), each supervised turn is one (`apart`), or apart
-        only where the whole shows some turn otherwise than inference does (`auto`). `counts`: what it counts in.
+        """`mode`: the whole conversation is one sample (`together`), each supervised turn is one
+        (`apart`), or apart only where the whole shows some turn otherwise than inference does
+        (`auto`). `counts`: what it counts in.
         """
         self._mode, self._spans, self._counts = mode, SpanFinder(tokenizer), counts
 
@@ -50,15 +53,20 @@ class TurnDivider:
             except UnusableError as error:
                 problem = error
         served = [(index, self._spans.served(renderings, index)) for index in trained]
-        parts = [Part(renderings.messages[: i + 1], [i], marked) for i, marked in served if marked is not None]
+        parts = [
+            Part(renderings.messages[: i + 1], [i], marked)
+            for i, marked in served
+            if marked is not None
+        ]
         if len(parts) == len(trained):
             self._counts["num_apart"] += 1
             return parts
         if together is None:
             place = next(index for index, marked in served if marked is None) + 1
             raise problem or UnusableError(
-                f"chat template: message {place} (assistant) is not rendered as its generation prompt begins; change "
-                f"data.apply_chat_template_kwargs or data.chat_template, or set data.turns=together"
+                f"chat template: message {place} (assistant) is not rendered as its generation "
+                f"prompt begins; change data.apply_chat_template_kwargs or data.chat_template, or "
+                f"set data.turns=together"
             )
         self._counts["num_unlike_prompt"] += len(trained) - len(parts)
         return [together]
@@ -68,10 +76,13 @@ class TurnDivider:
         if trained != turns:
             if len(marked.spans) != len(turns):
                 raise UnusableError(
-                    f"chat template: its generation tags mark {len(marked.spans)} parts of {len(turns)} assistant "
-                    f"turns, so the flags of this row cannot be followed; {FIX}"
+                    f"chat template: its generation tags mark {len(marked.spans)} parts of "
+                    f"{len(turns)} assistant turns, so the flags of this row cannot be followed; "
+                    f"{FIX}"
                 )
-            spans = [span for index, span in zip(turns, marked.spans, strict=True) if index in trained]
+            spans = [
+                span for index, span in zip(turns, marked.spans, strict=True) if index in trained
+            ]
             marked = MarkedText(marked.text, spans)
         return Part(renderings.messages, trained, marked)
 

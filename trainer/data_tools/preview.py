@@ -23,10 +23,11 @@ class Shown:
 
 
 def pick(samples: Samples, *, num_each: int, seed: int, side: str = "") -> list[Shown]:
-    """The first sample of each source, then `num_each` of each kind: longest, least supervised, random; each once.
+    """The first sample of each source, then `num_each` of each kind: longest, least supervised,
+    random; each once.
 
-    Where rows have several samples, the first `NUM_BESIDE` of the same row stand beside it. `side`: in front of what is
-    said of each.
+    Where rows have several samples, the first `NUM_BESIDE` of the same row stand beside it. `side`:
+    in front of what is said of each.
     """
     reasons: dict[int, list[str]] = {}
     counts = [len(source.samples) for source in samples.sources]
@@ -42,22 +43,31 @@ def pick(samples: Samples, *, num_each: int, seed: int, side: str = "") -> list[
             reasons.setdefault(sample_id, []).append(reason)
             for other in samples.beside(sample_id)[:NUM_BESIDE].tolist():
                 reasons.setdefault(other, [])
-    return [_shown(samples, each, side + ", ".join(found or ["of the same row"])) for each, found in reasons.items()]
+    return [
+        _shown(samples, each, side + ", ".join(found or ["of the same row"]))
+        for each, found in reasons.items()
+    ]
 
 
 def _shown(samples: Samples, sample_id: int, reasons: str) -> Shown:
     beside = samples.beside(sample_id)
-    part = f"sample {sample_id - beside[0] + 1} of {len(beside)} of its row; " if len(beside) > 1 else ""
+    part = (
+        f"sample {sample_id - beside[0] + 1} of {len(beside)} of its row; "
+        if len(beside) > 1
+        else ""
+    )
     num_tokens, num_supervised = (int(count[0]) for count in samples.counts(np.array([sample_id])))
     source = samples.names[int(samples.source_of([sample_id])[0])]
     about = (
-        f"{reasons}; source {source}; {part}{num_tokens} tokens: {num_tokens - num_supervised} prompt, "
-        f"{num_supervised} supervised ({num_supervised / num_tokens:.1%})"
+        f"{reasons}; source {source}; {part}{num_tokens} tokens: {num_tokens - num_supervised} "
+        f"prompt, {num_supervised} supervised ({num_supervised / num_tokens:.1%})"
     )
     return Shown(visible(samples.location(sample_id)), about, *samples.sample(sample_id))
 
 
-def as_text(picked: list[Shown], tokenizer: PreTrainedTokenizerBase, *, has_ids: bool) -> Iterator[str]:
+def as_text(
+    picked: list[Shown], tokenizer: PreTrainedTokenizerBase, *, has_ids: bool
+) -> Iterator[str]:
     """Blocks of lines for a terminal."""
     for number, shown in enumerate(picked, start=1):
         yield f"--- {number}. {shown.where}: {shown.about}"

@@ -1,4 +1,6 @@
-"""How much is trained: tokens, supervised share, lengths, turns, by source; what was left out; exact duplicates."""
+"""How much is trained: tokens, supervised share, lengths, turns, by source; what was left out;
+exact duplicates.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -20,7 +22,10 @@ def scan(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 
     These are its assistant turns, but for those that are not trained.
     """
-    found = [[own[np.asarray(source.samples)] for own in _of_dataset(source.dataset)] for source in samples.sources]
+    found = [
+        [own[np.asarray(source.samples)] for own in _of_dataset(source.dataset)]
+        for source in samples.sources
+    ]
     digests, turns = (np.concatenate(columns) for columns in zip(*found, strict=True))
     return digests, turns
 
@@ -39,7 +44,9 @@ def _of_dataset(dataset: TokenDataset) -> tuple[np.ndarray, np.ndarray]:
         is_start[starts] = tokens[starts] < 0  # whatever the sample in front of it ends with
         ids, places = tokens & ~SUPERVISED, slice(first, first + len(rows))
         turns[places] = np.add.reduceat(is_start, starts, dtype=np.int64)
-        digests[places] = [_digest(ids[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        digests[places] = [
+            _digest(ids[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
     return digests, turns
 
 
@@ -70,14 +77,20 @@ def as_tree(data: PreparedData) -> Tree:
     """All there is to say, for JSON."""
     sides = {"train": data.train, "validation": data.validation}
     tree: Tree = {name: _side(samples) if samples else None for name, samples in sides.items()}
-    sources = [(name, source) for name, samples in sides.items() if samples for source in samples.sources]
+    sources = [
+        (name, source) for name, samples in sides.items() if samples for source in samples.sources
+    ]
     datasets = {source.dataset: f"{name} {source.name}" for name, source in reversed(sources)}
     keys = (*COUNTS, *UNREAD)
     tree["read"] = {
-        name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
+        name: {key: getattr(dataset.summary, key) for key in keys}
+        for dataset, name in reversed(datasets.items())
     }
     found = validation_in_train(data)
-    tree["duplicates"] = {"train": inside(data.train, scan(data.train)[0]), "validation_in_train": found}
+    tree["duplicates"] = {
+        "train": inside(data.train, scan(data.train)[0]),
+        "validation_in_train": found,
+    }
     return tree
 
 
@@ -94,17 +107,24 @@ def _side(samples: Samples) -> Tree:
     numbers = samples.source_of(ids)
     columns = (*samples.counts(ids), scan(samples)[1])
     by_source = {
-        name: _facts(*(column[numbers == number] for column in columns)) for number, name in enumerate(samples.names)
+        name: _facts(*(column[numbers == number] for column in columns))
+        for number, name in enumerate(samples.names)
     }
     facts = _facts(*columns)
     for share, own in zip(samples.shares, by_source.values(), strict=True):
         own |= {"rows": share.num_rows, "rows_per_epoch": share.num_samples}
-    facts |= {key: sum(own[key] for own in by_source.values()) for key in ("rows", "rows_per_epoch")}
+    facts |= {
+        key: sum(own[key] for own in by_source.values()) for key in ("rows", "rows_per_epoch")
+    }
     return {"total": facts, "sources": by_source}
 
 
 def _facts(lengths: np.ndarray, supervised: np.ndarray, turns: np.ndarray) -> Tree:
-    facts: Tree = {"samples": len(lengths), "tokens": int(lengths.sum()), "supervised_tokens": int(supervised.sum())}
+    facts: Tree = {
+        "samples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "supervised_tokens": int(supervised.sum()),
+    }
     if len(lengths):
         facts["supervised_share"] = facts["supervised_tokens"] / facts["tokens"]
         columns = (lengths - supervised, supervised, lengths, turns)
@@ -124,29 +144,47 @@ def as_lines(tree: Tree) -> Iterator[str]:
             yield f"{side}: no samples"
             continue
         sources = tree[side]["sources"]
-        scopes = {f"source {name}": facts for name, facts in sources.items()} if len(sources) > 1 else {}
+        scopes = (
+            {f"source {name}": facts for name, facts in sources.items()} if len(sources) > 1 else {}
+        )
         for name, facts in {**scopes, "total": tree[side]["total"]}.items():
             yield from _scope_lines(f"{side}, {visible(name)}", facts)
     for name, summary in tree["read"].items():
-        counts = (f"{summary[key]:,} {words}" for key, words in COUNTS.items() if summary[key] or key == "num_rows")
+        counts = (
+            f"{summary[key]:,} {words}"
+            for key, words in COUNTS.items()
+            if summary[key] or key == "num_rows"
+        )
         yield f"read for {visible(name)}: {', '.join(counts)}"
         for key, text in UNREAD.items():
             if summary[key]:
-                yield f"  {text}: " + ", ".join(f"{visible(kind)} {count}" for kind, count in summary[key].items())
+                yield f"  {text}: " + ", ".join(
+                    f"{visible(kind)} {count}" for kind, count in summary[key].items()
+                )
     for key, text in (("train", "inside train"), ("validation_in_train", "of validation in train")):
         if (found := tree["duplicates"][key]) is not None:
             yield f"exact duplicates {text}: {found['count']:,} of {found['num_samples']:,} ({found['share']:.1%})"
-            yield from (f"  {visible(where)} equals {visible(original)}" for where, original in found["places"])
+            yield from (
+                f"  {visible(where)} equals {visible(original)}"
+                for where, original in found["places"]
+            )
 
 
 def _scope_lines(name: str, facts: Tree) -> Iterator[str]:
     share = f"; {facts['supervised_share']:.1%} supervised" if facts["samples"] else ""
-    repeated = f" ({facts['rows_per_epoch']:,} an epoch)" if facts["rows"] != facts["rows_per_epoch"] else ""
+    repeated = (
+        f" ({facts['rows_per_epoch']:,} an epoch)"
+        if facts["rows"] != facts["rows_per_epoch"]
+        else ""
+    )
     yield f"{name}: {facts['rows']:,} rows{repeated}, {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}"
     if facts["samples"]:
         yield f"  {'':<12}" + "".join(f"{key:>10}" for key in ("mean", *QUANTILES))
     for what in LENGTHS if facts["samples"] else ():
-        cells = (f"{value:>10,.1f}" if key == "mean" else f"{value:>10,}" for key, value in facts[what].items())
+        cells = (
+            f"{value:>10,.1f}" if key == "mean" else f"{value:>10,}"
+            for key, value in facts[what].items()
+        )
         yield f"  {what:<12}{''.join(cells)}"
 
 
@@ -161,7 +199,9 @@ def inside(samples: Samples, own: np.ndarray) -> dict[str, Any]:
     return _found(samples, later, samples, originals[later])
 
 
-def between(samples: Samples, own: np.ndarray, others: Samples, known: np.ndarray) -> dict[str, Any]:
+def between(
+    samples: Samples, own: np.ndarray, others: Samples, known: np.ndarray
+) -> dict[str, Any]:
     """Those of `samples` that are among `others`; `own`, `known`: the digests of both."""
     order = np.argsort(known, kind="stable")
     found = order[np.searchsorted(known, own, sorter=order).clip(max=len(known) - 1)]
@@ -169,9 +209,11 @@ def between(samples: Samples, own: np.ndarray, others: Samples, known: np.ndarra
     return _found(samples, same, others, found[same])
 
 
-def _found(samples: Samples, candidates: np.ndarray, others: Samples, originals: np.ndarray) -> dict[str, Any]:
-    """Their number and share, and the first places: (where one stands, which it equals). Digests have 8 bytes: what has
-    the same is compared token by token.
+def _found(
+    samples: Samples, candidates: np.ndarray, others: Samples, originals: np.ndarray
+) -> dict[str, Any]:
+    """Their number and share, and the first places: (where one stands, which it equals). Digests
+    have 8 bytes: what has the same is compared token by token.
     """
     count, places = 0, []
     for sample_id, original in zip(candidates.tolist(), originals.tolist(), strict=True):

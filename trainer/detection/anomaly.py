@@ -43,7 +43,9 @@ LEVEL_NUMBERS: Mapping[Level, int] = {
 
 @dataclass(frozen=True)
 class StepAnomaly:
-    """One abnormal thing at one step; what to do about it is decided elsewhere. Unknown numbers are None."""
+    """One abnormal thing at one step; what to do about it is decided elsewhere. Unknown numbers
+    are None.
+    """
 
     step: int
     level: Level

@@ -1,4 +1,6 @@
-"""Rules of the user: a limit on a metric, the steps for which it must be exceeded, and what to do then."""
+"""Rules of the user: a limit on a metric, the steps for which it must be exceeded, and what to
+do then.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -15,25 +17,36 @@ REST_STEPS = 50
 
 
 def require_usable_rules(rules: Sequence[GuardRule]) -> None:
-    """Raise `ConfigError` for a rule without exactly one limit, or one that the guard cannot evaluate or carry out."""
+    """Raise `ConfigError` for a rule without exactly one limit, or one that the guard cannot
+    evaluate or carry out.
+    """
     for number, rule in enumerate(rules):
         place = f"'trainer.guard.rules[{number}]"
         if (rule.above is None) == (rule.below is None):
-            raise ConfigError(f"{place}' needs one limit on {rule.metric}. Fix: set either 'above' or 'below'")
+            raise ConfigError(
+                f"{place}' needs one limit on {rule.metric}. Fix: set either 'above' or 'below'"
+            )
         if not metrics.is_signal(rule.metric):
             known = [metric.key for metric in metrics.by_group() if metrics.is_signal(metric.key)]
             hint = did_you_mean(rule.metric, known) or f"choose one of {', '.join(known)}"
-            raise ConfigError(f"{place}.metric' is '{rule.metric}', which the guard does not see: {hint}")
-        is_skip_known_in_time = rule.metric in (LOSS, GRAD_NORM) and rule.above is not None and rule.num_steps == 1
+            raise ConfigError(
+                f"{place}.metric' is '{rule.metric}', which the guard does not see: {hint}"
+            )
+        is_skip_known_in_time = (
+            rule.metric in (LOSS, GRAD_NORM) and rule.above is not None and rule.num_steps == 1
+        )
         if rule.action == "skip" and not is_skip_known_in_time:
             raise ConfigError(
-                f"{place}.do' is 'skip' for {rule.metric}: an update is skipped before other metrics are known. "
-                f"Fix: use skip with {LOSS} or {GRAD_NORM} 'above' a number, without 'for'"
+                f"{place}.do' is 'skip' for {rule.metric}: an update is skipped before other "
+                f"metrics are known. Fix: use skip with {LOSS} or {GRAD_NORM} 'above' a number, "
+                f"without 'for'"
             )
 
 
 def skip_limits(rules: Iterable[GuardRule]) -> StepLimits:
-    """The smallest limits of the rules with the action `skip`, which the device applies before an update."""
+    """The smallest limits of the rules with the action `skip`, which the device applies before
+    an update.
+    """
     limits = {LOSS: inf, GRAD_NORM: inf}
     for rule in rules:
         if rule.action == "skip" and rule.above is not None:
@@ -55,7 +68,9 @@ class RuleWatch(Remembered):
         self._resting = dict.fromkeys(self._rules, 0)
 
     def observe(self, step: int, values: Mapping[str, float]) -> Iterator[StepAnomaly]:
-        """The rules that act after `step`; a rule on a metric that the step does not have does not hold."""
+        """The rules that act after `step`; a rule on a metric that the step does not have does
+        not hold.
+        """
         for text, rule in self._rules.items():
             value = values.get(rule.metric)
             holds = value is not None and rule.holds(value)

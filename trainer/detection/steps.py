@@ -19,12 +19,15 @@ GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
 NUM_WARNS, NUM_WARN_STEPS = 3, 5
 """So many loss warnings within so many steps make the last of them severe."""
 NUM_GRAD_STEPS = 3
-"""A high gradient makes a severe loss of its own step and of those after it, so many steps in all."""
+"""A high gradient makes a severe loss of its own step and of those after it, so many steps in
+all.
+"""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """When the coming step is severe, so that a device can decide alone; infinite where it cannot be.
+    """When the coming step is severe, so that a device can decide alone; infinite where it cannot
+    be.
 
     For finite values of a step that has label tokens: others are told apart before limits matter.
     """
@@ -59,8 +62,12 @@ class StepJudge(Remembered):
 
     def __init__(self) -> None:
         self._loss, self._grad_norm = RobustWindow(MIN_LOSS_SPREAD), RobustWindow(MIN_GRAD_SPREAD)
-        self._earlier = deque[tuple[int, bool, bool]](maxlen=max(NUM_WARN_STEPS, NUM_GRAD_STEPS) - 1)
-        """Steps before, whether their loss was worth a warning, and whether their gradient was high."""
+        self._earlier = deque[tuple[int, bool, bool]](
+            maxlen=max(NUM_WARN_STEPS, NUM_GRAD_STEPS) - 1
+        )
+        """Steps before, whether their loss was worth a warning, and whether their gradient was
+        high.
+        """
 
     def limits(self) -> StepLimits:
         grad, earlier, loss_alone = self._grad_norm.usual, list(self._earlier), inf
@@ -80,8 +87,15 @@ class StepJudge(Remembered):
         A gradient of exactly zero says nothing about the usual size of gradients.
         """
         limits, usual_loss, usual_grad = self.limits(), self._loss.usual, self._grad_norm.usual
-        is_loss_warn, is_grad_high = loss > self._loss_bounds()[0], grad_norm > limits.grad_with_loss
-        is_grad_warn = usual_grad is not None and is_grad_high and grad_norm > GRAD_WARN_RATIO * usual_grad.level
+        is_loss_warn, is_grad_high = (
+            loss > self._loss_bounds()[0],
+            grad_norm > limits.grad_with_loss,
+        )
+        is_grad_warn = (
+            usual_grad is not None
+            and is_grad_high
+            and grad_norm > GRAD_WARN_RATIO * usual_grad.level
+        )
         onset = next((earlier for earlier, *flags in self._earlier if any(flags)), step)
         self._earlier.append((step, is_loss_warn, is_grad_high))
         is_loss_severe = loss > limits.loss_alone or (loss > limits.loss_with_grad and is_grad_high)
@@ -109,4 +123,6 @@ class StepJudge(Remembered):
         bound = max(usual.at(LOSS_Z), usual.level + MIN_LOSS_RISE)
         if not usual.is_log:  # a ratio to a level that may be zero or negative says nothing
             return bound, bound
-        return max(bound, LOSS_WARN_RATIO * usual.level), max(bound, LOSS_SEVERE_RATIO * usual.level)
+        return max(bound, LOSS_WARN_RATIO * usual.level), max(
+            bound, LOSS_SEVERE_RATIO * usual.level
+        )

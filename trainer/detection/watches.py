@@ -1,4 +1,6 @@
-"""What must last for some steps to count: a rising loss, a run that learns nothing, heavy-tailed steps, overfitting."""
+"""What must last for some steps to count: a rising loss, a run that learns nothing,
+heavy-tailed steps, overfitting.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,9 @@ from trainer.detection.window import curve_noise, quantile
 from trainer.progress import Remembered
 
 NUM_RECENT, NUM_BEST = 32, 64
-"""The median of so many last steps is judged against the lowest median of so many steps in a row."""
+"""The median of so many last steps is judged against the lowest median of so many steps in a
+row.
+"""
 MIN_RATIO, MIN_RISE = 1.25, 0.1
 """The rise that counts: as a ratio, and in nats."""
 NUM_IN_A_ROW = 32
@@ -23,12 +27,14 @@ RATE_STEPS = 1000
 MIN_STEPS_BETWEEN = 50
 """Between two warnings."""
 MAX_SINGLES = 10
-"""More steps than this per 1000 that stood out alone are a property of the data; half of it ends that."""
+"""More steps than this per 1000 that stood out alone are a property of the data; half of it
+ends that.
+"""
 
 
 class Divergence(Remembered):
-    """Whether the loss has been rising for a while, compared with the best level it ever held; one finite loss per
-    step. An episode is told once, when it has lasted long enough.
+    """Whether the loss has been rising for a while, compared with the best level it ever held; one
+    finite loss per step. An episode is told once, when it has lasted long enough.
     """
 
     KEPT: ClassVar = ("_values", "_best", "is_diverging", "_num_in_a_row", "_first_step")
@@ -64,14 +70,28 @@ class Divergence(Remembered):
 
     def _episode(self, step: int, recent: float) -> StepAnomaly:
         best = self._best
-        onset = max(0, self._first_step - NUM_RECENT // 2)  # a median crosses when half of its steps are above
-        message = f"{LOSS} has risen from {best:.4g} at best to {recent:.4g}, since about step {onset}"
+        # a median crosses when half of its steps are above
+        onset = max(0, self._first_step - NUM_RECENT // 2)
+        message = (
+            f"{LOSS} has risen from {best:.4g} at best to {recent:.4g}, since about step {onset}"
+        )
         ratio = recent / best if best > 0 else None
-        return StepAnomaly(step, Level.DIVERGING, LOSS, message, value=recent, centre=best, ratio=ratio, onset=onset)
+        return StepAnomaly(
+            step,
+            Level.DIVERGING,
+            LOSS,
+            message,
+            value=recent,
+            centre=best,
+            ratio=ratio,
+            onset=onset,
+        )
 
 
 class DeadWatch(Remembered):
-    """Says once that nothing has been learned for `NUM_DEAD_STEPS` in a row, and again after a live step."""
+    """Says once that nothing has been learned for `NUM_DEAD_STEPS` in a row, and again after a
+    live step.
+    """
 
     KEPT: ClassVar = ("_num_in_a_row", "is_dead")
 
@@ -81,9 +101,15 @@ class DeadWatch(Remembered):
 
     def observe(self, step: int, values: Mapping[str, float]) -> StepAnomaly | None:
         signs = {
-            VALID_TOKENS: (values[VALID_TOKENS] == 0, "no label token in any batch: check data and chat template"),
+            VALID_TOKENS: (
+                values[VALID_TOKENS] == 0,
+                "no label token in any batch: check data and chat template",
+            ),
             LOSS: (values[LOSS] == 0, "the loss is exactly 0: check labels and mask"),
-            GRAD_NORM: (abs(values[GRAD_NORM]) < MIN_GRAD_NORM, "the gradient vanished: check labels and weights"),
+            GRAD_NORM: (
+                abs(values[GRAD_NORM]) < MIN_GRAD_NORM,
+                "the gradient vanished: check labels and weights",
+            ),
         }
         for signal, (is_dead, _) in signs.items():
             self._num_in_a_row[signal] = self._num_in_a_row[signal] + 1 if is_dead else 0
@@ -103,7 +129,14 @@ class WarnLedger(Remembered):
     Steps are numbered by itself: a step that is trained again counts again.
     """
 
-    KEPT: ClassVar = ("_num_steps", "_spikes", "_singles", "_num_spikes_in_a_row", "_last_warning", "_is_heavy")
+    KEPT: ClassVar = (
+        "_num_steps",
+        "_spikes",
+        "_singles",
+        "_num_spikes_in_a_row",
+        "_last_warning",
+        "_is_heavy",
+    )
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -120,7 +153,9 @@ class WarnLedger(Remembered):
         return len(self._spikes) * RATE_STEPS / max(1, min(self._num_steps, RATE_STEPS))
 
     def count(self, step: int, *, is_spike: bool) -> StepAnomaly | None:
-        """Take note of a step; says so when it has just become clear that batches are heavy-tailed."""
+        """Take note of a step; says so when it has just become clear that batches are
+        heavy-tailed.
+        """
         self._num_steps += 1
         if not is_spike and self._num_spikes_in_a_row == 1:
             self._singles.append(self._num_steps - 1)
@@ -155,12 +190,16 @@ OVERFITTING: Mapping[str, float] = {
 
 
 def judge_validations(
-    val_losses: Sequence[float], train_losses: Sequence[float], limits: Mapping[str, float] = OVERFITTING
+    val_losses: Sequence[float],
+    train_losses: Sequence[float],
+    limits: Mapping[str, float] = OVERFITTING,
 ) -> list[str]:
-    """note: clearly above the best so far; overfit: the second in a row, or far above, while training still improves.
+    """note: clearly above the best so far; overfit: the second in a row, or far above, while
+    training still improves.
 
-    `train_losses` are those around each validation; both have one entry per validation. Where the training loss too is
-    above that of the best until the next validation, the run has become unstable and does not overfit.
+    `train_losses` are those around each validation; both have one entry per validation. Where the
+    training loss too is above that of the best until the next validation, the run has become
+    unstable and does not overfit.
     """
     sigma, verdicts, best = curve_noise(val_losses), list[str](), 0
     for index, loss in enumerate(val_losses):
@@ -173,7 +212,9 @@ def judge_validations(
         )
         fallen = train_losses[best] - limits["overfit_train_fall"] * abs(train_losses[best])
         is_second = bool(verdicts) and verdicts[-1] != "ok"
-        is_overfit = (is_second or is_sure) and all(trained < fallen for trained in train_losses[index : index + 2])
+        is_overfit = (is_second or is_sure) and all(
+            trained < fallen for trained in train_losses[index : index + 2]
+        )
         verdicts.append("ok" if not is_noted else "overfit" if is_overfit else "note")
     return verdicts
 
@@ -181,10 +222,18 @@ def judge_validations(
 class OverfitJudge(Remembered):
     """Takes one validation after another."""
 
-    KEPT: ClassVar = ("_val_losses", "_train_losses", "_num_unimproved", "_patient_best", "_best_step")
+    KEPT: ClassVar = (
+        "_val_losses",
+        "_train_losses",
+        "_num_unimproved",
+        "_patient_best",
+        "_best_step",
+    )
 
     def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
-        """`patience`: validations in a row without a better one, by `min_delta` nats, that end a run; None: none do."""
+        """`patience`: validations in a row without a better one, by `min_delta` nats, that end
+        a run; None: none do.
+        """
         self._patience, self._min_delta = patience, min_delta
         self._val_losses: list[float] = []
         self._train_losses: list[float] = []
@@ -207,11 +256,14 @@ class OverfitJudge(Remembered):
         return self._patience is not None and self._num_unimproved >= self._patience
 
     def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
-        """Whether the model overfits: `judge_validations`. `train_loss` is a level around the step; both are finite."""
+        """Whether the model overfits: `judge_validations`. `train_loss` is a level around the
+        step; both are finite.
+        """
         self._count_patience(val_loss)
         if self.best_loss is None or val_loss < self.best_loss:
             self._best_step = step
-        unknown = [nan] * (len(self._val_losses) - len(self._train_losses))  # in the state of an older version
+        # in the state of an older version
+        unknown = [nan] * (len(self._val_losses) - len(self._train_losses))
         self._val_losses.append(val_loss)
         self._train_losses = [*unknown, *self._train_losses, train_loss]
         return judge_validations(self._val_losses, self._train_losses)[-1] == "overfit"

@@ -1,4 +1,6 @@
-"""The usual level of a signal and its usual spread, from a window that outliers cannot spoil (floor 1)."""
+"""The usual level of a signal and its usual spread, from a window that outliers cannot spoil
+(floor 1).
+"""
 
 import math
 from collections import deque
@@ -16,12 +18,16 @@ MIN_CURVE_POINTS = 5
 
 
 def spread(deviations: ArrayLike, axis: int = -1) -> Any:
-    """Standard deviation of `deviations` from a middle, by the median of their sizes; an array over the other axes."""
+    """Standard deviation of `deviations` from a middle, by the median of their sizes; an array
+    over the other axes.
+    """
     return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:
-    """Standard deviation of a short curve's noise: of its second differences, which a smooth curve hardly has."""
+    """Standard deviation of a short curve's noise: of its second differences, which a smooth
+    curve hardly has.
+    """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
     return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
 
@@ -30,9 +36,13 @@ SIGMAS_TO_Q95 = 1.645
 NUM_NEWEST, START_Z = 32, 3.0
 """The start of a run is what lies so many spreads above the newest values."""
 WINSOR_Z = 6.0
-"""The window takes no value further out: outliers do not hide later ones, yet a lasting shift is learned."""
+"""The window takes no value further out: outliers do not hide later ones, yet a lasting shift
+is learned.
+"""
 MIN_SPREAD, MIN_SPREAD_SHARE = 1e-3, 0.05
-"""The spread of a signal that is not always positive is at least so much, in its unit and as a share of its centre."""
+"""The spread of a signal that is not always positive is at least so much, in its unit and as a
+share of its centre.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,10 +85,11 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class RobustWindow:
-    """The last `size` finite values, winsorised, with their median and spread; nothing is said below `min_points`.
+    """The last `size` finite values, winsorised, with their median and spread; nothing is said
+    below `min_points`.
 
-    While all values are positive their logarithms count, whose spread is at least `min_log_spread`: a quiet stretch
-    does not make trifles stand out.
+    While all values are positive their logarithms count, whose spread is at least `min_log_spread`:
+    a quiet stretch does not make trifles stand out.
     """
 
     def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
@@ -108,10 +119,11 @@ class RobustWindow:
         self._usual = None
 
     def _measure(self) -> Usual:
-        """Of the window, without its oldest part where that lies high above the newest: the start of a run.
+        """Of the window, without its oldest part where that lies high above the newest: the start
+        of a run.
 
-        Were the first steps counted, everything later would look usual. High batches that come now and then are no
-        such part: they count.
+        Were the first steps counted, everything later would look usual. High batches that come now
+        and then are no such part: they count.
         """
         is_log = min(self._values) > 0
         values = [math.log(value) for value in self._values] if is_log else list(self._values)
@@ -122,7 +134,9 @@ class RobustWindow:
         high = [index for index, value in enumerate(values) if value > bar]
         is_start = bool(high) and len(high) > (high[-1] + 1) / 2
         kept = values[high[-1] + 1 :] if is_start else values
-        return self._measured(kept, is_log) if self._min_points <= len(kept) < len(values) else usual
+        return (
+            self._measured(kept, is_log) if self._min_points <= len(kept) < len(values) else usual
+        )
 
     def _measured(self, values: Sequence[float], is_log: bool) -> Usual:
         ordered = sorted(values)

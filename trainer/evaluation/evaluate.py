@@ -1,4 +1,6 @@
-"""Scoring checkpoints of a run beside its training, each once, whatever ends this; trackers are shown it (floor 5)."""
+"""Scoring checkpoints of a run beside its training, each once, whatever ends this; trackers are
+shown it (floor 5).
+"""
 
 import hashlib
 import json
@@ -46,7 +48,9 @@ NUM_LINES = 12
 
 @dataclass(frozen=True)
 class Result:
-    """`name`: `task_metric`; `error`: its standard error or 0; `n`: samples, None where the harness does not say."""
+    """`name`: `task_metric`; `error`: its standard error or 0; `n`: samples, None where the
+    harness does not say.
+    """
 
     name: str
     value: float
@@ -57,7 +61,9 @@ class Result:
 def run_tasks(
     export: Path, tasks: str, *, engine: str, python: str, seed: int, words: Sequence[str] = ()
 ) -> list[Result]:
-    """Every result; `words` are more options of lm_eval. Raises `ConfigError` where it fails or measures nothing."""
+    """Every result; `words` are more options of lm_eval. Raises `ConfigError` where it fails or
+    measures nothing.
+    """
     require_module("lm_eval", python, INSTALL)
     model, adapter, rank = adapter_of(export)
     arguments = [f"pretrained={model}", "dtype=auto"]
@@ -67,8 +73,17 @@ def run_tasks(
         if (adapter / "tokenizer_config.json").exists():
             arguments.append(f"tokenizer={adapter}")
     with tempfile.TemporaryDirectory(prefix="sft-harness-") as work:
-        # the last of two equal options counts: what says which model is scored comes behind the user's words
-        command = ["-m", "lm_eval", *words, "--model", "vllm" if engine == VLLM else "hf", "--tasks", tasks]
+        # the last of two equal options counts: what says which model is scored comes behind the
+        # user's words
+        command = [
+            "-m",
+            "lm_eval",
+            *words,
+            "--model",
+            "vllm" if engine == VLLM else "hf",
+            "--tasks",
+            tasks,
+        ]
         command += ["--model_args", ",".join(arguments), "--output_path", work, "--seed", str(seed)]
         ended = run_in(python, *command)
         files = sorted(Path(work).rglob("results*.json"))
@@ -76,7 +91,9 @@ def run_tasks(
         found = list(_results(tree))
         if ended.returncode != 0 or not found:
             said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])
-            raise ConfigError(f"lm_eval ended with {ended.returncode} and {len(found)} results:\n{said}")
+            raise ConfigError(
+                f"lm_eval ended with {ended.returncode} and {len(found)} results:\n{said}"
+            )
     return found
 
 
@@ -88,7 +105,12 @@ def _results(tree: Mapping[str, Any]) -> Iterator[Result]:
             if choice and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = values.get(f"{metric}_stderr,{choice}")
                 error = float(error) if isinstance(error, int | float) else 0.0
-                yield Result(f"{task}_{metric}{'' if choice == 'none' else f'_{choice}'}", float(value), error, n)
+                yield Result(
+                    f"{task}_{metric}{'' if choice == 'none' else f'_{choice}'}",
+                    float(value),
+                    error,
+                    n,
+                )
 
 
 DIRECTORY = "evaluation"
@@ -107,7 +129,9 @@ class Publisher:
         self._tracking: Tracking | None = None
 
     def publish(self) -> None:
-        """Every summary of this name that was not sent yet, as kills leave some behind, by rising step."""
+        """Every summary of this name that was not sent yet, as kills leave some behind, by
+        rising step.
+        """
         log = self._directory / metrics_file.FILE_NAME
         metric = PREFIX + self._name
         sent = {row["step"]: row.get(metric) for row in read_metrics(log)} if log.exists() else {}
@@ -117,8 +141,14 @@ class Publisher:
             if any(later > step for later in sent):
                 logger.warning("step %d comes after later ones: trackers may not draw it", step)
             tracking = self._opened()
-            values = {metric: row["mean"]} | ({SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {})
-            bounds = {f"{metric}_{side}": row[side] for side in ("low", "high") if row.get(side) is not None}
+            values = {metric: row["mean"]} | (
+                {SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {}
+            )
+            bounds = {
+                f"{metric}_{side}": row[side]
+                for side in ("low", "high")
+                if row.get(side) is not None
+            }
             tracking.log(values | bounds, step)
             tracking.table(f"{metric}/samples", step, self._samples(row))
             sent[step] = row["mean"]
@@ -132,11 +162,18 @@ class Publisher:
             run = run_info.read_run_file(self._run_dir / run_info.FILE_NAME)
             config: dict[str, Any] = run.get("config") or {}
             chosen = config.get("trainer", {}).get("logger", ())  # a list, or one name
-            names = (run.get("project_name", self._run_dir.parent.name), run.get("experiment_name", self._run_dir.name))
+            names = (
+                run.get("project_name", self._run_dir.parent.name),
+                run.get("experiment_name", self._run_dir.name),
+            )
             self._tracking = Tracking(
                 str(names[0]),
                 f"{names[1]}_{self._name}",
-                [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name != "console"],
+                [
+                    name
+                    for name in ([chosen] if isinstance(chosen, str) else chosen)
+                    if name != "console"
+                ],
                 {"evaluation": self._name, "of": str(names[1])},
                 run_dir=self._directory,
                 group=str(run.get("group", names[1])),
@@ -164,7 +201,9 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is asked of every checkpoint; `engine_word` and `scorer_word` as the command line has them."""
+    """What is asked of every checkpoint; `engine_word` and `scorer_word` as the command line
+    has them.
+    """
 
     name: str
     questions: Sequence[Question]
@@ -177,7 +216,13 @@ class Evaluation:
 
     def key(self, nonce: str) -> str:
         """Equal for equal questions to the same checkpoint: what has it is not asked again."""
-        asked = [nonce, self.name, digest_of_questions(list(self.questions)), self.scorer_word, self.engine_word]
+        asked = [
+            nonce,
+            self.name,
+            digest_of_questions(list(self.questions)),
+            self.scorer_word,
+            self.engine_word,
+        ]
         text = json.dumps([*asked, asdict(self.sampling), asdict(self.limits)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -186,17 +231,26 @@ def interval(scores: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high) at 95 %: Wilson's where scores are 0 or 1, else by the standard error."""
     n, mean = len(scores), math.fsum(scores) / len(scores)
     if set(scores) <= {0.0, 1.0}:
-        middle, spread = mean + Z**2 / (2 * n), Z * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
-        return mean, max(0.0, (middle - spread) / (1 + Z**2 / n)), min(1.0, (middle + spread) / (1 + Z**2 / n))
+        middle, spread = (
+            mean + Z**2 / (2 * n),
+            Z * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)),
+        )
+        return (
+            mean,
+            max(0.0, (middle - spread) / (1 + Z**2 / n)),
+            min(1.0, (middle + spread) / (1 + Z**2 / n)),
+        )
     error = Z * math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / max(1, n - 1) / n)
     return mean, mean - error, mean + error
 
 
-def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation, *, tell: Callable[[str], None]) -> bool:
+def evaluate(
+    run_dir: Path, info: CheckpointInfo, asked: Evaluation, *, tell: Callable[[str], None]
+) -> bool:
     """Score one checkpoint, unless it is scored; whether there is a new summary.
 
-    False too for one that went meanwhile. Raises `ConfigError` where it cannot be served, `DataError` for a question
-    that cannot be scored, `CannotWriteError`.
+    False too for one that went meanwhile. Raises `ConfigError` where it cannot be served,
+    `DataError` for a question that cannot be scored, `CannotWriteError`.
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
@@ -232,17 +286,29 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float, **about:
     file.close()
 
 
-def _ask(file: AppendFile, info: CheckpointInfo, asked: Evaluation, key: str, done: set[int]) -> None:
-    """Append a sample for every question that has none; those that are continued together are asked together again."""
+def _ask(
+    file: AppendFile, info: CheckpointInfo, asked: Evaluation, key: str, done: set[int]
+) -> None:
+    """Append a sample for every question that has none; those that are continued together are
+    asked together again.
+    """
     missing = {index // BATCH for index in range(len(asked.questions)) if index not in done}
-    prompts = {i: question.turns for i, question in enumerate(asked.questions) if i // BATCH in missing}
+    prompts = {
+        i: question.turns for i, question in enumerate(asked.questions) if i // BATCH in missing
+    }
     if not prompts:
         return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         written = asked.engine.generate(info.path / layout.HUGGINGFACE, prompts, asked.sampling)
         new = (pair for pair in written if pair[0] not in done)
         for index, completion, score in _scored(pool, asked, new):
-            row = {"kind": SAMPLE, "name": asked.name, "step": info.step, "key": key, "index": index}
+            row = {
+                "kind": SAMPLE,
+                "name": asked.name,
+                "step": info.step,
+                "key": key,
+                "index": index,
+            }
             question = asked.questions[index]
             row |= {"prompt": question.turns, "answer": question.expected, "completion": completion}
             file.append(strict(row | {"score": score.value, "reason": score.reason}))
@@ -254,7 +320,9 @@ def _scored(
     """In the order written, while more is written: scoring takes processes of its own."""
     waiting: deque[tuple[int, str, Future[Score]]] = deque()
     for index, completion in written:
-        waiting.append((index, completion, pool.submit(asked.scorer, asked.questions[index], completion)))
+        waiting.append(
+            (index, completion, pool.submit(asked.scorer, asked.questions[index], completion))
+        )
         while waiting and waiting[0][2].done():
             yield _resolved(waiting)
     while waiting:
@@ -268,14 +336,22 @@ def _resolved(waiting: deque[tuple[int, str, Future[Score]]]) -> tuple[int, str,
 
 def _summary(run_dir: Path, info: CheckpointInfo, asked: Evaluation, key: str) -> dict[str, Any]:
     """Of the samples as they stand in the file."""
-    scores = {row["index"]: float(row["score"]) for row in read_evaluations(run_dir) if row.get("key") == key}
+    scores = {
+        row["index"]: float(row["score"])
+        for row in read_evaluations(run_dir)
+        if row.get("key") == key
+    }
     if len(scores) != len(asked.questions):
         raise CannotWriteError(
-            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples of step {info.step}: free "
-            f"space, then the same command goes on"
+            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples of step "
+            f"{info.step}: free space, then the same command goes on"
         )
     mean, low, high = interval(list(scores.values()))
-    made = {"engine": asked.engine.name, "python": platform.python_version(), **asdict(asked.sampling)}
+    made = {
+        "engine": asked.engine.name,
+        "python": platform.python_version(),
+        **asdict(asked.sampling),
+    }
     return {
         "kind": SUMMARY,
         "name": PREFIX + asked.name,

@@ -1,8 +1,9 @@
 """Run one program and its tests under limits; read a job from stdin, print the verdict as JSON.
 
-Started by `programs.py` with the standard library alone. Inside bubblewrap the kernel kills whatever is left as soon as
-the runner ends. Without bubblewrap the runner is the parent of all that the program starts, also of orphans
-(PR_SET_CHILD_SUBREAPER), so that it can kill every one; RLIMIT_NPROC keeps their number small.
+Started by `programs.py` with the standard library alone. Inside bubblewrap the kernel kills
+whatever is left as soon as the runner ends. Without bubblewrap the runner is the parent of all that
+the program starts, also of orphans (PR_SET_CHILD_SUBREAPER), so that it can kill every one;
+RLIMIT_NPROC keeps their number small.
 """
 
 import ctypes
@@ -101,7 +102,9 @@ def _failed(reason: str) -> dict[str, Any]:
 
 
 def _watch(read_end: int, *, deadline: float) -> tuple[str, str]:
-    """Return what the child wrote, and why it was stopped, if it was. A verdict arrives in one piece (PIPE_BUF)."""
+    """Return what the child wrote, and why it was stopped, if it was. A verdict arrives in one
+    piece (PIPE_BUF).
+    """
     while time.monotonic() < deadline:
         if select.select([read_end], [], [], POLL_S)[0]:
             return os.read(read_end, MAX_VERDICT_BYTES).decode(errors="replace"), ""

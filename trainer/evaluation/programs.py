@@ -1,10 +1,11 @@
 """Run a program that a model wrote against tests, in a child process with limits (floor 5).
 
-The child gets an empty environment and a temporary directory, and all that it started is killed when it ends. Where
-bubblewrap is installed the child also runs inside it: without network, with its own process numbers, and with the
-interpreter, the system libraries and its own directory as the only files. Without bubblewrap the program can read and
-write the user's files and use the network, which is why the command asks for `--allow-code`. The kernel does not limit
-the number of root's processes: root needs bubblewrap, inside which programs run under another user number.
+The child gets an empty environment and a temporary directory, and all that it started is killed
+when it ends. Where bubblewrap is installed the child also runs inside it: without network, with its
+own process numbers, and with the interpreter, the system libraries and its own directory as the
+only files. Without bubblewrap the program can read and write the user's files and use the network,
+which is why the command asks for `--allow-code`. The kernel does not limit the number of root's
+processes: root needs bubblewrap, inside which programs run under another user number.
 """
 
 import functools
@@ -28,12 +29,16 @@ GRACE_S = 10.0
 """Time for the runner to start, and to kill what the program started."""
 MAX_PROCESSES = 16
 FIRST_UID = 2**30
-"""Root's programs run under a random user number from here on, which no one has: limits do not hold for root."""
+"""Root's programs run under a random user number from here on, which no one has: limits do not
+hold for root.
+"""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """`seconds`: wall time of a program with its tests; `memory_mib`: address space of each of its processes."""
+    """`seconds`: wall time of a program with its tests; `memory_mib`: address space of each of
+    its processes.
+    """
 
     seconds: float = 10.0
     memory_mib: int = 512
@@ -58,13 +63,16 @@ def has_bubblewrap() -> bool:
 
 
 def require_isolation() -> str:
-    """Return one line that says how programs are isolated here. Raises `ConfigError` for root without bubblewrap."""
+    """Return one line that says how programs are isolated here. Raises `ConfigError` for root
+    without bubblewrap.
+    """
     if has_bubblewrap():
         return "programs run inside bubblewrap: no network, no files but the Python installation"
     if os.geteuid() == 0:
         raise ConfigError(
-            "programs of a model cannot be limited when you are root and bubblewrap cannot be used. "
-            "Fix: install bubblewrap (apt-get install bubblewrap), or run this command as an ordinary user"
+            "programs of a model cannot be limited when you are root and bubblewrap cannot be "
+            "used. Fix: install bubblewrap (apt-get install bubblewrap), or run this command as an "
+            "ordinary user"
         )
     return (
         "programs run WITHOUT a sandbox: they can read and write your files and use the network. "
@@ -73,9 +81,11 @@ def require_isolation() -> str:
 
 
 def run_tests(code: str, tests: list[str], limits: ProgramLimits) -> Verdict:
-    """Return whether all `tests` hold after `code` ran; a test is an expression that must be true, or statements.
+    """Return whether all `tests` hold after `code` ran; a test is an expression that must be true,
+    or statements.
 
-    Tests and program share one interpreter: a program that attacks its judge can pass without solving the task.
+    Tests and program share one interpreter: a program that attacks its judge can pass without
+    solving the task.
     """
     uid = FIRST_UID + secrets.randbelow(FIRST_UID) if os.geteuid() == 0 else None
     job = {

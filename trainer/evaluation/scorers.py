@@ -1,4 +1,6 @@
-"""What a model is asked, and how an answer is scored: a number from 0 to 1, and in words why it is not 1 (floor 5)."""
+"""What a model is asked, and how an answer is scored: a number from 0 to 1, and in words why it
+is not 1 (floor 5).
+"""
 
 import hashlib
 import importlib
@@ -26,7 +28,9 @@ MESSAGES, PROMPT, ANSWER = "messages", "prompt", "answer"
 
 @dataclass(frozen=True)
 class Question:
-    """`expected`: the column of answers; where a row has no `answer`, the assistant's turn behind the question."""
+    """`expected`: the column of answers; where a row has no `answer`, the assistant's turn
+    behind the question.
+    """
 
     turns: Turns
     expected: Any
@@ -38,7 +42,10 @@ class Question:
 def read_questions(path: Path, *, answer_key: str) -> list[Question]:
     """Of every row of a file. Raises `DataError` naming the row that cannot be asked."""
     if not path.is_file():
-        raise ConfigError(f"no file '{path}': --prompts names rows of {MESSAGES} or {PROMPT} (.jsonl, .json, .parquet)")
+        raise ConfigError(
+            f"no file '{path}': --prompts names rows of {MESSAGES} or {PROMPT} (.jsonl, .json, "
+            f".parquet)"
+        )
     questions = list(_questions(path, answer_key, None))
     if not questions:
         raise DataError(f"'{path}' holds no row: nothing can be asked")
@@ -76,9 +83,13 @@ def _question(row: Any, answer_key: str, place: str) -> Question:
     messages, prompt = row.get(MESSAGES), row.get(PROMPT)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
-    is_list = isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
+    is_list = isinstance(messages, list) and all(
+        isinstance(turn, dict) and "role" in turn for turn in messages
+    )
     if not is_list or not messages:
-        raise DataError(f"{place}: a row needs {PROMPT} (text) or {MESSAGES} (a list of role and content)")
+        raise DataError(
+            f"{place}: a row needs {PROMPT} (text) or {MESSAGES} (a list of role and content)"
+        )
     expected = row.get(answer_key)
     if messages[-1]["role"] == "assistant":
         if expected is None and answer_key == ANSWER:
@@ -104,7 +115,9 @@ class Score:
 
 class Scorer(Protocol):
     def __call__(self, question: Question, completion: str) -> Score:
-        """May be called from several threads. Raises `DataError` for a row that cannot be scored."""
+        """May be called from several threads. Raises `DataError` for a row that cannot be
+        scored.
+        """
 
 
 class OwnScorer(Protocol):
@@ -123,10 +136,15 @@ def make_scorer(word: str, limits: ProgramLimits, *, allow_code: bool = False) -
         return _own(word.removeprefix(PYTHON))
     if word == EXEC:
         if not allow_code:
-            raise ConfigError(f"--score {EXEC} runs programs that the model wrote. Fix: add --allow-code to allow it")
+            raise ConfigError(
+                f"--score {EXEC} runs programs that the model wrote. Fix: add --allow-code to "
+                f"allow it"
+            )
         return lambda question, completion: _executed(question, completion, limits)
     if word not in SCORERS:
-        raise ConfigError(f"--score is any of {', '.join(SCORERS)}, {EXEC}, {PYTHON}module.function; got '{word}'")
+        raise ConfigError(
+            f"--score is any of {', '.join(SCORERS)}, {EXEC}, {PYTHON}module.function; got '{word}'"
+        )
     return SCORERS[word]
 
 
@@ -142,7 +160,9 @@ def regex(question: Question, completion: str) -> Score:
     try:
         return _judged(re.search(pattern, completion) is not None, f"has no {pattern}")
     except re.error as error:
-        raise DataError(f"{question.place}: '{pattern}' is no regular expression: {error}") from error
+        raise DataError(
+            f"{question.place}: '{pattern}' is no regular expression: {error}"
+        ) from error
 
 
 def numeric(question: Question, completion: str) -> Score:
@@ -150,7 +170,9 @@ def numeric(question: Question, completion: str) -> Score:
     expected, found = _number(_text(question)), _number(completion)
     if expected is None:
         raise DataError(f"{question.place}: its answer holds no number")
-    return _judged(found == expected, "holds no number" if found is None else f"{found} is not {expected}")
+    return _judged(
+        found == expected, "holds no number" if found is None else f"{found} is not {expected}"
+    )
 
 
 SCORERS: dict[str, Scorer] = {"exact": exact, "regex": regex, "numeric": numeric}
@@ -164,8 +186,14 @@ def program_of(completion: str) -> str:
 
 def _executed(question: Question, completion: str, limits: ProgramLimits) -> Score:
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
-    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
-        raise DataError(f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)")
+    if (
+        not isinstance(tests, list)
+        or not tests
+        or not all(isinstance(test, str) and test.strip() for test in tests)
+    ):
+        raise DataError(
+            f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)"
+        )
     found = run_tests(program_of(completion), tests, limits)
     return _judged(found.is_passed, found.reason)
 
@@ -176,12 +204,16 @@ def _own(name: str) -> Scorer:
         score: OwnScorer = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         path = os.environ.get("PYTHONPATH", "")
-        raise ConfigError(f"--score {PYTHON}{name} cannot be imported ({error}); PYTHONPATH is '{path}'") from error
+        raise ConfigError(
+            f"--score {PYTHON}{name} cannot be imported ({error}); PYTHONPATH is '{path}'"
+        ) from error
 
     def own(question: Question, completion: str) -> Score:
         value = score(question.row, completion)
         if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ConfigError(f"{name} gave {value!r:.80} for {question.place}: a score is a number from 0 to 1")
+            raise ConfigError(
+                f"{name} gave {value!r:.80} for {question.place}: a score is a number from 0 to 1"
+            )
         return Score(float(value))
 
     return own
@@ -193,7 +225,9 @@ def _judged(is_right: bool, reason: str) -> Score:
 
 def _text(question: Question) -> str:
     if not isinstance(question.expected, str | int | float):
-        raise DataError(f"{question.place}: it has no answer to compare with (--answer KEY names its column)")
+        raise DataError(
+            f"{question.place}: it has no answer to compare with (--answer KEY names its column)"
+        )
     return str(question.expected)
 
 

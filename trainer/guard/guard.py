@@ -1,7 +1,8 @@
-"""Decides what is done about an abnormal step or validation; `trainer.detection` says what is abnormal.
+"""Decides what is done about an abnormal step or validation; `trainer.detection` says what is
+abnormal.
 
-It sees only values that are equal on all ranks, so every rank decides alike; the number of decisions travels with each
-step's packet, and a rank that decided otherwise is found at once.
+It sees only values that are equal on all ranks, so every rank decides alike; the number of
+decisions travels with each step's packet, and a rank that decided otherwise is found at once.
 """
 
 from collections import deque
@@ -18,7 +19,9 @@ from trainer.progress import History, Remembered, Rollbacks
 NUM_EARLY_STEPS = 100
 """A run that learns nothing so early never did: it is stopped."""
 MAX_NONFINITE_STEPS = 5
-"""In a row without a finite loss and gradient: their updates are left out, then the run gives up."""
+"""In a row without a finite loss and gradient: their updates are left out, then the run gives
+up.
+"""
 NONFINITE_WINDOW_STEPS = 200
 MAX_NONFINITE_IN_WINDOW = 10
 EVIDENCE_REST_STEPS = 500
@@ -40,7 +43,9 @@ class Decision:
 
 
 class Guard(Remembered):
-    """One per rank; only the main rank's has somewhere to report to. Survives restarts and rollbacks."""
+    """One per rank; only the main rank's has somewhere to report to. Survives restarts and
+    rollbacks.
+    """
 
     KEPT: ClassVar = (
         "_detector",
@@ -54,17 +59,25 @@ class Guard(Remembered):
     )
 
     def __init__(
-        self, config: TrainerConfig, *, max_first_loss: float = inf, tell: Callable[..., None] | None = None
+        self,
+        config: TrainerConfig,
+        *,
+        max_first_loss: float = inf,
+        tell: Callable[..., None] | None = None,
     ) -> None:
-        """The first steps of a pretrained model lie below `max_first_loss`, on data that it can read.
+        """The first steps of a pretrained model lie below `max_first_loss`, on data that it can
+        read.
 
         `tell` takes an event: kind, step, message, level, and what else there is by name.
         """
         self._config, self._tell_event = config, tell
         self._rule_limits = skip_limits(config.guard.rules)
-        watched = [rule for rule in config.guard.rules if rule.action != "skip"]  # `skip_limits` applies these
+        # `skip_limits` applies these
+        watched = [rule for rule in config.guard.rules if rule.action != "skip"]
         self._detector = Detector(watched, max_first_loss=max_first_loss)
-        self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=EARLY_STOP_MIN_DELTA)
+        self._overfit = OverfitJudge(
+            patience=config.early_stop_patience, min_delta=EARLY_STOP_MIN_DELTA
+        )
         self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
         self._num_in_a_row = 0
         self._last_evidence = -EVIDENCE_REST_STEPS
@@ -73,7 +86,9 @@ class Guard(Remembered):
         self.num_skipped = 0
         self.num_decisions = 0
         self.episodes: list[tuple[int, int]] = []
-        """First and last step of each severe or diverging stretch: no checkpoint inside one is gone back to."""
+        """First and last step of each severe or diverging stretch: no checkpoint inside one is
+        gone back to.
+        """
 
     def limits(self) -> StepLimits:
         """Beyond which the coming step's update is left out."""
@@ -90,10 +105,14 @@ class Guard(Remembered):
         self._count_nonfinite(step, signals)
         decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, signals)]
         if is_skipped and all(isfinite(signals[key]) for key in SKIPPABLE):
-            self._tell("skip", step, "update left out: loss or gradient norm beyond its limit", "warn")
+            self._tell(
+                "skip", step, "update left out: loss or gradient norm beyond its limit", "warn"
+            )
         decision = _all_of(decisions)
         if decision.rollback_onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
-            reason = f"{decision.reason}; it has been rolled back {self._num_rollbacks} times already"
+            reason = (
+                f"{decision.reason}; it has been rolled back {self._num_rollbacks} times already"
+            )
             decision = replace(decision, rollback_onset=None, is_stop=True, reason=reason)
         if decision.wants_evidence and step - self._last_evidence < EVIDENCE_REST_STEPS:
             decision = replace(decision, wants_evidence=False)
@@ -108,7 +127,9 @@ class Guard(Remembered):
             return Decision()
         if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             best = f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step {self.best_step}"
-            self._tell("overfit", step, f"{best}, while train/loss fell: that checkpoint is kept", "warn")
+            self._tell(
+                "overfit", step, f"{best}, while train/loss fell: that checkpoint is kept", "warn"
+            )
         if self._overfit.is_exhausted:
             reason = f"val/loss has not improved in {self._config.early_stop_patience} validations"
             self._tell("early_stop", step, f"{reason}; best at step {self.best_step}", "info")
@@ -127,7 +148,10 @@ class Guard(Remembered):
 
     def scores(self) -> dict[str, float]:
         """For the row of the step observed last."""
-        counts = {"optim/skipped_steps": self.num_skipped, "data/skipped_batches": self._num_skipped_batches}
+        counts = {
+            "optim/skipped_steps": self.num_skipped,
+            "data/skipped_batches": self._num_skipped_batches,
+        }
         return {**self._detector.scores, **counts}
 
     def validation_scores(self) -> dict[str, float]:
@@ -142,31 +166,45 @@ class Guard(Remembered):
         self._num_skipped_batches = len(rollbacks.skipped_steps)
 
     def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None:
-        """Keep what a rollback must not forget: `forgotten` is the state from before the checkpoint was loaded."""
+        """Keep what a rollback must not forget: `forgotten` is the state from before the
+        checkpoint was loaded.
+        """
         self.note_rollbacks(rollbacks)
         entry = rollbacks.entries[-1]
         message = (
-            f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to {entry.last_skipped} are left out"
+            f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to "
+            f"{entry.last_skipped} are left out"
         )
         self._tell("rollback", entry.found_step, f"{message}: {entry.reason}", "error")
-        self.num_skipped, self.num_decisions = int(forgotten["num_skipped"]), int(forgotten["num_decisions"])
+        self.num_skipped, self.num_decisions = (
+            int(forgotten["num_skipped"]),
+            int(forgotten["num_decisions"]),
+        )
         self._last_evidence = int(forgotten["last_evidence"])
         self.episodes = [(first, last) for first, last in forgotten["episodes"]]
 
     def _decide(self, anomaly: StepAnomaly) -> Decision:
         level, onset = anomaly.level, anomaly.onset or anomaly.step
         is_bad = level in (Level.SEVERE, Level.DIVERGING, Level.DEAD)
-        self._tell(f"guard/{level}", anomaly.step, anomaly.message, "error" if is_bad else "warn", anomaly)
+        self._tell(
+            f"guard/{level}", anomaly.step, anomaly.message, "error" if is_bad else "warn", anomaly
+        )
         if level in (Level.SEVERE, Level.DIVERGING):
             self.episodes = [*self.episodes, (onset, anomaly.step)][-100:]
-            action = self._config.guard.on_severe if level == Level.SEVERE else self._config.guard.on_diverging
+            action = (
+                self._config.guard.on_severe
+                if level == Level.SEVERE
+                else self._config.guard.on_diverging
+            )
             return _decision(action, anomaly, onset, wants_evidence=True)
         if level == Level.NONFINITE:
             return self._decide_nonfinite()
         if level == Level.DEAD:
             return Decision(is_stop=anomaly.step <= NUM_EARLY_STEPS, reason=anomaly.message)
         if level == Level.RULE and anomaly.action is not None:
-            return _decision(anomaly.action, anomaly, onset, wants_evidence=anomaly.action != "warn")
+            return _decision(
+                anomaly.action, anomaly, onset, wants_evidence=anomaly.action != "warn"
+            )
         return Decision()
 
     def _decide_nonfinite(self) -> Decision:
@@ -187,9 +225,17 @@ class Guard(Remembered):
         self._num_in_a_row += 1
         self._nonfinite_steps.append(step)
 
-    def _tell(self, kind: str, step: int, message: str, level: str, anomaly: StepAnomaly | None = None) -> None:
+    def _tell(
+        self, kind: str, step: int, message: str, level: str, anomaly: StepAnomaly | None = None
+    ) -> None:
         if self._tell_event is not None:
-            self._tell_event(kind, step, message, level, **({} if anomaly is None else {"event": anomaly.as_dict()}))
+            self._tell_event(
+                kind,
+                step,
+                message,
+                level,
+                **({} if anomaly is None else {"event": anomaly.as_dict()}),
+            )
 
 
 def _decision(action: str, anomaly: StepAnomaly, onset: int, *, wants_evidence: bool) -> Decision:

@@ -1,4 +1,5 @@
-"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return the exit code.
+"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return
+the exit code.
 
 Floor 5; imports no torch, so that a mistyped key fails at once.
 """
@@ -13,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.errors import (
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_RESUMABLE,
+    EXIT_USAGE,
+    CannotWriteError,
+    DataError,
+)
 from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.mirroring import is_up, mirrored, say_behind
 from trainer.launch.ranks import (
@@ -45,7 +53,8 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
         from trainer.cli.__main__ import main as run_command
 
         return run_command(argv, is_program=is_program)
-    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
+    # from here on they wait for `supervise`
+    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
     try:
         arguments = parse_arguments(argv)
         from trainer.__main__ import main as run_here
@@ -80,14 +89,17 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
 
 
 def _train(launch: "Launch", overrides: list[str]) -> int:
-    """The ranks from their start to the exit code of the run. Raises what a run that cannot start would end with."""
+    """The ranks from their start to the exit code of the run. Raises what a run that cannot
+    start would end with.
+    """
     from trainer.launch import checks
 
     config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
     checks.run_checks(checks.OF_MACHINE, launch)
     if layout.num_nodes > 1:
         print(
-            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
+            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at "
+            f"{layout.master_addr}:{layout.master_port}",
             flush=True,
         )
     with new_status(num_ranks) as status:
@@ -105,8 +117,11 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
     return EXIT_CRASH
 
 
-def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:
-    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet.
+def agent_command(
+    num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int
+) -> list[str]:
+    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host
+    never meet.
 
     `timeout_s`: how long it waits for the other machines.
     """
@@ -116,8 +131,14 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], 
     else:
         meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
         meeting += [f"--master-port={layout.master_port}", f"--rdzv-conf=timeout={timeout_s}"]
-    options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
-    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
+    options = [
+        f"--nnodes={layout.num_nodes}",
+        f"--nproc-per-node={num_ranks}",
+        "--max-restarts=0",
+        *meeting,
+    ]
+    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in
+    # TMPDIR
     options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
     return [sys.executable, "-m", "trainer.launch.agent", *options, "-m", "trainer", *overrides]
 

@@ -1,8 +1,9 @@
-"""What a run ends with whose rank was aborted without a word, and how often in a row that may be (floor 5, no torch).
+"""What a run ends with whose rank was aborted without a word, and how often in a row that may be
+(floor 5, no torch).
 
-When NCCL loses a peer, or a collective waits too long, torch's watchdog thread ends the rank with SIGABRT: Python code
-never sees an error. Another start is the answer to a lost machine. But a fault that comes back ends ranks in the same
-way, and a scheduler must not start that for ever.
+When NCCL loses a peer, or a collective waits too long, torch's watchdog thread ends the rank with
+SIGABRT: Python code never sees an error. Another start is the answer to a lost machine. But a fault
+that comes back ends ranks in the same way, and a scheduler must not start that for ever.
 """
 
 import json
@@ -20,7 +21,8 @@ MAX_IN_A_ROW = 3
 
 
 def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
-    """Resumable, unless this is the third start in a row that was aborted and no start got past an earlier one.
+    """Resumable, unless this is the third start in a row that was aborted and no start got past an
+    earlier one.
 
     Each machine counts for itself, in a file of the run directory that all machines share.
     """
@@ -30,10 +32,14 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     in_a_row = 1 if is_progress else before.get("in_a_row", 0) + 1
     if in_a_row < MAX_IN_A_ROW:
         with suppress(OSError):  # a run directory that cannot be written ends the next start
-            atomic_write(record, json.dumps({"step": step if is_progress else before["step"], "in_a_row": in_a_row}))
+            atomic_write(
+                record,
+                json.dumps({"step": step if is_progress else before["step"], "in_a_row": in_a_row}),
+            )
         print(
-            f"a rank was aborted before it could report an error, as when NCCL loses another machine or waits too "
-            f"long; such ends without a new step: {in_a_row}, at most {MAX_IN_A_ROW}",
+            f"a rank was aborted before it could report an error, as when NCCL loses another "
+            f"machine or waits too long; such ends without a new step: {in_a_row}, at most "
+            f"{MAX_IN_A_ROW}",
             file=sys.stderr,
             flush=True,
         )
@@ -41,8 +47,9 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     with suppress(OSError):
         record.unlink()  # whoever starts it again by hand has as many tries again
     print(
-        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {before['step']}: a lost machine "
-        f"is unlikely to be the cause. Fix: read the lines of the ranks above, and the output of the other machines",
+        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step "
+        f"{before['step']}: a lost machine is unlikely to be the cause. Fix: read the lines of the "
+        f"ranks above, and the output of the other machines",
         file=sys.stderr,
         flush=True,
     )

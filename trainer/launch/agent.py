@@ -19,7 +19,8 @@ from trainer.runtime.status import ABORTED, LOST_RANK
 def run_agent(argv: list[str]) -> int:
     """torchrun without its own words: the last thing a user reads is the error of the rank.
 
-    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
+    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted
+    would kill them.
     """
     for number in heeded_signals():
         signal.signal(number, lambda *_: None)
@@ -35,16 +36,23 @@ def run_agent(argv: list[str]) -> int:
         run.run(arguments)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
+            # SIGTERM is how the agent stops the rest
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 killer = memory_kills.killer(-failure.exitcode)
-                print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
+                print(
+                    f"ERROR: rank {rank} was killed by {killer}; continue with the same command",
+                    file=sys.stderr,
+                )
         codes = {failure.exitcode for failure in error.failures.values()}
         return ABORTED if codes - {LOST_RANK, -signal.SIGTERM} == {-signal.SIGABRT} else EXIT_CRASH
     except DistError as error:  # only the meeting of the machines raises it
         if "EADDRINUSE" in str(error):
             report_exit_code(EXIT_USAGE)
             in_use = f"MASTER_PORT={arguments.master_port} is already in use on this machine, the first of the run"
-            print(f"ERROR: {in_use}. Fix: set MASTER_PORT to a free port, the same on all machines", file=sys.stderr)
+            print(
+                f"ERROR: {in_use}. Fix: set MASTER_PORT to a free port, the same on all machines",
+                file=sys.stderr,
+            )
             return EXIT_USAGE
         report_exit_code(EXIT_RESUMABLE)
         reason = str(error).partition("\n")[0]  # below it are torch's own frames

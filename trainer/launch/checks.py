@@ -1,4 +1,5 @@
-"""Checks of a configuration and a machine before a run: one list, for every start, `doctor` and `plan` (floor 5).
+"""Checks of a configuration and a machine before a run: one list, for every start, `doctor` and
+`plan` (floor 5).
 
 No torch, except in `architecture`.
 """
@@ -44,7 +45,8 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Checked:
-    """One finding. fail: the run would not do what it is asked for. skip: it could not be checked here.
+    """One finding. fail: the run would not do what it is asked for. skip: it could not be checked
+    here.
 
     `fix` is empty where `what` already contains it.
     """
@@ -60,8 +62,8 @@ class Checked:
 
 @dataclass(frozen=True)
 class Launch:
-    """A start on this machine. `problem`: why that number of ranks is impossible. `vllm_python`: the interpreter whose
-    vLLM is to serve the model.
+    """A start on this machine. `problem`: why that number of ranks is impossible. `vllm_python`:
+    the interpreter whose vLLM is to serve the model.
     """
 
     config: Config
@@ -87,8 +89,8 @@ def launch_of(config: Config, asked: int | None) -> Launch:
 
 
 def run_checks(checks: Mapping[str, Check], launch: Launch) -> None:
-    """Run checks for a start: print warnings on stderr, raise the first failure. Raises `ConfigError`, `DataError`,
-    `CannotWriteError`.
+    """Run checks for a start: print warnings on stderr, raise the first failure. Raises
+    `ConfigError`, `DataError`, `CannotWriteError`.
     """
     for check in checks.values():
         for found in check(launch):
@@ -116,17 +118,23 @@ def files(launch: Launch) -> Iterator[Checked]:
 
 
 def run_directory(launch: Launch) -> Iterator[Checked]:
-    """Whether the run may use its directory: it is no other run's, a resume is possible, it can be written."""
+    """Whether the run may use its directory: it is no other run's, a resume is possible, it can
+    be written.
+    """
     yield from _of_config("run directory", launch)
     preflight.require_usable(launch.config)
 
 
 def cores(launch: Launch) -> Iterator[Checked]:
-    """A rank on a GPU needs cores for its loader and its saves; SLURM gives a task one core by default."""
+    """A rank on a GPU needs cores for its loader and its saves; SLURM gives a task one core by
+    default.
+    """
     num_cores = len(os.sched_getaffinity(0))
     wanted = CORES_PER_GPU_RANK * launch.num_ranks
     if launch.num_gpus and num_cores < wanted:
-        what = f"{num_cores} CPU cores for {launch.num_ranks} GPU ranks: training may wait for the CPU"
+        what = (
+            f"{num_cores} CPU cores for {launch.num_ranks} GPU ranks: training may wait for the CPU"
+        )
         yield Checked("warn", what, f"give them {wanted} (SLURM: --cpus-per-task={wanted})")
 
 
@@ -158,7 +166,11 @@ def clock(launch: Launch) -> Iterator[Checked]:
     if now < Path(__file__).stat().st_mtime - DAY_S:
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
         what = f"the clock says {day}, before this program was installed"
-        yield Checked("warn", what, "set it: the Hub and trackers refuse a wrong time, and logs get wrong dates")
+        yield Checked(
+            "warn",
+            what,
+            "set it: the Hub and trackers refuse a wrong time, and logs get wrong dates",
+        )
 
 
 def network(launch: Launch) -> Iterator[Checked]:
@@ -172,14 +184,18 @@ def network(launch: Launch) -> Iterator[Checked]:
         interfaces = list(psutil.net_if_addrs())
         is_found = any(_names(word, name, key) for name in interfaces for word in wanted.split(","))
         if interfaces and not is_found:
-            what = f"{key}={wanted} names no network interface here; there are {', '.join(interfaces)}"
+            what = (
+                f"{key}={wanted} names no network interface here; there are {', '.join(interfaces)}"
+            )
             yield Checked("fail", what, f"unset {key}, or name one of them")
     if launch.layout.num_nodes > 1:
         yield from _way_to(launch.layout)
 
 
 def _names(word: str, interface: str, key: str) -> bool:
-    """Whether the variable's word means the interface: NCCL takes a prefix, and `=name` for a whole name."""
+    """Whether the variable's word means the interface: NCCL takes a prefix, and `=name` for a
+    whole name.
+    """
     if interface == word.removeprefix("="):
         return True
     return key.startswith("NCCL") and interface.startswith(word)
@@ -191,7 +207,9 @@ def _way_to(layout: NodeLayout) -> Iterator[Checked]:
         socket.getaddrinfo(master, layout.master_port)
     except OSError as error:
         fix = "give the first machine's name or address, unless it is still starting"
-        yield Checked("warn", f"MASTER_ADDR={master} is not known here: {error.strerror or error}", fix)
+        yield Checked(
+            "warn", f"MASTER_ADDR={master} is not known here: {error.strerror or error}", fix
+        )
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ and not gloo_interface(master):
         fix = "if the ranks cannot connect, set GLOO_SOCKET_IFNAME to the interface that the other machines reach"
@@ -199,7 +217,8 @@ def _way_to(layout: NodeLayout) -> Iterator[Checked]:
 
 
 def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterator[Checked]:
-    """What config.json says: whether the model can be trained, packed or not, and what engines may refuse.
+    """What config.json says: whether the model can be trained, packed or not, and what engines may
+    refuse.
 
     `source`: where config.json is, if there need be no tokenizer.
     """
@@ -217,7 +236,11 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
     key = "data.max_length"
     if isinstance(longest, int) and config.data.max_length > longest:
         what = f"{key}={config.data.max_length}, but config.json has {longest} positions: engines serve no more"
-        yield Checked("warn", what, f"{key}={longest}, or a config.json with the scaling that it is to be served with")
+        yield Checked(
+            "warn",
+            what,
+            f"{key}={longest}, or a config.json with the scaling that it is to be served with",
+        )
     if getattr(found, "auto_map", None):
         what = "code comes with the model (auto_map in config.json): engines load its export only if told to trust it"
         yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")

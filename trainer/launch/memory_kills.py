@@ -19,14 +19,20 @@ class _Names:
     peak: str
 
 
-_VERSION_1 = _Names("memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
+_VERSION_1 = _Names(
+    "memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"
+)
 _VERSION_2 = _Names(".", "memory.events", "memory.max", "memory.peak")
 
 
 class MemoryKills:
-    """Counts kills for memory from the moment it is made: in this process's control group, else on the machine."""
+    """Counts kills for memory from the moment it is made: in this process's control group, else
+    on the machine.
+    """
 
-    def __init__(self, *, proc: Path = Path("/proc"), mounted_at: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(
+        self, *, proc: Path = Path("/proc"), mounted_at: Path = Path("/sys/fs/cgroup")
+    ) -> None:
         self._proc = proc
         self._names, self._groups = _memory_groups(proc, mounted_at)
         self._num_before = self._count()
@@ -37,8 +43,14 @@ class MemoryKills:
         return signal.Signals(number).name + (f", by the kernel: {reason}" if reason else "")
 
     def limit(self) -> tuple[int, Path]:
-        """The smallest in bytes, and the group that it is of; `UNLIMITED_BYTES` or more where there is none."""
-        limits = [(limit, group) for group in self._groups if (limit := _number(group / self._names.limit))]
+        """The smallest in bytes, and the group that it is of; `UNLIMITED_BYTES` or more where
+        there is none.
+        """
+        limits = [
+            (limit, group)
+            for group in self._groups
+            if (limit := _number(group / self._names.limit))
+        ]
         return min(limits, default=(UNLIMITED_BYTES, Path()))
 
     def explain(self) -> str | None:
@@ -56,18 +68,26 @@ class MemoryKills:
 
     def _count(self) -> int:
         counters = (group / self._names.events for group in self._groups)
-        found = next((fields for path in counters if (fields := _fields(path))), _fields(self._proc / "vmstat"))
+        found = next(
+            (fields for path in counters if (fields := _fields(path))),
+            _fields(self._proc / "vmstat"),
+        )
         return found.get("oom_kill", 0)
 
 
 def _memory_groups(proc: Path, mounted_at: Path) -> tuple[_Names, list[Path]]:
     """The control group of this process and those around it, the innermost first."""
     try:
-        lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            line.split(":", 2)
+            for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        ]
     except OSError:
         lines = []
     paths = {controllers: path for _, controllers, path in lines}
-    joint = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), None)
+    joint = next(
+        (path for controllers, path in paths.items() if "memory" in controllers.split(",")), None
+    )
     names, path = (_VERSION_2, paths.get("", "/")) if joint is None else (_VERSION_1, joint)
     mount = mounted_at / names.mount
     group = mount / path.lstrip("/")

@@ -1,4 +1,6 @@
-"""The process that keeps the mirror of a run: started before its ranks, waited for after them (floor 5, no torch)."""
+"""The process that keeps the mirror of a run: started before its ranks, waited for after them
+(floor 5, no torch).
+"""
 
 import itertools
 import json
@@ -33,8 +35,8 @@ RESTART_AFTER_S = (10.0, 60.0, 300.0)
 
 @contextmanager
 def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
-    """Where there is a mirror, keep it during the block, and wait for what was saved last at its end: on the first
-    machine. The others wait for it to have taken what the run continues from.
+    """Where there is a mirror, keep it during the block, and wait for what was saved last at its
+    end: on the first machine. The others wait for it to have taken what the run continues from.
 
     The block is given the exit code if the run must not begin: then it does nothing.
     """
@@ -52,8 +54,8 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
 
 
 class _Uploads:
-    """The process, and a thread that starts it again where something ends it before the run does: the kernel, when
-    memory runs out. Nobody else would notice until a machine is lost.
+    """The process, and a thread that starts it again where something ends it before the run does:
+    the kernel, when memory runs out. Nobody else would notice until a machine is lost.
     """
 
     def __init__(self, config: Config) -> None:
@@ -67,7 +69,12 @@ class _Uploads:
         command = [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)]
         env = {**os.environ, "PYTHONSAFEPATH": "1"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, env=env, pass_fds=[told], start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            text=True,
+            env=env,
+            pass_fds=[told],
+            start_new_session=True,
         )
         os.close(told)
         with suppress(BrokenPipeError):
@@ -101,17 +108,25 @@ class _Uploads:
 
     def _how_it_ended(self) -> str:
         code = self.process.wait()
-        why = f"was killed by {self._memory_kills.killer(-code)}" if code < 0 else f"left with exit code {code}"
+        why = (
+            f"was killed by {self._memory_kills.killer(-code)}"
+            if code < 0
+            else f"left with exit code {code}"
+        )
         return f"the process that uploads to {self._config.trainer.checkpoint.mirror} {why}"
 
     def _keep(self) -> None:
         """Ends after what it starts, which would be killed with this thread (`die_with_parent`)."""
-        for again_after_s in itertools.chain(RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1])):
+        for again_after_s in itertools.chain(
+            RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1])
+        ):
             self.process.wait()
             if self._is_ending.is_set():
                 return
             print(
-                f"WARNING: {self._how_it_ended()}: started again in {again_after_s:.0f} s", file=sys.stderr, flush=True
+                f"WARNING: {self._how_it_ended()}: started again in {again_after_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
             self._is_ending.wait(again_after_s)
             with self._lock:
@@ -128,18 +143,22 @@ def say_behind(config: Config) -> None:
 
 
 def is_up(config: Config) -> bool:
-    """Whether what the run ends with is in its mirror, as the last upload left it; so without one. Asks no network."""
+    """Whether what the run ends with is in its mirror, as the last upload left it; so without
+    one. Asks no network.
+    """
     run_dir, url = Path(config.trainer.default_local_dir), config.trainer.checkpoint.mirror
     state = read_object(run_dir / STATE)
     is_whole = state.get("url") == (url or "").rstrip("/") and not state.get("failed")
     found = state.get("steps")
     steps = found if isinstance(found, list) else []
-    return url is None or (is_whole and read_pointer(run_dir).step in (state.get("pointer"), *steps))
+    return url is None or (
+        is_whole and read_pointer(run_dir).step in (state.get("pointer"), *steps)
+    )
 
 
 def _first_missing(config: Config, layout: NodeLayout) -> int | None:
-    """Wait for the first machine, at most `dist_timeout_s` beyond what was last seen to arrive from the mirror in the
-    run directory, which all machines share; the exit code if it does not come.
+    """Wait for the first machine, at most `dist_timeout_s` beyond what was last seen to arrive from
+    the mirror in the run directory, which all machines share; the exit code if it does not come.
     """
     arrived, seen_at, timeout_s = (0, 0), time.monotonic(), config.trainer.dist_timeout_s
     while not _listens(layout):
@@ -151,8 +170,9 @@ def _first_missing(config: Config, layout: NodeLayout) -> int | None:
         elif time.monotonic() - seen_at > timeout_s:
             where = f"{layout.master_addr}:{layout.master_port}"
             print(
-                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at {where}, and nothing arrived "
-                f"from {config.trainer.checkpoint.mirror}; start the same command on each",
+                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at {where}, "
+                f"and nothing arrived from {config.trainer.checkpoint.mirror}; start the same "
+                f"command on each",
                 file=sys.stderr,
             )
             return EXIT_RESUMABLE
@@ -161,7 +181,10 @@ def _first_missing(config: Config, layout: NodeLayout) -> int | None:
 
 
 def _listens(layout: NodeLayout) -> bool:
-    with suppress(OSError), socket.create_connection((layout.master_addr, layout.master_port), timeout=PEERS_POLL_S):
+    with (
+        suppress(OSError),
+        socket.create_connection((layout.master_addr, layout.master_port), timeout=PEERS_POLL_S),
+    ):
         return True
     return False
 
@@ -193,7 +216,10 @@ def _ends_within(process: subprocess.Popen, config: Config) -> bool:
         waited_s = time.monotonic() - started
         if waited_s > SAID_AFTER_S and not is_said:
             is_said = True
-            print(f"waiting for {config.trainer.checkpoint.mirror}; a signal leaves at once", flush=True)
+            print(
+                f"waiting for {config.trainer.checkpoint.mirror}; a signal leaves at once",
+                flush=True,
+            )
         if waited_s > timeout_s or (_is_signalled() and waited_s > REPEAT_S):
             return False
         time.sleep(POLL_S)

@@ -1,5 +1,5 @@
-"""How many ranks start here, which of several machines this is, over which network interface it reaches the others, and
-what the ranks find in their environment.
+"""How many ranks start here, which of several machines this is, over which network interface it
+reaches the others, and what the ranks find in their environment.
 
 No torch: it is asked in a process of its own, and only where there may be a GPU (floor 5).
 """
@@ -41,7 +41,9 @@ print(json.dumps({"number": number, "reason": reason, "torch": torch.__version__
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 DRIVER_RELEASE = Path("/proc/driver/nvidia/version")
 MIN_DRIVERS = {"12": "525", "13": "580"}
-"""The oldest NVIDIA driver by the major version of CUDA that torch is built for (NVIDIA's table of minor versions)."""
+"""The oldest NVIDIA driver by the major version of CUDA that torch is built for (NVIDIA's table
+of minor versions).
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split a command line into the number of ranks, if given, and overrides that include the recipe.
+    """Split a command line into the number of ranks, if given, and overrides that include the
+    recipe.
 
     Raises `ConfigError`.
     """
@@ -71,12 +74,16 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             raise ConfigError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
         return Arguments(int(first), with_recipe(list(argv[1:]), os.environ))
     if "=" not in first and not first.startswith(("-", "~")):
-        raise ConfigError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
+        raise ConfigError(
+            f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}"
+        )
     return Arguments(None, with_recipe(list(argv), os.environ))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
-    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `ConfigError` for more ranks than GPUs."""
+    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `ConfigError` for more
+    ranks than GPUs.
+    """
     if asked is not None and 0 < num_gpus < asked:
         raise ConfigError(
             f"{asked} ranks asked for, but this machine has {num_gpus} GPUs. "
@@ -88,14 +95,16 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
 def count_gpus() -> int:
     """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds.
 
-    Raises `ConfigError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not what is meant then.
+    Raises `ConfigError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not
+    what is meant then.
     """
     if not any(Path(driver).exists() for driver in GPU_DRIVERS):
         return 0
     answer = _ask_torch()
     if answer["number"] == 0 and Path(GPU_DRIVERS[0]).exists():
         raise ConfigError(
-            f"this machine has NVIDIA's driver ({GPU_DRIVERS[0]}), but torch sees no card: {_why_no_card(answer)}"
+            f"this machine has NVIDIA's driver ({GPU_DRIVERS[0]}), but torch sees no card: "
+            f"{_why_no_card(answer)}"
         )
     return int(answer["number"])
 
@@ -103,7 +112,8 @@ def count_gpus() -> int:
 def gpus_for_run(device: str) -> int:
     """The GPUs that a run with `trainer.device` trains on; 0 for a run on CPUs.
 
-    Raises `ConfigError` when `device` is cuda and there is no card. Torch is then asked even without a known driver.
+    Raises `ConfigError` when `device` is cuda and there is no card. Torch is then asked even
+    without a known driver.
     """
     if device == "cpu":
         return 0
@@ -112,7 +122,10 @@ def gpus_for_run(device: str) -> int:
         answer = _ask_torch()
         num_gpus = int(answer["number"])
         if num_gpus == 0:
-            raise ConfigError(f"trainer.device=cuda, but torch found 0 cards on this machine: {_why_no_card(answer)}")
+            raise ConfigError(
+                f"trainer.device=cuda, but torch found 0 cards on this machine: "
+                f"{_why_no_card(answer)}"
+            )
     return num_gpus
 
 
@@ -120,7 +133,10 @@ def _ask_torch() -> dict[str, Any]:
     """What `ASK_TORCH` prints. Raises `ConfigError` when torch cannot be imported."""
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ConfigError(f"{sys.executable} cannot import torch (its error stands above): repair this environment")
+        raise ConfigError(
+            f"{sys.executable} cannot import torch (its error stands above): repair this "
+            f"environment"
+        )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -132,20 +148,27 @@ def _why_no_card(answer: Mapping[str, Any]) -> str:
     if supported is None or answer["cuda"] is None:
         return f"{answer['reason']}. Fix: repair that, or {on_cpu}"
     needed_major = answer["cuda"].partition(".")[0]
-    needed = f"{MIN_DRIVERS[needed_major]} or newer" if needed_major in MIN_DRIVERS else "a newer one"
+    needed = (
+        f"{MIN_DRIVERS[needed_major]} or newer" if needed_major in MIN_DRIVERS else "a newer one"
+    )
     fixes = [f"update the driver to {needed}"]
     if supported.partition(".")[0] == "12" and needed_major != "12":
         release = answer["torch"].partition("+")[0]
         build = f"the CUDA 12.6 build of torch {release}"
-        fixes.append(f'install {build} (pytorch.org, page "previous versions", has the pip command)')
+        fixes.append(
+            f'install {build} (pytorch.org, page "previous versions", has the pip command)'
+        )
     return (
-        f"the NVIDIA driver{_driver_release()} is too old: it supports CUDA {supported} at most, and torch "
-        f"{answer['torch']} is built for CUDA {answer['cuda']}. Fix: {', or '.join([*fixes, on_cpu])}"
+        f"the NVIDIA driver{_driver_release()} is too old: it supports CUDA {supported} at most, "
+        f"and torch {answer['torch']} is built for CUDA {answer['cuda']}. Fix: "
+        f"{', or '.join([*fixes, on_cpu])}"
     )
 
 
 def _found_cuda(reason: str) -> str | None:
-    """The CUDA version that a driver supports, from torch's `too old (found version 12040)`; None for other reasons."""
+    """The CUDA version that a driver supports, from torch's `too old (found version 12040)`;
+    None for other reasons.
+    """
     match = re.search(r"too old \(found version (\d+)\)", reason)
     return None if match is None else f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
 
@@ -153,7 +176,9 @@ def _found_cuda(reason: str) -> str | None:
 def _driver_release() -> str:
     """` 550.54.15`, or nothing where the driver does not say."""
     try:
-        match = re.search(r"Kernel Module.*? (\d+\.\d+[.\d]*)", DRIVER_RELEASE.read_text(encoding="utf-8"))
+        match = re.search(
+            r"Kernel Module.*? (\d+\.\d+[.\d]*)", DRIVER_RELEASE.read_text(encoding="utf-8")
+        )
     except OSError:
         return ""
     return "" if match is None else f" {match[1]}"
@@ -162,7 +187,8 @@ def _driver_release() -> str:
 def node_layout(env: Mapping[str, str]) -> NodeLayout:
     """This machine's place, from `NNODES` and its companions or from SLURM. Raises `ConfigError`.
 
-    Under SLURM the port follows from the job id; two multi-machine runs inside one job need `MASTER_PORT`.
+    Under SLURM the port follows from the job id; two multi-machine runs inside one job need
+    `MASTER_PORT`.
     """
     if "NNODES" in env:
         num_nodes = _whole(env, "NNODES", minimum=1)
@@ -172,26 +198,36 @@ def node_layout(env: Mapping[str, str]) -> NodeLayout:
         layout = NodeLayout(num_nodes, _whole(env, "NODE_RANK"), _needed(env, "MASTER_ADDR"), port)
     elif env.get("SLURM_NNODES", "1") != "1":
         if env.get("SLURM_LOCALID", "0") != "0":
-            raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+            raise ConfigError(
+                "SLURM started several tasks on this node: use srun --ntasks-per-node=1"
+            )
         port = _port(env, SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)])
         host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
         layout = NodeLayout(_whole(env, "SLURM_NNODES"), _whole(env, "SLURM_NODEID"), host, port)
     else:
         return NodeLayout()
     if layout.node_rank >= layout.num_nodes:
-        raise ConfigError(f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0")
+        raise ConfigError(
+            f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0"
+        )
     return layout
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises `ConfigError`."""
+    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises
+    `ConfigError`.
+    """
     if shutil.which("scontrol"):
-        shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], stdout=subprocess.PIPE, text=True)
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist], stdout=subprocess.PIPE, text=True
+        )
         if shown.returncode == 0 and shown.stdout.strip():
             return shown.stdout.split()[0]
     match = re.match(r"([^\[\],]+)(?:\[(\d+)[^\[\]]*\])?([^\[\],]*)(?:,|$)", nodelist)
     if match is None:
-        raise ConfigError(f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine")
+        raise ConfigError(
+            f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine"
+        )
     return "".join(part or "" for part in match.groups())
 
 
@@ -217,7 +253,9 @@ def thread_count(num_ranks: int, *, num_cores: int) -> int:
     return max(1, num_cores // num_ranks)
 
 
-def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status) -> dict[str, str]:
+def rank_environment(
+    env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status
+) -> dict[str, str]:
     """Environment of the ranks; what the user has set stays."""
     threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
     # `-m` would look in the folder of the caller first, which may hold a package of this name
@@ -237,9 +275,9 @@ LOOPBACK = {"127.0.0.1", "::1"}
 def gloo_interface(master_addr: str) -> dict[str, str]:
     """`GLOO_SOCKET_IFNAME` for the ranks, or nothing when no route tells.
 
-    gloo would listen where the name of this machine leads, and on Debian and in containers that is 127.0.1.1, which
-    no other machine reaches. On the first machine its own address may lead there too; then the default route tells,
-    or that there is only one interface to take.
+    gloo would listen where the name of this machine leads, and on Debian and in containers that is
+    127.0.1.1, which no other machine reaches. On the first machine its own address may lead there
+    too; then the default route tells, or that there is only one interface to take.
     """
     for host in (master_addr, *ANYWHERE):
         if name := _interface_to(host):
@@ -249,7 +287,9 @@ def gloo_interface(master_addr: str) -> dict[str, str]:
 
 
 def _interface_to(host: str) -> str | None:
-    """The interface of the route to a host, unless that is this machine's loopback. Sends nothing."""
+    """The interface of the route to a host, unless that is this machine's loopback. Sends
+    nothing.
+    """
     try:
         resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -261,7 +301,9 @@ def _interface_to(host: str) -> str | None:
             except OSError:
                 continue
             own = probe.getsockname()[0]
-        if name := next((name for name, addresses in _outward_interfaces().items() if own in addresses), None):
+        if name := next(
+            (name for name, addresses in _outward_interfaces().items() if own in addresses), None
+        ):
             return name
     return None
 
@@ -269,7 +311,15 @@ def _interface_to(host: str) -> str | None:
 def _outward_interfaces() -> dict[str, set[str]]:
     """Addresses by interface, without the loopback and without those that nothing can reach."""
     found = {
-        name: {entry.address.partition("%")[0] for entry in entries if entry.family in (AF_INET, AF_INET6)}
+        name: {
+            entry.address.partition("%")[0]
+            for entry in entries
+            if entry.family in (AF_INET, AF_INET6)
+        }
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: addresses for name, addresses in found.items() if addresses and not addresses & LOOPBACK}
+    return {
+        name: addresses
+        for name, addresses in found.items()
+        if addresses and not addresses & LOOPBACK
+    }

@@ -1,6 +1,7 @@
 """Whether this interpreter has the package's dependencies (floor 5).
 
-`environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0 when all are met.
+`environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0
+when all are met.
 """
 
 import importlib.metadata
@@ -15,7 +16,9 @@ def unmet_requirements(extra: str | None = None) -> list[str]:
     """The requirements, of `extra` too, that are absent or of another version."""
     if PYPROJECT.is_file():
         project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-        wanted = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+        wanted = project["dependencies"] + (
+            project["optional-dependencies"][extra] if extra else []
+        )
     else:  # installed from a wheel
         known = importlib.metadata.requires("fsdp-sft") or []
         wanted = [text for text in known if "extra ==" not in text]
@@ -28,7 +31,8 @@ def _is_met(text: str) -> bool:
         from packaging.version import Version
 
         requirement = Requirement(text)
-        # GPU images carry builds such as 2.13.0a0+...: what counts is the release they were made from.
+        # GPU images carry builds such as 2.13.0a0+...: what counts is the release they were made
+        # from.
         installed = Version(importlib.metadata.version(requirement.name)).base_version
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
         return False

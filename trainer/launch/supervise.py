@@ -1,8 +1,10 @@
-"""Runs torchrun's agent to its end or a hang: stop signals on their way to the ranks, exit codes on theirs (floor 5).
+"""Runs torchrun's agent to its end or a hang: stop signals on their way to the ranks, exit codes on
+theirs (floor 5).
 
-Three generations of processes: the launcher, torchrun's agent in a session of its own, and the ranks. Each dies with
-its parent, so killing the launcher leaves nothing behind. torchrun folds every failure into 1 and kills ranks 30 s
-after a signal; so ranks write their pid and exit code into the launcher's status, and signals go to them directly.
+Three generations of processes: the launcher, torchrun's agent in a session of its own, and the
+ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds
+every failure into 1 and kills ranks 30 s after a signal; so ranks write their pid and exit code
+into the launcher's status, and signals go to them directly.
 """
 
 import functools
@@ -23,8 +25,12 @@ from trainer.runtime.status import ABORTED, Status
 POLL_S = 1.0
 
 
-def supervise(command: Sequence[str], *, env: Mapping[str, str], status: Status, watchdog: Watchdog) -> int:
-    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return the run's exit code."""
+def supervise(
+    command: Sequence[str], *, env: Mapping[str, str], status: Status, watchdog: Watchdog
+) -> int:
+    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return
+    the run's exit code.
+    """
     forwarded, memory_kills = heeded_signals(), MemoryKills()
     awaited = {*forwarded, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -42,8 +48,11 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status: Status,
             watchdog.wake_agent(agent)
             if watchdog.finds_agent_waiting():
                 watchdog.kill(agent)
-                return run_exit_code(status.exit_code(), agent_code=EXIT_DONE, was_signalled=was_signalled)
-            # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its time ran out
+                return run_exit_code(
+                    status.exit_code(), agent_code=EXIT_DONE, was_signalled=was_signalled
+                )
+            # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its
+            # time ran out
             if received is None or received.si_signo not in forwarded:
                 continue
             was_signalled = True
@@ -55,17 +64,22 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status: Status,
     reported = status.exit_code()
     if reported is None and agent.returncode < 0:
         killer = memory_kills.killer(-agent.returncode)
-        print(f"ERROR: the ranks were killed by {killer}; continue with the same command", file=sys.stderr)
+        print(
+            f"ERROR: the ranks were killed by {killer}; continue with the same command",
+            file=sys.stderr,
+        )
     return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
 
 
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
     """What the ranks reported, unless they reported an orderly end that the agent did not see.
 
-    Then one rank was lost, or left at once on a signal, and another only believed in an orderly end. `ABORTED` stays:
-    what it means depends on the run.
+    Then one rank was lost, or left at once on a signal, and another only believed in an orderly
+    end. `ABORTED` stays: what it means depends on the run.
     """
-    if agent_code == ABORTED and (reported is None or (reported in (EXIT_DONE, EXIT_RESUMABLE) and not was_signalled)):
+    if agent_code == ABORTED and (
+        reported is None or (reported in (EXIT_DONE, EXIT_RESUMABLE) and not was_signalled)
+    ):
         return ABORTED
     if reported is None:
         return EXIT_DONE if agent_code == 0 else EXIT_CRASH
@@ -75,12 +89,16 @@ def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool)
 
 
 def killed_exit_code(reported: int | None) -> int:
-    """Of a run that the launcher killed: resumable, unless a rank had reported a failure that the rest follows from."""
+    """Of a run that the launcher killed: resumable, unless a rank had reported a failure that
+    the rest follows from.
+    """
     return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
 
 
 def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
-    """In the new process: die with the launcher, and undo the launcher's way of receiving signals."""
+    """In the new process: die with the launcher, and undo the launcher's way of receiving
+    signals.
+    """
     die_with_parent(launcher_pid, code=EXIT_CRASH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 

@@ -1,7 +1,9 @@
-"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks (floor 5, no torch).
+"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks (floor 5,
+no torch).
 
-It works in the launcher, from outside of the ranks: a rank may be stopped by a signal, or hold the interpreter inside C
-code. Every launcher watches the ranks of its own machine; those that wait for a hung rank elsewhere fall silent too.
+It works in the launcher, from outside of the ranks: a rank may be stopped by a signal, or hold the
+interpreter inside C code. Every launcher watches the ranks of its own machine; those that wait for
+a hung rank elsewhere fall silent too.
 """
 
 import contextlib
@@ -22,14 +24,18 @@ from trainer.runtime.processes import STOPPED, begun, status_of
 from trainer.runtime.status import Status
 
 MAX_GAP_S = 5.0
-"""Longest silence counted between two polls: when the launcher itself was suspended, the ranks had no chance either."""
+"""Longest silence counted between two polls: when the launcher itself was suspended, the ranks
+had no chance either.
+"""
 STACKS_S = 2.0
 SETTLED_S = 0.3
 """A rank writes its stacks in many small pieces; unchanged for this long they are complete."""
 COPY_S = 10.0
 PEERS_S = 10.0
-"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and not yet broken; and
-an agent after its ranks, so that those elsewhere find the store in which they meet."""
+"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and
+not yet broken; and an agent after its ranks, so that those elsewhere find the store in which they
+meet.
+"""
 GONE_S = 5.0
 CONDITIONS = {
     psutil.STATUS_STOPPED: "stopped by a signal",
@@ -50,7 +56,11 @@ class Rank:
 
     @property
     def is_hung(self) -> bool:
-        is_over = self.beat is not None and self.beat.limit_s is not None and self.silent_s > self.beat.limit_s
+        is_over = (
+            self.beat is not None
+            and self.beat.limit_s is not None
+            and self.silent_s > self.beat.limit_s
+        )
         return is_over and status_of(self.process) != ""
 
 
@@ -66,14 +76,18 @@ class Watchdog:
         self._ended_at = math.inf
 
     def finds_hang(self) -> bool:
-        """Whether a living rank has been silent for longer than its phase allows, by the launcher's own clock."""
+        """Whether a living rank has been silent for longer than its phase allows, by the
+        launcher's own clock.
+        """
         now = time.monotonic()
         passed_s, self._polled_at = min(now - self._polled_at, MAX_GAP_S), now
         for number, pid in self.status.pids().items():
             if number not in self._ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._ranks[number] = Rank(number, psutil.Process(pid))
-        self._ranks = {number: self._observe(rank, passed_s) for number, rank in self._ranks.items()}
+        self._ranks = {
+            number: self._observe(rank, passed_s) for number, rank in self._ranks.items()
+        }
         return any(rank.is_hung for rank in self._ranks.values())
 
     def _observe(self, rank: Rank, passed_s: float) -> Rank:
@@ -85,7 +99,8 @@ class Watchdog:
     def end_run(self, agent: subprocess.Popen) -> None:
         """Keep the stacks, say which rank hangs, and kill the agent with every process below it.
 
-        Done within half a minute, and without an error of its own, even when the run directory is what hangs.
+        Done within half a minute, and without an error of its own, even when the run directory is
+        what hangs.
         """
         found_at = time.monotonic()
         try:
@@ -97,14 +112,18 @@ class Watchdog:
             self.kill(agent)
 
     def wake_agent(self, agent: subprocess.Popen) -> None:
-        """Continue an agent that somebody stopped once its ranks have ended: it alone can tell how they did."""
+        """Continue an agent that somebody stopped once its ranks have ended: it alone can tell
+        how they did.
+        """
         if self._have_ended():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if psutil.Process(agent.pid).status() in STOPPED:
                     agent.send_signal(signal.SIGCONT)
 
     def finds_agent_waiting(self) -> bool:
-        """Whether the ranks here ended in order a while ago: the agent gives other machines five minutes more."""
+        """Whether the ranks here ended in order a while ago: the agent gives other machines
+        five minutes more.
+        """
         if not (self.has_peers and self._have_ended()):
             self._ended_at = math.inf
             return False
@@ -112,7 +131,9 @@ class Watchdog:
         return time.monotonic() > self._ended_at + PEERS_S
 
     def _have_ended(self) -> bool:
-        return bool(self._ranks) and not any(status_of(rank.process) for rank in self._ranks.values())
+        return bool(self._ranks) and not any(
+            status_of(rank.process) for rank in self._ranks.values()
+        )
 
     def kill(self, agent: subprocess.Popen) -> None:
         """End the agent and every process below it."""
@@ -129,11 +150,18 @@ class Watchdog:
             time.sleep(0.05)
 
     def _report(self) -> None:
-        """The stacks into the run directory, one error with the state of every rank on stderr. Raises `OSError`."""
-        ranks = sorted((rank for rank in self._ranks.values() if status_of(rank.process)), key=_suspicion)
-        lines = {rank.number: _describe(rank) for rank in ranks}  # before a signal changes what they do
+        """The stacks into the run directory, one error with the state of every rank on stderr.
+        Raises `OSError`.
+        """
+        ranks = sorted(
+            (rank for rank in self._ranks.values() if status_of(rank.process)), key=_suspicion
+        )
+        # before a signal changes what they do
+        lines = {rank.number: _describe(rank) for rank in ranks}
         stacks = self._collect_stacks(ranks)
-        files = {f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()}
+        files = {
+            f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()
+        }
         try:
             # with a time limit, because a dead file system may be what hangs
             place = f"in {begun(lambda: _write_hang_dir(self.run_dir, files)).result(COPY_S)}"
@@ -143,15 +171,19 @@ class Watchdog:
             place = f"above, because nothing can be written to {self.run_dir}: {reason}"
         listing = "\n".join(f"  {line}" for line in lines.values())
         print(
-            f"ERROR: the run hangs: no progress for longer than a phase allows; all ranks of {socket.gethostname()} "
-            f"are killed, continue with the same command. Likely cause first:\n{listing}\n  stacks: {place}",
+            f"ERROR: the run hangs: no progress for longer than a phase allows; all ranks of "
+            f"{socket.gethostname()} are killed, continue with the same command. Likely cause "
+            f"first:\n{listing}\n  stacks: {place}",
             file=sys.stderr,
             flush=True,
         )
 
     def _collect_stacks(self, ranks: list[Rank]) -> dict[int, str]:
-        """Stacks of all threads by number of the rank, or why there are none. Takes up to `STACKS_S`."""
-        earlier = {rank.number: self.status.stacks(rank.number) for rank in ranks}  # a user may have asked before
+        """Stacks of all threads by number of the rank, or why there are none. Takes up to
+        `STACKS_S`.
+        """
+        # a user may have asked before
+        earlier = {rank.number: self.status.stacks(rank.number) for rank in ranks}
         awaited = [rank.number for rank in ranks if status_of(rank.process) not in STOPPED]
         for rank in ranks:
             _send(rank.process, signal.SIGUSR2)
@@ -160,14 +192,24 @@ class Watchdog:
             time.sleep(0.05)
             last, stacks = stacks, {number: self.status.stacks(number) for number in earlier}
             changed_at = changed_at if stacks == last else now
-            if now - changed_at > SETTLED_S and all(stacks[number] != earlier[number] for number in awaited):
+            if now - changed_at > SETTLED_S and all(
+                stacks[number] != earlier[number] for number in awaited
+            ):
                 break
-        dumped = {key: text.removeprefix(earlier[key]).decode(errors="replace") for key, text in stacks.items()}
-        return {rank.number: dumped[rank.number] or f"no stack: {_condition(rank.process)}\n" for rank in ranks}
+        dumped = {
+            key: text.removeprefix(earlier[key]).decode(errors="replace")
+            for key, text in stacks.items()
+        }
+        return {
+            rank.number: dumped[rank.number] or f"no stack: {_condition(rank.process)}\n"
+            for rank in ranks
+        }
 
 
 def _suspicion(rank: Rank) -> tuple[bool, float]:
-    """Sorts the likely cause to the front: a stopped rank, then the one whose last beat is the oldest."""
+    """Sorts the likely cause to the front: a stopped rank, then the one whose last beat is the
+    oldest.
+    """
     return status_of(rank.process) not in STOPPED, rank.beat.at_s if rank.beat else float("inf")
 
 
@@ -185,7 +227,9 @@ def _condition(process: psutil.Process) -> str:
 
 
 def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:
-    """The files in `hang_<n>`, n the next free number; making the directory claims it against other machines."""
+    """The files in `hang_<n>`, n the next free number; making the directory claims it against
+    other machines.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):

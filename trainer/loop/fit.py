@@ -1,4 +1,6 @@
-"""From the first step to the exit code (floor 3): steps, validations, saves and rollbacks in the order they happen."""
+"""From the first step to the exit code (floor 3): steps, validations, saves and rollbacks in
+the order they happen.
+"""
 
 import logging
 from contextlib import closing
@@ -41,7 +43,9 @@ def _train(run: Run) -> int | None:
             run.evidence.note(row)
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
-            if decision.rollback_onset is not None and _roll_back(run, decision.rollback_onset, decision.reason):
+            if decision.rollback_onset is not None and _roll_back(
+                run, decision.rollback_onset, decision.reason
+            ):
                 return None
             if decision.is_stop:
                 logger.error("stopped at step %d: %s", batch.step, decision.reason)
@@ -54,17 +58,24 @@ def _train(run: Run) -> int | None:
 
 
 def _settle_debts(run: Run) -> int | None:
-    """Make up for a validation that the loaded checkpoint owes; the exit code if the run ends here."""
+    """Make up for a validation that the loaded checkpoint owes; the exit code if the run ends
+    here.
+    """
     step = run.batches.step
     if run.loop.owes_validation:
         validate(run, step)
         if run.loop.owes_validation:
             return _stopped(run, step)
-        run.checkpoints.settle(step, run.guard.history)  # which step is the best one may have changed
+        # which step is the best one may have changed
+        run.checkpoints.settle(step, run.guard.history)
     if run.loop.has_stopped_early:
         logger.info("this run has ended early, at step %d", step)
         return EXIT_DONE
-    return _stopped(run, step) if run.cadence.is_stop(step) and step < run.cadence.total_steps else None
+    return (
+        _stopped(run, step)
+        if run.cadence.is_stop(step) and step < run.cadence.total_steps
+        else None
+    )
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
@@ -82,13 +93,17 @@ def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
 
 
 def _stopped(run: Run, step: int) -> int:
-    reason = run.stop.reason or ("trainer.stop_at_step" if run.cadence.is_stop(step) else "a signal")
+    reason = run.stop.reason or (
+        "trainer.stop_at_step" if run.cadence.is_stop(step) else "a signal"
+    )
     logger.info("stopped at step %d on %s: saved, resumable", step, reason)
     return EXIT_RESUMABLE
 
 
 def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
-    """Save the state as it is after the step of `row`; with `is_required` before the run ends here."""
+    """Save the state as it is after the step of `row`; with `is_required` before the run ends
+    here.
+    """
     # a save in flight, and all tries of one the run ends with
     run.heartbeat.enter("save", limit_s=4 * run.save_timeout_s + run.hang_timeout_s)
     run.checkpoints.save(
@@ -102,14 +117,20 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
 
 
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
-    """Go back to the newest good checkpoint well before step `onset`, and pass over the batches around it.
+    """Go back to the newest good checkpoint well before step `onset`, and pass over the batches
+    around it.
 
-    Collective. False if there is none. A crash while this goes on leaves a run that continues either way.
+    Collective. False if there is none. A crash while this goes on leaves a run that continues
+    either way.
     """
     run.heartbeat.enter("rollback", limit_s=run.save_timeout_s + run.hang_timeout_s)
     step = run.batches.step
     found = run.checkpoints.decide_rollback(
-        onset=onset, step=step, last_step=run.batches.last_step, history=run.guard.history, reason=reason
+        onset=onset,
+        step=step,
+        last_step=run.batches.last_step,
+        history=run.guard.history,
+        reason=reason,
     )
     if found is None:
         return False
@@ -126,7 +147,9 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
 
 
 def _log_rest(run: Run) -> None:
-    """What became known after the last row: of the save and the validation that the run ended with."""
+    """What became known after the last row: of the save and the validation that the run ended
+    with.
+    """
     step = run.batches.step
     rest = {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}
     if rest:
@@ -134,8 +157,8 @@ def _log_rest(run: Run) -> None:
 
 
 def validate(run: Run, step: int) -> Decision:
-    """Measure, log and judge the model as it is after `step`, over every validation sample, token-weighted; owed when a
-    stop is requested before the end.
+    """Measure, log and judge the model as it is after `step`, over every validation sample,
+    token-weighted; owed when a stop is requested before the end.
     """
     run.loop.owes_validation = run.validation_batches is not None
     if run.validation_batches is None or run.is_stopping:
@@ -144,7 +167,9 @@ def validate(run: Run, step: int) -> Decision:
     if metrics is None:
         return Decision()
     run.loop.owes_validation = False
-    decision = run.guard.observe_validation(step, metrics["val/loss"], train_loss=run.meter.loss_ema)
+    decision = run.guard.observe_validation(
+        step, metrics["val/loss"], train_loss=run.meter.loss_ema
+    )
     run.loop.has_stopped_early = decision.is_stop
     run.log({**metrics, **run.guard.validation_scores()}, step)
     run.meter.note_duration("eval", run.meter.clock.exclude())

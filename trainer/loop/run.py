@@ -1,4 +1,5 @@
-"""What a run is made of (floor 3): `trainer/run/main.py` makes the parts, the functions of this package use them.
+"""What a run is made of (floor 3): `trainer/run/main.py` makes the parts, the functions of this
+package use them.
 
 And what of it survives a restart, by name.
 """
@@ -95,14 +96,18 @@ class Run:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 layer = re.match(r"(.*?\.\d+)\.", name)
-                blocks.setdefault(layer[1] if layer else name.rpartition(".")[0], []).append(parameter)
+                blocks.setdefault(layer[1] if layer else name.rpartition(".")[0], []).append(
+                    parameter
+                )
         return blocks
 
     def stateful_parts(self) -> dict[str, Stateful]:
-        """All that is saved, loaded and rolled back. A new part is a line here, and its two methods.
+        """All that is saved, loaded and rolled back. A new part is a line here, and its two
+        methods.
 
-        Its state has to be equal on all ranks, which each save checks; otherwise the class of the part sets `state_of`
-        (`trainer.progress`). A checkpoint from before a part was there leaves it as it begins.
+        Its state has to be equal on all ranks, which each save checks; otherwise the class of the
+        part sets `state_of` (`trainer.progress`). A checkpoint from before a part was there leaves
+        it as it begins.
         """
         return {
             "model": ModelShards(self.model),
@@ -130,8 +135,8 @@ class Run:
 class CrossEntropyHistory:
     """A part that remembers train/loss, in a run that trains another loss than cross-entropy.
 
-    Checkpoints from before train/loss was always cross-entropy remember the trained loss, which is much smaller.
-    Against that, every step would be a spike.
+    Checkpoints from before train/loss was always cross-entropy remember the trained loss, which is
+    much smaller. Against that, every step would be a spike.
     """
 
     def __init__(self, part: Stateful, keys: Sequence[str]) -> None:
@@ -148,7 +153,9 @@ class CrossEntropyHistory:
 
 
 class RateState:
-    """The rate follows the step and the configuration: what is saved tells readers, and a resume what has changed."""
+    """The rate follows the step and the configuration: what is saved tells readers, and a
+    resume what has changed.
+    """
 
     def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
         self._schedule, self._batches = schedule, batches
@@ -160,6 +167,12 @@ class RateState:
         now = self._schedule.state_dict()
         # a checkpoint from before a setting was saved has no value to compare
         compared = [key for key in now if key in state_dict]
-        changes = [f"{key}: {state_dict[key]} -> {now[key]}" for key in compared if state_dict[key] != now[key]]
+        changes = [
+            f"{key}: {state_dict[key]} -> {now[key]}"
+            for key in compared
+            if state_dict[key] != now[key]
+        ]
         if changes:
-            logger.warning("the learning rate follows another schedule from here on: %s", ", ".join(changes))
+            logger.warning(
+                "the learning rate follows another schedule from here on: %s", ", ".join(changes)
+            )

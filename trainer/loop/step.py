@@ -1,4 +1,6 @@
-"""One optimizer step (floor 3): forward, backward, one reduction, norm, decision to skip, clipped update, one wait."""
+"""One optimizer step (floor 3): forward, backward, one reduction, norm, decision to skip,
+clipped update, one wait.
+"""
 
 from typing import NamedTuple
 
@@ -54,7 +56,9 @@ class LossSums(NamedTuple):
 
 
 def training_step(run: Run, batch: StepBatch) -> StepResult:
-    """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
+    """Make step `batch.step`. Between the batch and the one wait at its end everything is
+    asynchronous.
+    """
     clock = run.meter.clock
     clock.mark("data")
     seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
@@ -77,7 +81,10 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     )
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
-    is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits()) | ~packet.sum_of(loss.trained).isfinite()
+    is_skipped = (
+        is_left_out(mean_loss, grad_norm, run.guard.limits())
+        | ~packet.sum_of(loss.trained).isfinite()
+    )
     run.checkpoints.before_update()
     clipped_step(
         run.optimizer,
@@ -88,23 +95,35 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     )
     run.optimizer.zero_grad(set_to_none=True)
     clock.mark("optimizer")
-    totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped, **run.routers.settle(packet.vector, batch))
-    run.is_stopping, run.is_save_requested = (totals.sums[f"num_{what}_requests"] > 0 for what in ("stop", "save"))
+    totals = packet.read(
+        grad_norm=grad_norm, is_skipped=is_skipped, **run.routers.settle(packet.vector, batch)
+    )
+    run.is_stopping, run.is_save_requested = (
+        totals.sums[f"num_{what}_requests"] > 0 for what in ("stop", "save")
+    )
     was_skipped = bool(totals.sums["is_skipped"])
     signals = run.meter.signals(batch, totals, lr=lr)
     clock.mark("other")
     decision = run.guard.observe(batch.step, signals, is_skipped=was_skipped)
     if decision.wants_evidence:
-        run.evidence.keep(batch, loss.losses, signals=signals, is_skipped=was_skipped, reason=decision.reason)
+        run.evidence.keep(
+            batch, loss.losses, signals=signals, is_skipped=was_skipped, reason=decision.reason
+        )
     clock.mark("guard")
     row = run.meter.row(batch, signals, totals)
-    return StepResult({**row, **run.guard.scores(), **run.checkpoints.take_metrics(batch.step)}, decision)
+    return StepResult(
+        {**row, **run.guard.scores(), **run.checkpoints.take_metrics(batch.step)}, decision
+    )
 
 
 def accumulate(run: Run, batch: StepBatch) -> LossSums:
-    """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global batch."""
+    """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global
+    batch.
+    """
     clock, device = run.meter.clock, run.world.device
-    loss_sum, objective_sum, num_hits, num_nonfinite = torch.zeros(4, dtype=torch.float64, device=device).unbind()
+    loss_sum, objective_sum, num_hits, num_nonfinite = torch.zeros(
+        4, dtype=torch.float64, device=device
+    ).unbind()
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
     objective = None if run.model.trains_cross_entropy else objective_sum
     sums = LossSums(loss_sum, objective, num_hits, num_nonfinite, by_source, [])
@@ -136,7 +155,9 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
 
 
 def rare_square_sums(run: Run) -> dict[str, Tensor]:
-    """Squared norms of this rank's share of the parameters, and of the gradient of each block: float64 scalars."""
+    """Squared norms of this rank's share of the parameters, and of the gradient of each block:
+    float64 scalars.
+    """
     squares = {PARAM_SQUARES: square_sum(run.parameters)}
     for name, parameters in run.blocks.items():
         squares[f"{BLOCK_SQUARES}{name}"] = local_square_sum(parameters)
@@ -144,7 +165,9 @@ def rare_square_sums(run: Run) -> dict[str, Tensor]:
 
 
 def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
-    """Boolean scalar on the device: loss or norm is not finite, or beyond the limits of this step."""
+    """Boolean scalar on the device: loss or norm is not finite, or beyond the limits of this
+    step.
+    """
     is_finite = loss.isfinite() & grad_norm.isfinite()
     is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)
     return ~is_finite | is_severe | (loss > limits.loss_alone) | (grad_norm > limits.grad_alone)

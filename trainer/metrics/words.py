@@ -43,7 +43,9 @@ REDUCERS = {
     "p95": "95th percentile over all ranks",
     "p99": "99th percentile over all ranks",
 }
-"""Suffixes as in `loss@mean`, with which other trainers say how ranks are reduced: no part of the name."""
+"""Suffixes as in `loss@mean`, with which other trainers say how ranks are reduced: no part of
+the name.
+"""
 BETTER = {
     "down": "lower is better",
     "up": "higher is better",
@@ -63,14 +65,19 @@ PLACEHOLDERS = {
     "<group>": (".+", "name of a parameter group"),
     "<block>": (".+", "name of a layer block"),
     "<name>": (".+", "name of a reward function"),
-    "<infix>": (r"[^/]+/[^/]+", "cluster and operation in ROLL's names: actor_train/compute_log_probs"),
+    "<infix>": (
+        r"[^/]+/[^/]+",
+        "cluster and operation in ROLL's names: actor_train/compute_log_probs",
+    ),
     "<device>": (r"\d+", "number of the device"),
 }
 """Part of a key that differs from run to run -> what it matches, and what it means."""
 
 
 def split_reducer(key: str) -> tuple[str, str | None]:
-    """`tokens@sum` -> (`tokens`, `sum`); a key without such a suffix comes back as it is, with None."""
+    """`tokens@sum` -> (`tokens`, `sum`); a key without such a suffix comes back as it is, with
+    None.
+    """
     name, _, reducer = key.rpartition("@")
     return (name, reducer) if name and reducer in REDUCERS else (key, None)
 
@@ -79,7 +86,9 @@ def split_reducer(key: str) -> tuple[str, str | None]:
 def pattern(key: str) -> re.Pattern[str]:
     """What the placeholders of a key may stand for."""
     parts = re.split("(<.*?>)", key)
-    return re.compile("".join(f"(?:{PLACEHOLDERS[p][0]})" if p in PLACEHOLDERS else re.escape(p) for p in parts))
+    return re.compile(
+        "".join(f"(?:{PLACEHOLDERS[p][0]})" if p in PLACEHOLDERS else re.escape(p) for p in parts)
+    )
 
 
 Better = Literal["down", "up", "middle", "none"]
@@ -99,7 +108,17 @@ class Metric:
     unit: str
     """1 = pure number, share = 0 to 1."""
     over_ranks: Literal["sum", "mean", "max", "min", "slowest", "skew", "global", "main"]
-    group: Literal["optimisation", "validation", "length", "data", "timing", "memory", "state", "guard", "other"]
+    group: Literal[
+        "optimisation",
+        "validation",
+        "length",
+        "data",
+        "timing",
+        "memory",
+        "state",
+        "guard",
+        "other",
+    ]
     better: Better
     every: Every
     meaning: str
@@ -108,7 +127,9 @@ class Metric:
     config: tuple[str, ...] = ()
     """Configuration keys that shape it."""
     console: str = ""
-    """How a line of the console shows it, in the order of the table: a format of `{}`, or of `{duration}`."""
+    """How a line of the console shows it, in the order of the table: a format of `{}`, or of
+    `{duration}`.
+    """
     csv: str = ""
     """Its column in the histories and how an epoch's steps become one value: `seconds sum`."""
 

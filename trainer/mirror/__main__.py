@@ -1,8 +1,9 @@
-"""The process beside the ranks of a run that keeps its mirror; `launch` starts it (floor 3, no torch).
+"""The process beside the ranks of a run that keeps its mirror; `launch` starts it (floor 3, no
+torch).
 
-`python -m trainer.mirror LAUNCHER_PID READY_FD`. It reads the configuration from the first line of its input, prepares,
-writes a byte to READY_FD, and uploads what is saved until its input ends: then what is still to come, and leaves. It
-dies with the launcher.
+`python -m trainer.mirror LAUNCHER_PID READY_FD`. It reads the configuration from the first line of
+its input, prepares, writes a byte to READY_FD, and uploads what is saved until its input ends: then
+what is still to come, and leaves. It dies with the launcher.
 """
 
 import json
@@ -70,7 +71,9 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
     def tell(step: int, size_bytes: int, duration_s: float) -> None:
         if not ending.is_set():
             fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
-            _record(trainer, Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
+            _record(
+                trainer, Event("mirror", step, f"step {step} is in {storage.url}", fields=fields)
+            )
 
     uploader, num_failed, num_last = uploader_of(trainer, storage, tell=tell), 0, 0
     while True:
@@ -103,7 +106,9 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
-    """Raises `SilentError` for a storage that has not answered for so long: nothing else ends a call of a library."""
+    """Raises `SilentError` for a storage that has not answered for so long: nothing else ends a
+    call of a library.
+    """
     storage.answered_at = time.monotonic()
     done = begun(work)
     while not wait([done], timeout=POLL_S).done:
@@ -113,7 +118,9 @@ def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> 
 
 
 def _record(trainer: TrainerConfig, event: Event) -> None:
-    """Among the events of the attempt under way; before its first one nobody is there to read it."""
+    """Among the events of the attempt under way; before its first one nobody is there to read
+    it.
+    """
     path = Path(trainer.default_local_dir, FILE_NAME)
     if events := read_events(path):
         file = EventsFile(path, attempt=events[-1]["attempt"], is_guest=True)

@@ -1,4 +1,6 @@
-"""A repository of the Hub as a mirror: a checkpoint is one commit; exports alone are a model to load (floor 3)."""
+"""A repository of the Hub as a mirror: a checkpoint is one commit; exports alone are a model to
+load (floor 3).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
 SMALL_BYTES = 2**24
-"""The Hub sends smaller files with the commit itself. One that is tried again must not need them on the disk."""
+"""The Hub sends smaller files with the commit itself. One that is tried again must not need
+them on the disk.
+"""
 
 
 class HubStorage(Storage):
-    """What a block of `as_one` writes and removes is one commit. Its files are sent before; after a failure they are
-    there, and the block is tried again with the same title.
+    """What a block of `as_one` writes and removes is one commit. Its files are sent before; after a
+    failure they are there, and the block is tried again with the same title.
     """
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
@@ -80,7 +84,9 @@ class HubStorage(Storage):
     def remove(self, name: str, *, is_tree: bool = False) -> None:
         if not self._is_open:
             return super().remove(name, is_tree=is_tree)
-        self._removed |= {found for found in super().sizes() if found == name or found.startswith(f"{name}/")}
+        self._removed |= {
+            found for found in super().sizes() if found == name or found.startswith(f"{name}/")
+        }
 
     def _add(self, name: str, content: Path | bytes) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -99,22 +105,28 @@ class ModelUploader(Uploader):
     """Of exports alone: one lies at the URL, those before it in the history of the repository."""
 
     def _bring_up(self, pointer: int, local: list[CheckpointInfo]) -> None:
-        """The best one of the evaluation `trainer.best_metric` lies there in the end; where it scored none, the newest,
-        and before it what else is best.
+        """The best one of the evaluation `trainer.best_metric` lies there in the end; where it
+        scored none, the newest, and before it what else is best.
         """
         (aim,) = rollback.best_scored(self._run_dir, self._trainer.best_metric, local) or {pointer}
         held, worth = self._look(), self._worth_keeping(local)
         for info in local:
             is_between = info.step in worth and (held.pointer or -1) < info.step < aim
-            if (is_between or info.step == aim) and not _is_same(held.whole.get(info.step), info.manifest):
+            if (is_between or info.step == aim) and not _is_same(
+                held.whole.get(info.step), info.manifest
+            ):
                 self._upload(info, held)
         if aim not in self._look().whole:
-            raise StorageError(f"{self._storage.url} does not show step {aim} yet, although it was written")
+            raise StorageError(
+                f"{self._storage.url} does not show step {aim} yet, although it was written"
+            )
         self._note(pointer, [aim])
 
     def _look(self) -> MirrorState:
         model = look_at_model(self._storage, self._storage.sizes())
-        return MirrorState(model.step if model else None, {model.step: model} if model else {}, {}, set())
+        return MirrorState(
+            model.step if model else None, {model.step: model} if model else {}, {}, set()
+        )
 
     def _name(self, step: int, path: str) -> str:
         return in_model(path)
@@ -122,7 +134,9 @@ class ModelUploader(Uploader):
     def _clear(self, manifest: Manifest, held: MirrorState) -> None:
         """An export of other files leaves none of them behind."""
         own = {record.path for record in manifest.files}
-        for record in (record for other in self._look().whole.values() for record in mirrored(other, HF_MODEL)):
+        for record in (
+            record for other in self._look().whole.values() for record in mirrored(other, HF_MODEL)
+        ):
             if record.path not in own:
                 self._storage.remove(in_model(record.path))
 
@@ -137,6 +151,8 @@ def storage_of(url: str, file_system: AbstractFileSystem | None = None) -> Stora
     return (HubStorage if is_repository(url) else Storage)(url, file_system)
 
 
-def uploader_of(trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None) -> Uploader:
+def uploader_of(
+    trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
+) -> Uploader:
     is_model = is_repository(storage.url) and trainer.checkpoint.mirror_contents == HF_MODEL
     return (ModelUploader if is_model else Uploader)(trainer, storage, tell=tell)

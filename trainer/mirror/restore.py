@@ -1,4 +1,6 @@
-"""Before a run: the mirror is its own, and an empty run directory takes its newest checkpoint (floor 3, no torch)."""
+"""Before a run: the mirror is its own, and an empty run directory takes its newest checkpoint
+(floor 3, no torch).
+"""
 
 import json
 import logging
@@ -26,7 +28,9 @@ from trainer.tracking import run_info
 RETRY_AFTER_S = (2.0, 10.0)
 WHOLE = "all"
 MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
-"""What logs may unpack to: JSON lines compress 5 to 20 times, an archive made to fill the disk 1,000 times."""
+"""What logs may unpack to: JSON lines compress 5 to 20 times, an archive made to fill the disk
+1,000 times.
+"""
 NUM_READS = 2
 """Before what came counts as damaged: a connection may end early without an error."""
 
@@ -37,11 +41,15 @@ class _DamagedError(Exception):
     """What came is not what the manifest says."""
 
 
-def prepare(trainer: TrainerConfig, storage: Storage, *, retry_after_s: tuple[float, ...] = RETRY_AFTER_S) -> None:
-    """Raises `ConfigError` for the mirror of another run, one that cannot be used or not be resumed from.
+def prepare(
+    trainer: TrainerConfig, storage: Storage, *, retry_after_s: tuple[float, ...] = RETRY_AFTER_S
+) -> None:
+    """Raises `ConfigError` for the mirror of another run, one that cannot be used or not be resumed
+    from.
 
-    A storage out of reach is only warned of where the run directory has a checkpoint; where it has none, nobody knows
-    whether the run begins: `ResumableError`, so that no step is trained twice over one that was saved.
+    A storage out of reach is only warned of where the run directory has a checkpoint; where it has
+    none, nobody knows whether the run begins: `ResumableError`, so that no step is trained twice
+    over one that was saved.
     """
     own, problem = _own_checkpoint(Path(trainer.default_local_dir))
     for pause_s in (*retry_after_s, None):
@@ -62,7 +70,9 @@ def prepare(trainer: TrainerConfig, storage: Storage, *, retry_after_s: tuple[fl
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
-    """Warns where the run has a checkpoint of its own. Raises `ResumableError` or, for a refusal, `ConfigError`."""
+    """Warns where the run has a checkpoint of its own. Raises `ResumableError` or, for a
+    refusal, `ConfigError`.
+    """
     if _own_checkpoint(Path(trainer.default_local_dir))[0] is not None:
         logger.warning("%s; training goes on, uploads are tried again", error)
     elif error.is_refusal:
@@ -92,13 +102,17 @@ def _require_own(trainer: TrainerConfig, storage: Storage) -> None:
     if None in holder:
         is_model = is_repository(storage.url) and trainer.checkpoint.mirror_contents == HF_MODEL
         if is_model and {"config.json", "adapter_config.json"} & storage.sizes().keys():
-            raise ConfigError(f"'{storage.url}' holds a model already: give this run's exports a place of their own")
+            raise ConfigError(
+                f"'{storage.url}' holds a model already: give this run's exports a place of their "
+                f"own"
+            )
         identity = dict(zip(("project_name", "experiment_name"), names, strict=True))
         storage.write(run_info.FILE_NAME, (json.dumps(identity) + "\n").encode())
     elif holder != names:
         raise ConfigError(
-            f"'{storage.url}' mirrors the run '{holder[1]}' of project '{holder[0]}', not '{names[1]}' of "
-            f"'{names[0]}': give each run its own, {KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
+            f"'{storage.url}' mirrors the run '{holder[1]}' of project '{holder[0]}', not "
+            f"'{names[1]}' of '{names[0]}': give each run its own, "
+            f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
         )
 
 
@@ -106,26 +120,30 @@ def _compare(own: int, held: MirrorState, url: str) -> None:
     newest = held.candidates[0].step if held.candidates else 0
     if newest > own:
         logger.warning(
-            "%s holds step %d, this machine step %d: the run goes on from its own; to take the mirror's, stop and move "
-            "the run directory away",
+            "%s holds step %d, this machine step %d: the run goes on from its own; to take the "
+            "mirror's, stop and move the run directory away",
             *(url, newest, own),
         )
 
 
 def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
-    """The first candidate that proves to be whole becomes a checkpoint of the run directory, as a save makes one."""
+    """The first candidate that proves to be whole becomes a checkpoint of the run directory, as
+    a save makes one.
+    """
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "disable":
         raise ConfigError(
-            f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step {max(held.steps)}; they "
-            f"are not overwritten: use resume_mode=auto to continue, or another trainer.experiment_name and {KEY}"
+            f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step "
+            f"{max(held.steps)}; they are not overwritten: use resume_mode=auto to continue, or "
+            f"another trainer.experiment_name and {KEY}"
         )
     problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
     try:
         fsio.make_dirs(run_dir)
         with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
             for manifest in held.candidates:
-                layout.clean_leftovers(run_dir)  # of the candidate before this one too, whose room it may need
+                # of the candidate before this one too, whose room it may need
+                layout.clean_leftovers(run_dir)
                 name, started = layout.step_dir_name(manifest.step), time.monotonic()
                 size = readable(sum(record.size_bytes for record in manifest.files))
                 logger.info("taking %s (%s) from %s", name, size, storage.url)
@@ -133,9 +151,15 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
                     _take(run_dir, storage, manifest)
                 except _DamagedError as error:
                     problems.append(f"step {manifest.step}: {error}")
-                    logger.warning("passed over step %d of %s: %s", manifest.step, storage.url, error)
+                    logger.warning(
+                        "passed over step %d of %s: %s", manifest.step, storage.url, error
+                    )
                     continue
-                logger.info("took %s in %.1f s, every file as its manifest says", name, time.monotonic() - started)
+                logger.info(
+                    "took %s in %.1f s, every file as its manifest says",
+                    name,
+                    time.monotonic() - started,
+                )
                 return
     except StorageError as error:
         raise ResumableError(f"{error}; the same command tries again") from error
@@ -153,7 +177,9 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     """Raises `_DamagedError` for what is not as the manifest says."""
     retention.require_space(run_dir, sum(record.size_bytes for record in manifest.files))
     place, staging = layout.step_dir_name(manifest.step), layout.staging_dir(run_dir, manifest.step)
-    for directory in sorted({(staging / record.path).parent for record in manifest.files} | {staging}):
+    for directory in sorted(
+        {(staging / record.path).parent for record in manifest.files} | {staging}
+    ):
         fsio.make_dirs(directory)
 
     def fetch(record: FileRecord) -> None:
@@ -195,12 +221,16 @@ def _take_run_files(storage: Storage, place: str, staging: Path, run_dir: Path) 
             problem = error
         finally:
             (staging / RUN_FILES).unlink(missing_ok=True)
-    logger.warning("%s cannot be read (%s): logs and trackers begin anew, the state goes on", RUN_FILES, problem)
+    logger.warning(
+        "%s cannot be read (%s): logs and trackers begin anew, the state goes on",
+        RUN_FILES,
+        problem,
+    )
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
-    """Read to its end before a name is given: its checksum stands there. What a kill leaves half-written goes with the
-    directory of the archive; what a failure leaves is removed at once.
+    """Read to its end before a name is given: its checksum stands there. What a kill leaves
+    half-written goes with the directory of the archive; what a failure leaves is removed at once.
 
     Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
     """
@@ -213,7 +243,10 @@ def _unpack(archive: Path, run_dir: Path) -> None:
                 raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
         for member in opened.getmembers():
             path = run_dir / member.name
-            is_log = Path(member.name).parts[:1] in [(name,) for name in TRAVELS] and ".." not in path.parts
+            is_log = (
+                Path(member.name).parts[:1] in [(name,) for name in TRAVELS]
+                and ".." not in path.parts
+            )
             if not member.isfile() or not is_log or path.exists():
                 continue
             fsio.make_dirs(path.parent)

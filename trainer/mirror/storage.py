@@ -37,17 +37,25 @@ class SilentError(StorageError):
 
 
 def require_usable(url: str) -> None:
-    """The URL is one and its packages are there; nothing is imported or connected. Raises `ConfigError`."""
+    """The URL is one and its packages are there; nothing is imported or connected. Raises
+    `ConfigError`.
+    """
     protocol, mark, path = url.partition("://")
     if not mark or not path.strip("/"):
         raise ConfigError(
-            f"'{KEY}={url}' is no URL: write s3://bucket/path, gs://…, hf://org/repo/path or file:///path"
+            f"'{KEY}={url}' is no URL: write s3://bucket/path, gs://…, hf://org/repo/path or "
+            f"file:///path"
         )
     if protocol not in fsspec.available_protocols():
-        raise ConfigError(f"'{KEY}={url}': nobody knows {protocol}://; s3, gs, hf, file and what else fsspec has work")
+        raise ConfigError(
+            f"'{KEY}={url}': nobody knows {protocol}://; s3, gs, hf, file and what else fsspec has "
+            f"work"
+        )
     known = known_implementations.get(protocol, {"class": "fsspec"})
     if find_spec(known["class"].partition(".")[0]) is None:
-        raise ConfigError(f"'{KEY}={url}': {known.get('err')} (s3fs and gcsfs: pip install 'fsdp-sft[mirror]')")
+        raise ConfigError(
+            f"'{KEY}={url}': {known.get('err')} (s3fs and gcsfs: pip install 'fsdp-sft[mirror]')"
+        )
 
 
 def is_repository(url: str) -> bool:
@@ -75,8 +83,9 @@ def count_files(url: str, *, within_s: float) -> int:
 
 
 class Storage:
-    """Names are relative to `url`, with forward slashes. Every failure is a `StorageError`; a file that is not there
-    is none where it is asked for or removed. May be used from several threads. `answered_at`: on the monotonic clock.
+    """Names are relative to `url`, with forward slashes. Every failure is a `StorageError`; a file
+    that is not there is none where it is asked for or removed. May be used from several threads.
+    `answered_at`: on the monotonic clock.
     """
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
@@ -97,7 +106,9 @@ class Storage:
         return type(self)(self.url, self._given)
 
     def as_one(self, title: str) -> AbstractContextManager[None]:
-        """Where a storage can, what the block writes and removes shows at its end, together and under this title."""
+        """Where a storage can, what the block writes and removes shows at its end, together and
+        under this title.
+        """
         return nullcontext()
 
     def sizes(self) -> dict[str, int]:
@@ -108,7 +119,10 @@ class Storage:
                 found = self._fs.find(self._root, detail=True)
             except FileNotFoundError:
                 return {}
-            return {name.removeprefix(self._root).lstrip("/"): int(info["size"]) for name, info in found.items()}
+            return {
+                name.removeprefix(self._root).lstrip("/"): int(info["size"])
+                for name, info in found.items()
+            }
 
     def read(self, name: str) -> bytes | None:
         with self._told("read", name):
@@ -142,7 +156,9 @@ class Storage:
     def remove(self, name: str, *, is_tree: bool = False) -> None:
         with self._told("remove", name):
             try:
-                self._fs.rm(self._path(name), recursive=True) if is_tree else self._fs.rm_file(self._path(name))
+                self._fs.rm(self._path(name), recursive=True) if is_tree else self._fs.rm_file(
+                    self._path(name)
+                )
             except FileNotFoundError:
                 pass
 
@@ -165,6 +181,13 @@ class Storage:
             self.answered_at = time.monotonic()
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            status = getattr(getattr(error, "response", None), "status_code", None)  # as the client of the Hub says it
-            is_refusal = isinstance(error, PermissionError | FileNotFoundError) or status in (401, 403, 404)
-            raise StorageError(f"cannot {verb} {self.url}/{name}: {reason}", is_refusal=is_refusal) from error
+            # as the client of the Hub says it
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_refusal = isinstance(error, PermissionError | FileNotFoundError) or status in (
+                401,
+                403,
+                404,
+            )
+            raise StorageError(
+                f"cannot {verb} {self.url}/{name}: {reason}", is_refusal=is_refusal
+            ) from error

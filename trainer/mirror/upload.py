@@ -1,4 +1,6 @@
-"""Brings a mirror up to what a run directory holds; ends anywhere without harm, and begins anew (floor 3, no torch)."""
+"""Brings a mirror up to what a run directory holds; ends anywhere without harm, and begins anew
+(floor 3, no torch).
+"""
 
 import json
 import math
@@ -25,10 +27,18 @@ from trainer.runtime.json_lines import read_object
 from trainer.tracking import events_file, metrics_file, run_info
 
 TRAVELS = (
-    *(run_info.FILE_NAME, metrics_file.FILE_NAME, events_file.FILE_NAME, rollback.FILE, evaluations.FILE_NAME),
+    *(
+        run_info.FILE_NAME,
+        metrics_file.FILE_NAME,
+        events_file.FILE_NAME,
+        rollback.FILE,
+        evaluations.FILE_NAME,
+    ),
     *("evidence", "proofs"),
 )
-"""Of the run directory, beside a checkpoint: all else is made from these again, or belongs to a machine."""
+"""Of the run directory, beside a checkpoint: all else is made from these again, or belongs to a
+machine.
+"""
 NUM_STREAMS = 4
 
 Uploaded = Callable[[int, int, float], None]
@@ -36,9 +46,13 @@ Uploaded = Callable[[int, int, float], None]
 
 
 class Uploader:
-    """Of one run directory, one at a time. Only what the run's pointer has named goes up, and what is best."""
+    """Of one run directory, one at a time. Only what the run's pointer has named goes up, and
+    what is best.
+    """
 
-    def __init__(self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None) -> None:
+    def __init__(
+        self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
+    ) -> None:
         self._run_dir, self._trainer = Path(trainer.default_local_dir), trainer
         self._storage, self._tell = storage, tell
         self._contents = trainer.checkpoint.mirror_contents
@@ -49,7 +63,9 @@ class Uploader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the run directory has changed since the last `sync`; asks nothing of the storage."""
+        """Whether the run directory has changed since the last `sync`; asks nothing of the
+        storage.
+        """
         return self._local_state() != self._seen
 
     def sync(self) -> None:
@@ -64,7 +80,9 @@ class Uploader:
         self._seen = state
 
     def _local_state(self) -> object:
-        names = [name for name in fsio.list_dir(self._run_dir) if layout.parse_step(name) is not None]
+        names = [
+            name for name in fsio.list_dir(self._run_dir) if layout.parse_step(name) is not None
+        ]
         scores = rollback.scores(self._run_dir, self._trainer.best_metric)
         return names, layout.read_pointer(self._run_dir), rollback.read(self._run_dir), scores
 
@@ -86,7 +104,8 @@ class Uploader:
         for info in due:
             try:
                 self._upload(info, held, names_it=info.step == pointer != held.pointer)
-            except OSError as error:  # of an old one, whose files changed: nothing else waits for it
+            # of an old one, whose files changed: nothing else waits for it
+            except OSError as error:
                 if info.step == pointer:
                     raise
                 problem = error
@@ -94,7 +113,9 @@ class Uploader:
         if layout.read_pointer(self._run_dir).step != pointer:
             return
         if pointer not in held.whole or held.pointer != pointer:
-            raise StorageError(f"{self._storage.url} does not show step {pointer} yet, although it was written")
+            raise StorageError(
+                f"{self._storage.url} does not show step {pointer} yet, although it was written"
+            )
         self._note(pointer, self._rotate(held, pointer))
         if problem is not None:
             raise problem
@@ -103,7 +124,9 @@ class Uploader:
         return look(self._storage, self._contents)
 
     def _upload(self, info: CheckpointInfo, held: MirrorState, *, names_it: bool = False) -> None:
-        """Files, then the manifest. What another process began is written anew: who knows how far it came."""
+        """Files, then the manifest. What another process began is written anew: who knows how
+        far it came.
+        """
         assert info.manifest is not None, "it is committed"
         started, manifest = time.monotonic(), info.manifest
         records, title = mirrored(manifest, self._contents), f"step {info.step} ({manifest.nonce})"
@@ -113,7 +136,8 @@ class Uploader:
                 return
             with logs as archive, self._storage.as_one(title):
                 if self._begun != (info.step, manifest.nonce):
-                    self._clear(manifest, held)  # before it is pointed to: another of this step is of a past undone
+                    # before it is pointed to: another of this step is of a past undone
+                    self._clear(manifest, held)
                     self._begun, self._sent = (info.step, manifest.nonce), set()
                 if names_it:  # before its checkpoint: what came after it elsewhere no longer counts
                     self._point(info.step)
@@ -127,7 +151,9 @@ class Uploader:
                 self._storage.put(directory / MANIFEST, self._name(info.step, MANIFEST))
         self._begun = None
         if self._tell is not None:
-            self._tell(info.step, sum(record.size_bytes for record in records), time.monotonic() - started)
+            self._tell(
+                info.step, sum(record.size_bytes for record in records), time.monotonic() - started
+            )
 
     def _name(self, step: int, path: str) -> str:
         """Where a file of a checkpoint lies."""
@@ -158,10 +184,12 @@ class Uploader:
                 raise StorageError(f"{name} {there}, {record.size_bytes} were sent")
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
-        """Remove what a rollback discarded, old checkpoints, and what never became one, once the pointer's is whole and
-        a way back for a machine that is lost; what stays.
+        """Remove what a rollback discarded, old checkpoints, and what never became one, once the
+        pointer's is whole and a way back for a machine that is lost; what stays.
         """
-        discarded = {nonce for entry in rollback.read(self._run_dir).entries for nonce in entry.discarded}
+        discarded = {
+            nonce for entry in rollback.read(self._run_dir).entries for nonce in entry.discarded
+        }
         undone = {step for step, manifest in held.whole.items() if manifest.nonce in discarded}
         whole, keep = sorted(held.whole.keys() - undone), self._trainer.checkpoint.mirror_keep
         found = [CheckpointInfo(step, Path(), manifest=held.whole[step]) for step in whole]
@@ -178,7 +206,9 @@ class Uploader:
         self._storage.remove(layout.step_dir_name(step), is_tree=True)
 
     def _worth_keeping(self, found: list[CheckpointInfo]) -> set[int]:
-        return rollback.worth_keeping(self._run_dir, self._history, self._trainer.best_metric, found)
+        return rollback.worth_keeping(
+            self._run_dir, self._history, self._trainer.best_metric, found
+        )
 
     def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
         with suppress(OSError):
@@ -188,8 +218,8 @@ class Uploader:
 
 @contextmanager
 def packed(run_dir: Path) -> Iterator[Path]:
-    """What travels beside a checkpoint, in a file for that moment; the checksum of gzip proves it. Rows of later steps
-    do no harm: the next attempt says where it goes on.
+    """What travels beside a checkpoint, in a file for that moment; the checksum of gzip proves it.
+    Rows of later steps do no harm: the next attempt says where it goes on.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:
@@ -206,6 +236,10 @@ def _history(run_dir: Path) -> History:
     """Where the validation loss was lowest, as the run logged it."""
     path = run_dir / metrics_file.FILE_NAME
     rows = metrics_file.read_rows(path) if path.exists() else iter(())
-    losses = [(row.data["val/loss"], row.step) for row in rows if row.kind == "val" and "val/loss" in row.data]
+    losses = [
+        (row.data["val/loss"], row.step)
+        for row in rows
+        if row.kind == "val" and "val/loss" in row.data
+    ]
     finite = [found for found in losses if math.isfinite(found[0])]
     return History(min(finite)[1] if finite else None)

@@ -1,4 +1,5 @@
-"""What of a model is trained, if not all: LoRA adapters, which peft makes and names, or what `model.freeze` leaves.
+"""What of a model is trained, if not all: LoRA adapters, which peft makes and names, or what
+`model.freeze` leaves.
 
 What is frozen is held in the dtype it is computed in.
 """
@@ -24,11 +25,18 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
-_FREE = {"base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"}
+_FREE = {
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "inference_mode",
+}
 _BY_TENSORS = {"target_modules", "target_parameters", "exclude_modules"}
 _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
-"""Settings of an adapter to start from: those that do not matter, those that the names of its tensors say exactly, and
-those that are followed."""
+"""Settings of an adapter to start from: those that do not matter, those that the names of its
+tensors say exactly, and those that are followed."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -50,8 +58,8 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def fill(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
-    """Give adapters their first values, those of `model.lora_adapter_path` or peft's own: B zero, A uniform, drawn
-    from the seed and its name, so that the number of ranks does not matter.
+    """Give adapters their first values, those of `model.lora_adapter_path` or peft's own: B zero, A
+    uniform, drawn from the seed and its name, so that the number of ranks does not matter.
     """
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     if config.lora_adapter_path is not None:
@@ -82,8 +90,8 @@ def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
     settings = _given(path) if path else _configured(config)
     if config.lora_rank not in (0, settings.r):
         raise ConfigError(
-            f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has rank {settings.r}: "
-            f"leave model.lora_rank out"
+            f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has "
+            f"rank {settings.r}: leave model.lora_rank out"
         )
     settings.base_model_name_or_path = _where(config.partial_pretrain)
     if path:
@@ -93,16 +101,18 @@ def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
     else:
         targets = config.target_modules
         layers = lora_layers.chosen(model, targets, said=f"model.target_modules={targets}")
-    # the layers are named by the tensors of an adapter: peft gives some names in target_modules another meaning
+    # the layers are named by the tensors of an adapter: peft gives some names in target_modules
+    # another meaning
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of target_modules, which are not set yet, and of settings of the layer
+        # of target_modules, which are not set yet, and of settings of the layer
+        warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(settings, model, NAME, state_dict=tensors)
         except ValueError as error:
             raise ConfigError(
-                f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: {error}.\n"
-                f"Fix: name fewer layers with model.target_modules"
+                f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: "
+                f"{error}.\nFix: name fewer layers with model.target_modules"
             ) from error
     settings.target_modules, settings.target_parameters = lora_layers.written(model, layers)
 
@@ -121,26 +131,41 @@ def _configured(config: ModelConfig) -> "LoraConfig":
 
 def _adapted_in(file: Path) -> list[str]:
     """The layers that the adapter in a file is for."""
-    names = dict.fromkeys(name.removeprefix(peft_name("")).partition(".lora_")[0] for name in stored_in(file))
+    names = dict.fromkeys(
+        name.removeprefix(peft_name("")).partition(".lora_")[0] for name in stored_in(file)
+    )
     return list(names)
 
 
 def _given(path: str) -> "LoraConfig":
-    """The settings of an adapter to start from. Raises `ConfigError` for what is more than plain LoRA."""
+    """The settings of an adapter to start from. Raises `ConfigError` for what is more than
+    plain LoRA.
+    """
     from peft import LoraConfig, PeftConfig
 
     try:
         found = PeftConfig.from_pretrained(path)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ConfigError(f"model.lora_adapter_path={path} has no usable adapter_config.json: {error}") from error
+        raise ConfigError(
+            f"model.lora_adapter_path={path} has no usable adapter_config.json: {error}"
+        ) from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
     # how its first values were drawn says nothing, but for ways that change the base
-    free = _FREE | {"init_lora_weights"} if own["init_lora_weights"] in (True, False, "gaussian") else _FREE
+    free = (
+        _FREE | {"init_lora_weights"}
+        if own["init_lora_weights"] in (True, False, "gaussian")
+        else _FREE
+    )
     known = free | _BY_TENSORS | _HELD | {"lora_dropout"}
-    odd = [key for key in own if key not in known and (own[key] or None) != (plain.get(key) or None)]
+    odd = [
+        key for key in own if key not in known and (own[key] or None) != (plain.get(key) or None)
+    ]
     if odd:
         values = ", ".join(f"{key}={own[key]}" for key in odd)
-        raise ConfigError(f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: {values}")
+        raise ConfigError(
+            f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
+            f"{values}"
+        )
     if own["lora_dropout"]:
         logger.info("model.lora_adapter_path: its lora_dropout=%s is not used", own["lora_dropout"])
     return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **{key: own[key] for key in _HELD})
@@ -153,9 +178,14 @@ def _where(name: str) -> str:
 
 
 def _load(adapters: dict[str, nn.Parameter], file: Path) -> None:
-    stored, own = stored_in(file), {peft_name(name): parameter for name, parameter in adapters.items()}
+    stored, own = (
+        stored_in(file),
+        {peft_name(name): parameter for name, parameter in adapters.items()},
+    )
     if odd := sorted(stored.keys() ^ own.keys()):
-        raise ConfigError(f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)")
+        raise ConfigError(
+            f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)"
+        )
     for name in own:
         load.fill(TensorGroup((name,), (name,)), own, stored)
 
@@ -167,11 +197,17 @@ def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
         try:
             found = [name for name in named if re.search(pattern, name)]
         except re.error as error:
-            raise ConfigError(f"model.freeze: '{pattern}' is no regular expression: {error}") from error
+            raise ConfigError(
+                f"model.freeze: '{pattern}' is no regular expression: {error}"
+            ) from error
         if not found:
-            hint = did_you_mean(pattern, named) or f"they are called as {', '.join(list(named)[:3])}"
+            hint = (
+                did_you_mean(pattern, named) or f"they are called as {', '.join(list(named)[:3])}"
+            )
             raise ConfigError(f"model.freeze: '{pattern}' is in the name of no parameter; {hint}")
         for name in found:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ConfigError(f"model.freeze={patterns} freezes every parameter: nothing is left to train")
+        raise ConfigError(
+            f"model.freeze={patterns} freezes every parameter: nothing is left to train"
+        )

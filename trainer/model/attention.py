@@ -1,6 +1,7 @@
 """Attention over packed documents, plugged into transformers by name.
 
-Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1, heads, T, K].
+Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1,
+heads, T, K].
 """
 
 import inspect
@@ -23,7 +24,9 @@ from trainer.model.head_exchange import HeadExchange
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
-"""What FlashAttention 2, the kernel behind `varlen_attn`, takes; other models run one call per document."""
+"""What FlashAttention 2, the kernel behind `varlen_attn`, takes; other models run one call per
+document.
+"""
 OBSTACLE = "_one_document_per_call"
 """Attribute of attention modules that says why they do, once they did."""
 
@@ -32,8 +35,9 @@ CHUNK_SIZE = "_packed_chunk_size"
 
 
 class DocumentLengths:
-    """Lengths of the packed documents on the host, in an object that `torch.compile` does not look into: it would make
-    new code for every number of documents. Layers of one forward pass share it, and with it the groups.
+    """Lengths of the packed documents on the host, in an object that `torch.compile` does not look
+    into: it would make new code for every number of documents. Layers of one forward pass share it,
+    and with it the groups.
     """
 
     def __init__(self, seqlens: tuple[int, ...], group: ProcessGroup | None = None) -> None:
@@ -52,15 +56,23 @@ class DocumentLengths:
         return self._groups[heads]
 
     def chunks(self, size: int) -> "DocumentLengths":
-        """Of the same tokens where each sees those of its chunk alone, as if they were documents."""
+        """Of the same tokens where each sees those of its chunk alone, as if they were
+        documents.
+        """
         if size not in self._chunks:
-            pieces = (min(size, length - start) for length in self.seqlens for start in range(0, length, size))
+            pieces = (
+                min(size, length - start)
+                for length in self.seqlens
+                for start in range(0, length, size)
+            )
             self._chunks[size] = chunks = DocumentLengths(tuple(pieces))
             chunks.exchange = self.exchange
         return self._chunks[size]
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        return torch.tensor((0, *self.seqlens)).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+        return (
+            torch.tensor((0, *self.seqlens)).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+        )
 
 
 _running: DocumentLengths | None = None
@@ -68,13 +80,17 @@ _running: DocumentLengths | None = None
 
 @torch.compiler.disable
 def running() -> DocumentLengths | None:
-    """The documents of the forward pass that runs, for modules that are not handed their lengths; None outside."""
+    """The documents of the forward pass that runs, for modules that are not handed their
+    lengths; None outside.
+    """
     return _running
 
 
 @contextmanager
 def documents(lengths: DocumentLengths | None) -> Iterator[None]:
-    """Around a forward pass over these. Not by thread: the backward pass computes layers again in one of its own."""
+    """Around a forward pass over these. Not by thread: the backward pass computes layers again
+    in one of its own.
+    """
     global _running
     outside, _running = _running, lengths
     try:
@@ -87,35 +103,51 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(make: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """For `torch.utils.checkpoint`, around what `make` gives: of a layer's forward pass, and of its second in the
-    backward pass, which must find the documents of the first.
+    """For `torch.utils.checkpoint`, around what `make` gives: of a layer's forward pass, and of its
+    second in the backward pass, which must find the documents of the first.
     """
     first, second = make()
     return first, _computed_again(second, _running)
 
 
 @contextmanager
-def _computed_again(context: AbstractContextManager[Any], lengths: DocumentLengths | None) -> Iterator[None]:
+def _computed_again(
+    context: AbstractContextManager[Any], lengths: DocumentLengths | None
+) -> Iterator[None]:
     with context, documents(lengths):
         yield
 
 
 def mark_chunks(model: nn.Module) -> None:
-    """Layers in which only the tokens of a chunk see each other: nothing but the mask, not built here, would say so."""
+    """Layers in which only the tokens of a chunk see each other: nothing but the mask, not
+    built here, would say so.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        layer_types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
-        if index is not None and index < len(layer_types) and layer_types[index] == "chunked_attention":
+        layer_types, index = (
+            getattr(config, "layer_types", None) or (),
+            getattr(module, "layer_idx", None),
+        )
+        if (
+            index is not None
+            and index < len(layer_types)
+            and layer_types[index] == "chunked_attention"
+        ):
             setattr(module, CHUNK_SIZE, config.attention_chunk_size)
 
 
 def register(device_type: str | None = None) -> None:
-    """Make `attn_implementation="packed"` known. No mask is registered for the name, so transformers builds none:
-    causality and document bounds come from the lengths alone.
+    """Make `attn_implementation="packed"` known. No mask is registered for the name, so
+    transformers builds none: causality and document bounds come from the lengths alone.
 
-    `device_type` stands in for that of the tensors: a memory plan for a GPU runs on fake CPU tensors.
+    `device_type` stands in for that of the tensors: a memory plan for a GPU runs on fake CPU
+    tensors.
     """
-    attend = packed_attention if device_type is None else partial(packed_attention, device_type=device_type)
+    attend = (
+        packed_attention
+        if device_type is None
+        else partial(packed_attention, device_type=device_type)
+    )
     AttentionInterface.register(PACKED, attend)
 
 
@@ -139,7 +171,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document. Returns [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what packing cannot do.
+    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what
+    packing cannot do.
     """
     if attention_mask is not None:
         raise ConfigError("packed attention takes no mask; use model.attention=per_document")
@@ -181,11 +214,13 @@ def _attend(
 def _bounds(
     lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device
 ) -> tuple[DocumentLengths, Tensor, int]:
-    """Documents, their cumulative lengths on the device, the longest: for layers that are not handed any, and for
-    chunks, which are documents by themselves.
+    """Documents, their cumulative lengths on the device, the longest: for layers that are not
+    handed any, and for chunks, which are documents by themselves.
     """
     if lengths is None and (lengths := _running) is None:
-        raise ConfigError("packed attention needs document bounds; use model.attention=per_document")
+        raise ConfigError(
+            "packed attention needs document bounds; use model.attention=per_document"
+        )
     if chunk_size is not None:
         lengths = lengths.chunks(chunk_size)
     return lengths, lengths.cu_seqlens(device), max(lengths.seqlens)
@@ -207,15 +242,22 @@ def _obstacle(query: Tensor, value: Tensor, scoring: Scoring, device_type: str) 
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_D1: Tensor, max_seqlen: int, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_D1: Tensor,
+    max_seqlen: int,
+    scoring: Scoring,
 ) -> Tensor:
-    """The kernel takes one head size for queries, keys and values: zeros behind each change no product, and those
-    behind the values come out as zeros.
+    """The kernel takes one head size for queries, keys and values: zeros behind each change no
+    product, and those behind the values come out as zeros.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     size, window = _kernel_head_size(query, value), scoring.sliding_window
-    query_TNK, key_TNK, value_TNK = (_widened(x[0].transpose(0, 1), size).contiguous() for x in (query, key, value))
+    query_TNK, key_TNK, value_TNK = (
+        _widened(x[0].transpose(0, 1), size).contiguous() for x in (query, key, value)
+    )
     output_TNK = varlen_attn(
         query_TNK,
         key_TNK,
@@ -252,13 +294,15 @@ def require_kernel() -> None:
         inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
     except (ImportError, TypeError) as error:
         raise ConfigError(
-            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA needs it ({error}); "
-            f"install torch 2.13 to 2.15, or set model.attention=per_document"
+            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
+            f"needs it ({error}); install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
 
 
 @torch.compiler.disable
-def _grouped(query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scoring: Scoring) -> Tensor:
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scoring: Scoring
+) -> Tensor:
     groups = lengths.groups(num_query_heads=query.shape[1], num_key_heads=key.shape[1])
     return grouped_attention(query, key, value, groups, scoring)
 
@@ -273,7 +317,9 @@ def _per_document(
     scoring: Scoring,
     obstacle: str,
 ) -> Tensor:
-    """One scaled-dot-product call per document: the reference, and the path where no packed kernel exists."""
+    """One scaled-dot-product call per document: the reference, and the path where no packed
+    kernel exists.
+    """
     vars(module)[OBSTACLE] = obstacle
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -300,7 +346,9 @@ def _per_document(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _mask(length: int, sliding_window: int | None, device: torch.device, *, is_needed: bool) -> Tensor | None:
+def _mask(
+    length: int, sliding_window: int | None, device: torch.device, *, is_needed: bool
+) -> Tensor | None:
     """Which keys each query sees; None for all up to itself, unless it is needed."""
     if not is_needed and (sliding_window is None or length <= sliding_window):
         return None
@@ -308,7 +356,9 @@ def _mask(length: int, sliding_window: int | None, device: torch.device, *, is_n
     return (distance >= 0) & (distance < (sliding_window or length))
 
 
-def _spelled_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+def _spelled_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
     """With soft caps and sinks, which no fused call takes, as in transformers' eager attention."""
     products = query @ key.transpose(2, 3) * scoring.scaling
     if scoring.softcap is not None:
@@ -317,5 +367,7 @@ def _spelled_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scorin
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(products.dtype)[None, :, None, None].expand(*products.shape[:3], 1)
         products = torch.cat([products, sinks], dim=-1)
-    weights = torch.softmax(products, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    weights = torch.softmax(products, dim=-1, dtype=torch.float32).to(query.dtype)[
+        ..., : key.shape[2]
+    ]
     return F.dropout(weights, scoring.dropout) @ value

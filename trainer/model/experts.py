@@ -1,5 +1,5 @@
-"""Mixtures of experts: how their products are computed, how evenly routers deal tokens to them, and the auxiliary loss
-that keeps them even.
+"""Mixtures of experts: how their products are computed, how evenly routers deal tokens to them, and
+the auxiliary loss that keeps them even.
 
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
 """
@@ -27,35 +27,48 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
 
 
-def counted_grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """All experts in one grouped product, which waits for no device, unlike transformers' loop over those that were
-    chosen; in training each module remembers how many tokens of its last forward pass every expert got.
+def counted_grouped_mm(
+    experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """All experts in one grouped product, which waits for no device, unlike transformers' loop over
+    those that were chosen; in training each module remembers how many tokens of its last forward
+    pass every expert got.
     """
     if experts.training:
         index = index_TK.flatten()
-        experts.tokens_E = index.new_zeros(experts.num_experts).index_add_(0, index, torch.ones_like(index))
+        experts.tokens_E = index.new_zeros(experts.num_experts).index_add_(
+            0, index, torch.ones_like(index)
+        )
     result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
     return result
 
 
 def experts_of(model: nn.Module) -> list[Any]:
     """Its modules whose products transformers lets us choose: one for each layer with experts."""
-    return [module for module in model.modules() if {"num_experts", "is_transposed"} <= vars(module).keys()]
+    return [
+        module
+        for module in model.modules()
+        if {"num_experts", "is_transposed"} <= vars(module).keys()
+    ]
 
 
 def num_chosen(config: PretrainedConfig) -> int | None:
-    """Experts that compute a token, besides those that compute all; None where config.json has no one number."""
+    """Experts that compute a token, besides those that compute all; None where config.json has
+    no one number.
+    """
     number = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     return number if isinstance(number, int) else None
 
 
 class Routers:
-    """What the routers of a model do in training, over the global batch; of a model without experts nothing.
+    """What the routers of a model do in training, over the global batch; of a model without experts
+    nothing.
 
-    The loss is that of transformers' `load_balancing_loss_func`, E * sum over experts of f * P: P is the mean
-    probability of this step's tokens in all layers, f the share of tokens that went to the expert. For a part of the
-    batch that loss says nothing of the whole; so f is that of the global step before, zero in the first, which makes it
-    state, and what is left is a sum over tokens. f counts what was chosen, also where a bias takes part in the choice.
+    The loss is that of transformers' `load_balancing_loss_func`, E * sum over experts of f * P: P
+    is the mean probability of this step's tokens in all layers, f the share of tokens that went to
+    the expert. For a part of the batch that loss says nothing of the whole; so f is that of the
+    global step before, zero in the first, which makes it state, and what is left is a sum over
+    tokens. f counts what was chosen, also where a bias takes part in the choice.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, *, is_asked: bool) -> None:
@@ -65,15 +78,25 @@ class Routers:
             self._experts = []  # layers that differ have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
-        coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", None)
+        coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(
+            config, "aux_loss_coef", None
+        )
         obstacle = self._obstacle(model) if is_asked else "model.router_loss=off"
         self._coefficient = coefficient if coefficient and not obstacle else 0.0
         if self._coefficient:
             for router, index in self._recorded:
                 router.register_forward_hook(partial(_note_probabilities, index=index))
         if coefficient:
-            how = f"left out of the loss: {obstacle}" if obstacle else "trained beside the cross-entropy"
-            logger.info("the router's auxiliary loss (coefficient %g in config.json) is %s", coefficient, how)
+            how = (
+                f"left out of the loss: {obstacle}"
+                if obstacle
+                else "trained beside the cross-entropy"
+            )
+            logger.info(
+                "the router's auxiliary loss (coefficient %g in config.json) is %s",
+                coefficient,
+                how,
+            )
         num_experts = self._experts[0].num_experts if self._experts else 0
         self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)
         self._begin()
@@ -84,7 +107,11 @@ class Routers:
             return "transformers has none for this architecture"
         if not self._experts or len(self._recorded) != len(self._experts):
             return "the routers of this architecture cannot be watched"
-        if not any(parameter.requires_grad for router, _ in self._recorded for parameter in router.parameters()):
+        if not any(
+            parameter.requires_grad
+            for router, _ in self._recorded
+            for parameter in router.parameters()
+        ):
             return "its routers are not trained"
         return ""
 
@@ -93,8 +120,9 @@ class Routers:
         self._loss = self._fractions_E.new_zeros(())
 
     def add(self, batch: PackedBatch, num_tokens: int) -> Tensor:
-        """Take what the routers did with a micro-batch, between its forward and its backward pass (which may compute
-        layers again). Returns its part of the auxiliary loss, to be differentiated: float64 scalar.
+        """Take what the routers did with a micro-batch, between its forward and its backward pass
+        (which may compute layers again). Returns its part of the auxiliary loss, to be
+        differentiated: float64 scalar.
 
         `num_tokens`: of the global batch.
         """
@@ -104,18 +132,24 @@ class Routers:
         if not self._coefficient:
             return self._loss.new_zeros(())
         sums_E = torch.stack([router.probability_sums_E for router, _ in self._recorded]).sum(0)
-        loss = (self._fractions_E * sums_E).sum() * (len(sums_E) / (len(self._experts) * num_tokens))
+        loss = (self._fractions_E * sums_E).sum() * (
+            len(sums_E) / (len(self._experts) * num_tokens)
+        )
         self._loss += loss.detach()
         return loss * self._coefficient
 
     def take(self) -> tuple[dict[str, Tensor], Tensor]:
-        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once."""
+        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's
+        packet, once.
+        """
         loss, tokens_LE = self._loss, self._tokens_LE
         self._begin()
         return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
 
     def settle(self, tokens: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-        """The metrics of what all ranks took (`tokens`, flat), to which the next step's loss looks back."""
+        """The metrics of what all ranks took (`tokens`, flat), to which the next step's loss
+        looks back.
+        """
         if not self._experts:
             return {}
         tokens_LE = tokens.view_as(self._tokens_LE)
@@ -131,7 +165,9 @@ class Routers:
 
 
 def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
-    """Each module of which transformers records router logits when asked for them, and their place in its output."""
+    """Each module of which transformers records router logits when asked for them, and their
+    place in its output.
+    """
     base: Any = model.base_model
     found = base.can_record_outputs.get("router_logits", [])
     for recorder in found if isinstance(found, list) else [found]:
@@ -143,7 +179,9 @@ def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
 
 
 def _note_probabilities(router: Any, args: Any, output: Any, *, index: int) -> None:
-    """Over the tokens of this forward pass; inside the layer, so that recomputation keeps nothing per token for it."""
+    """Over the tokens of this forward pass; inside the layer, so that recomputation keeps
+    nothing per token for it.
+    """
     if router.training:
         logits_TE = output[index] if isinstance(output, tuple) else output
         router.probability_sums_E = logits_TE.float().softmax(-1).sum(0)

@@ -12,40 +12,56 @@ from trainer.model.packed_lm import decoder_layers
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """None with parameters of three dimensions that are not experts: those of states, whose cost is not known here."""
+    """None with parameters of three dimensions that are not experts: those of states, whose
+    cost is not known here.
+    """
     shares = _met_shares(model)
     return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
 def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
-    """(c, {window w: c_w}) such that n tokens, all supervised, cost in proportion to n + c * n**2 + the sum over the
-    sliding windows of c_w * `squared_length(n, w)`, when attention skips what is masked.
+    """(c, {window w: c_w}) such that n tokens, all supervised, cost in proportion to n + c * n**2 +
+    the sum over the sliding windows of c_w * `squared_length(n, w)`, when attention skips what is
+    masked.
 
     An architecture without attention heads has c = 0 and no windows.
     """
     cost = _flops(model)
     doubled = 2 * (cost.per_token + cost.per_loss_token)
-    return cost.per_squared_length / doubled, {window: per / doubled for window, per in cost.per_window.items()}
+    return cost.per_squared_length / doubled, {
+        window: per / doubled for window, per in cost.per_window.items()
+    }
 
 
 def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """{parameter of experts: how much of it a token is multiplied with}; their biases have two dimensions."""
+    """{parameter of experts: how much of it a token is multiplied with}; their biases have two
+    dimensions.
+    """
     chosen = num_chosen(model.config) or 0
     modules = experts_of(model) if chosen else []
-    return {p: chosen / m.num_experts if p.ndim == 3 else 0.0 for m in modules for p in m.parameters()}
+    return {
+        p: chosen / m.num_experts if p.ndim == 3 else 0.0 for m in modules for p in m.parameters()
+    }
 
 
 def _flops(model: PreTrainedModel) -> StepFlops:
-    """An embedding only looks up, which costs nothing; a tied one is the head too, and counts as that."""
+    """An embedding only looks up, which costs nothing; a tied one is the head too, and counts
+    as that.
+    """
     config = model.config.get_text_config()
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     head: Any = model.get_output_embeddings()
-    outside = {head.weight, *(module.weight for module in model.modules() if isinstance(module, nn.Embedding))}
+    outside = {
+        head.weight,
+        *(module.weight for module in model.modules() if isinstance(module, nn.Embedding)),
+    }
     shares, per_token, is_reached = _met_shares(model), 0.0, False
     for parameter in model.parameters():  # in the order they are used in
         is_reached |= parameter.requires_grad
         if parameter.ndim >= 2 and parameter not in outside:
-            per_token += _per_use(parameter, is_reached) * parameter.numel() * shares.get(parameter, 1.0)
+            per_token += (
+                _per_use(parameter, is_reached) * parameter.numel() * shares.get(parameter, 1.0)
+            )
     first = _first_reached_layer(model)
     attention = Counter[int | None]()
     for n, layer in enumerate(layers):
@@ -54,12 +70,16 @@ def _flops(model: PreTrainedModel) -> StepFlops:
         per_token=per_token,
         per_loss_token=float(_per_use(head.weight, True) * head.weight.numel()),
         per_squared_length=float(attention[None]),
-        per_window={window: float(cost) for window, cost in attention.items() if window is not None},
+        per_window={
+            window: float(cost) for window, cost in attention.items() if window is not None
+        },
     )
 
 
 def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
-    """Two forward, two for the gradient of its input where it or something before it is trained, two for its own."""
+    """Two forward, two for the gradient of its input where it or something before it is
+    trained, two for its own.
+    """
     return 2 + 2 * is_reached + 2 * parameter.requires_grad
 
 
@@ -67,7 +87,9 @@ def _first_reached_layer(model: PreTrainedModel) -> int:
     """The first layer through which a gradient goes; in front of it nothing is trained."""
     lookup: Any = model.get_input_embeddings()
     parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
-    trained = [n for n, part in enumerate(parts) if any(parameter.requires_grad for parameter in part)]
+    trained = [
+        n for n, part in enumerate(parts) if any(parameter.requires_grad for parameter in part)
+    ]
     return max(0, trained[0] - 1) if trained else len(parts)
 
 
@@ -78,14 +100,20 @@ def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> i
     """
     window = getattr(layer, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    is_windowed = types[number] == "sliding_attention" if types else getattr(layer, "use_sliding_window", True)
+    is_windowed = (
+        types[number] == "sliding_attention"
+        if types
+        else getattr(layer, "use_sliding_window", True)
+    )
     return window if window and is_windowed else None
 
 
 def _width(layer: PretrainedConfig) -> int:
     """Of all heads of a layer's attention together, keys and values."""
     num_heads: int = getattr(layer, "num_attention_heads", None) or 0
-    head_size = (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads) if num_heads else 0
+    head_size = (
+        (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads) if num_heads else 0
+    )
     qk_size: int = getattr(layer, "qk_head_dim", None) or head_size
     v_size: int = getattr(layer, "v_head_dim", None) or head_size
     return num_heads * (qk_size + v_size)

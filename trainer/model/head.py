@@ -1,7 +1,7 @@
 """The output projection with the loss inside: the full logits never exist.
 
-Shape suffixes: S supervised positions, B those whose logits exist, C those the loss is computed of, H hidden size,
-V vocabulary.
+Shape suffixes: S supervised positions, B those whose logits exist, C those the loss is computed of,
+H hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -14,17 +14,23 @@ from trainer.batch import LossOutput
 from trainer.losses import Loss, LossAndGradient
 
 BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
-"""Positions whose logits exist at a time, fewer where those would take more. Each block rewrites the weight's gradient,
-which is 6.5 GB of memory traffic for 7B and V = 152k; beside 4,096 positions' products that is little. Vocabulary and
-dtype alone decide, not the card: the sum over blocks rounds alike wherever a run goes on."""
+"""Positions whose logits exist at a time, fewer where those would take more. Each block rewrites
+the weight's gradient, which is 6.5 GB of memory traffic for 7B and V = 152k; beside 4,096
+positions' products that is little. Vocabulary and dtype alone decide, not the card: the sum over
+blocks rounds alike wherever a run goes on.
+"""
 CHUNKS = 8
-"""In a block. The loss, which takes several times a chunk's logits in float32, sees one after the other."""
+"""In a block. The loss, which takes several times a chunk's logits in float32, sees one after
+the other.
+"""
 
 
 class LossHead(nn.Linear):
-    """`lm_head` under its own name and parameters; given labels it returns their loss instead of logits.
+    """`lm_head` under its own name and parameters; given labels it returns their loss instead of
+    logits.
 
-    Being one module call, it is one all-gather and one reduce-scatter under FSDP however many blocks it takes.
+    Being one module call, it is one all-gather and one reduce-scatter under FSDP however many
+    blocks it takes.
     """
 
     loss: LossAndGradient
@@ -44,23 +50,30 @@ class LossHead(nn.Linear):
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
         self, hidden_SH: Tensor, labels_S: Tensor | None = None
     ) -> Tensor | LossOutput:
-        """The trained loss of the labels and their cross-entropy, or without gradients the latter as both; logits
-        without labels.
+        """The trained loss of the labels and their cross-entropy, or without gradients the latter
+        as both; logits without labels.
         """
         if labels_S is None:
             return super().forward(hidden_SH)
         if torch.is_grad_enabled():
-            return LossOutput(*_ChunkedLoss.apply(hidden_SH, self.weight, self.bias, labels_S, self.loss))
+            return LossOutput(
+                *_ChunkedLoss.apply(hidden_SH, self.weight, self.bias, labels_S, self.loss)
+            )
         _, size = _sizes(self.out_features, hidden_SH.dtype)
         chunks = zip(hidden_SH.split(size), labels_S.split(size), strict=True)
-        outputs = [measure(super(LossHead, self).forward(hidden_CH), labels_C) for hidden_CH, labels_C in chunks]
+        outputs = [
+            measure(super(LossHead, self).forward(hidden_CH), labels_C)
+            for hidden_CH, labels_C in chunks
+        ]
         _, losses, hits = zip(*outputs, strict=True)
         losses_S = torch.cat(losses)
         return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, torch.cat(hits))
 
 
 def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Positions of a block, by its bytes a power of two as micro-batches often are, and of a chunk."""
+    """Positions of a block, by its bytes a power of two as micro-batches often are, and of a
+    chunk.
+    """
     num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
     block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
     return max(1, block_size), max(1, block_size // CHUNKS)
@@ -84,15 +97,18 @@ def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOut
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """In place, since it may be as large as the weight in fp32. A scalar on the device would be rounded to the dtype of
-    the gradient first, and the whole gradient be off by up to 0.4 %; a tensor of one dimension is not.
+    """In place, since it may be as large as the weight in fp32. A scalar on the device would be
+    rounded to the dtype of the gradient first, and the whole gradient be off by up to 0.4 %; a
+    tensor of one dimension is not.
     """
     return gradient.mul_(scale.float()[None])
 
 
 class _LossOfLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient
+    ) -> tuple[Tensor, Tensor, Tensor]:
         losses_S, grad_logits_SV, cross_entropy_S = loss(logits_SV, labels_S)
         hits_S = likeliest(logits_SV, labels_S)
         shown_S = losses_S if cross_entropy_S is None else cross_entropy_S
@@ -108,25 +124,38 @@ class _LossOfLogits(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss whose gradients are computed block by block in the forward pass; the weight's is summed in fp32."""
+    """Summed loss whose gradients are computed block by block in the forward pass; the weight's
+    is summed in fp32.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_S: Tensor, loss: LossAndGradient
+        ctx: Any,
+        hidden_SH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_S: Tensor,
+        loss: LossAndGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         _, is_trained, is_bias_trained, *_ = ctx.needs_input_grad
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and is_bias_trained else None
+        grad_bias_V = (
+            torch.zeros_like(bias_V, dtype=torch.float32)
+            if bias_V is not None and is_bias_trained
+            else None
+        )
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
         cross_entropies: list[Tensor] = []  # of the chunks, where another loss is trained
         block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
-            grad_logits_BV = torch.nn.functional.linear(hidden_SH[block], weight_VH, bias_V)  # at first the logits
+            # at first the logits
+            grad_logits_BV = torch.nn.functional.linear(hidden_SH[block], weight_VH, bias_V)
             parts = (
-                tensor.split(chunk_size) for tensor in (grad_logits_BV, labels_S[block], losses_S[block], hits_S[block])
+                tensor.split(chunk_size)
+                for tensor in (grad_logits_BV, labels_S[block], losses_S[block], hits_S[block])
             )
             for logits_CV, labels_C, losses_C, hits_C in zip(*parts, strict=True):
                 hits_C.copy_(likeliest(logits_CV, labels_C))
@@ -148,12 +177,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad_total: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         grad_hidden_SH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             _scaled(grad_hidden_SH, grad_total),
-            None if grad_weight_VH is None else _scaled(grad_weight_VH, grad_total).to(weight_dtype),
+            None
+            if grad_weight_VH is None
+            else _scaled(grad_weight_VH, grad_total).to(weight_dtype),
             None if grad_bias_V is None else _scaled(grad_bias_V, grad_total).to(bias_dtype),
             None,
             None,

@@ -1,9 +1,12 @@
-"""Attention where each rank holds a share of the positions of a micro-batch: in it, all positions of a share of heads.
+"""Attention where each rank holds a share of the positions of a micro-batch: in it, all positions
+of a share of heads.
 
-Between the ranks of a data rank, positions and heads change places (DeepSpeed Ulysses, 2023): each layer sends queries,
-keys, values and outputs once, `(size - 1) / size` of them, and their gradients back.
+Between the ranks of a data rank, positions and heads change places (DeepSpeed Ulysses, 2023): each
+layer sends queries, keys, values and outputs once, `(size - 1) / size` of them, and their gradients
+back.
 
-Shape suffixes: N heads, T positions, K head size; the ranks' shares of either differ by one position at most.
+Shape suffixes: N heads, T positions, K head size; the ranks' shares of either differ by one
+position at most.
 """
 
 from collections.abc import Callable
@@ -25,8 +28,8 @@ def require_divisible(num_query_heads: int, size: int) -> None:
     if num_query_heads % size:
         possible = [n for n in range(2, num_query_heads + 1) if num_query_heads % n == 0]
         raise ConfigError(
-            f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} attention heads of "
-            f"this model; use {f'one of {possible}' if possible else 1}"
+            f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} "
+            f"attention heads of this model; use {f'one of {possible}' if possible else 1}"
         )
 
 
@@ -46,8 +49,8 @@ class HeadExchange:
         value: Tensor,
         scoring: Scoring,
     ) -> Tensor:
-        """`attention` of q, k, v [1, heads, T, K] over all positions, for this share of the heads; its [1, T, N, K] of
-        this share of the positions.
+        """`attention` of q, k, v [1, heads, T, K] over all positions, for this share of the heads;
+        its [1, T, N, K] of this share of the positions.
         """
         require_divisible(query.shape[1], self._size)
         if scoring.sinks is not None:
@@ -62,7 +65,13 @@ class HeadExchange:
     def _to_heads(self, heads: Tensor) -> Tensor:
         """[1, N, own T, K] -> [1, own N, T, K]."""
         length, head_size = heads.shape[2:]
-        sent = heads[0].transpose(0, 1).reshape(length, self._size, -1, head_size).transpose(0, 1).flatten(0, 1)
+        sent = (
+            heads[0]
+            .transpose(0, 1)
+            .reshape(length, self._size, -1, head_size)
+            .transpose(0, 1)
+            .flatten(0, 1)
+        )
         return self._exchanged(sent, self._lengths, [length] * self._size).transpose(0, 1)[None]
 
     def _to_positions(self, output: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What the layers start from, kept in host memory between their forward and their backward pass.
 
-With every layer computed again, its input is all that a micro-batch keeps of it: tokens x hidden size for each layer.
+With every layer computed again, its input is all that a micro-batch keeps of it: tokens x hidden
+size for each layer.
 """
 
 import weakref
@@ -21,11 +22,14 @@ T = TypeVar("T")
 class HostCopy:
     """A tensor that waits in host memory until the backward pass asks for it.
 
-    On a GPU both copies run beside the computation, on a stream of their own. The newest tensor stays on its device
-    until there is another one: by then it is copied, and the last one is asked for first.
+    On a GPU both copies run beside the computation, on a stream of their own. The newest tensor
+    stays on its device until there is another one: by then it is copied, and the last one is asked
+    for first.
     """
 
-    def __init__(self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None
+    ) -> None:
         """`before`: the one made last, which the backward pass will ask for next."""
         self._device, self._stream = tensor.device, stream
         self._before = None if before is None else weakref.ref(before)
@@ -52,7 +56,9 @@ class HostCopy:
         return self._on_device
 
     def _leave(self) -> None:
-        """The computation goes on once the copy is complete: only then may the memory on the device be reused."""
+        """The computation goes on once the copy is complete: only then may the memory on the
+        device be reused.
+        """
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._on_device = None
@@ -78,9 +84,13 @@ class HostInputs:
         return None if self._newest is None else self._newest()
 
     def checkpoint(self, function: Callable[..., T], *args: object) -> T:
-        """Call `function`, keep only copies of its arguments, and call it again in the backward pass."""
+        """Call `function`, keep only copies of its arguments, and call it again in the backward
+        pass.
+        """
         with saved_tensors_hooks(self._put_away, HostCopy.get):
-            result: T = checkpoint(function, *args, use_reentrant=False, context_fn=checkpoint_contexts)
+            result: T = checkpoint(
+                function, *args, use_reentrant=False, context_fn=checkpoint_contexts
+            )
         return result
 
     def _put_away(self, tensor: Tensor) -> HostCopy:

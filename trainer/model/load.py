@@ -1,4 +1,6 @@
-"""Weights into a sharded model on meta: every rank reads only its own slices, or makes them from a keyed seed."""
+"""Weights into a sharded model on meta: every rank reads only its own slices, or makes them
+from a keyed seed.
+"""
 
 import copy
 import logging
@@ -30,8 +32,12 @@ _ROWS = 4096
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
-def materialize(model: PreTrainedModel, device: torch.device, *, buffer_device: torch.device) -> None:
-    """Give every parameter memory on `device` (undefined values), keep buffers' values and tied parameters tied."""
+def materialize(
+    model: PreTrainedModel, device: torch.device, *, buffer_device: torch.device
+) -> None:
+    """Give every parameter memory on `device` (undefined values), keep buffers' values and tied
+    parameters tied.
+    """
     buffers = dict(model.named_buffers())
     is_tied = _is_tied(model)
     model.to_empty(device=device)
@@ -43,8 +49,9 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffer_device: 
 
 
 def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> None:
-    """Fill the model: every rank reads its own slices of what the files hold as the model does, and one group at a time
-    of what transformers must convert; or with the architecture's own initialisation keyed by the seed. Collective.
+    """Fill the model: every rank reads its own slices of what the files hold as the model does, and
+    one group at a time of what transformers must convert; or with the architecture's own
+    initialisation keyed by the seed. Collective.
     """
     if source.random_weights:
         _from_main_rank(model, _initialized(model, source, seed) if dist.get_rank() == 0 else {})
@@ -55,13 +62,22 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     grown = [embeddings, *model.get_output_embeddings().parameters()] if source.new_tokens else []
     try:
         for group in found.groups:
-            fill(group, tensors, found.files, may_grow=any(tensors[group.own[0]] is tensor for tensor in grown))
+            fill(
+                group,
+                tensors,
+                found.files,
+                may_grow=any(tensors[group.own[0]] is tensor for tensor in grown),
+            )
     except ConfigError:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}"
+        ) from error
     if source.new_tokens:
-        stored = next(group.stored[0] for group in found.groups if tensors[group.own[0]] is embeddings)
+        stored = next(
+            group.stored[0] for group in found.groups if tensors[group.own[0]] is embeddings
+        )
         new_tokens.fill_rows(model, source.new_tokens, found.files[stored].shape[0], seed=seed)
 
 
@@ -82,7 +98,9 @@ class SourceWeights:
         config, whole = packed_lm.read_architecture(source)
         files = _stored_files(Path(source.path))
         with torch.device("meta"):
-            text = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+            text = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=source.trust_remote_code
+            )
         try:
             return cls(source.path, files, *weights.match(text, whole, files), text, whole)
         except ConfigError as error:
@@ -90,7 +108,9 @@ class SourceWeights:
 
     def require_all_of(self, model: PreTrainedModel) -> None:
         """Raise `ConfigError` unless every tensor of the model is here, once."""
-        missing = set(_stored_tensors(model)) - {name for group in self.groups for name in group.own}
+        missing = set(_stored_tensors(model)) - {
+            name for group in self.groups for name in group.own
+        }
         keys = LoadStateDictInfo(
             missing_keys=missing,
             unexpected_keys=set(),
@@ -101,15 +121,26 @@ class SourceWeights:
         )
         model._adjust_missing_and_unexpected_keys(keys)
         if lacking := sorted(keys.missing_keys | (missing & dict(model.named_parameters()).keys())):
-            way_out = "; use model.random_weights=true to start from random ones" if self.whole is None else ""
-            raise ConfigError(f"model.partial_pretrain={self.path} lacks weights for {lacking[:5]}{way_out}")
+            way_out = (
+                "; use model.random_weights=true to start from random ones"
+                if self.whole is None
+                else ""
+            )
+            raise ConfigError(
+                f"model.partial_pretrain={self.path} lacks weights for {lacking[:5]}{way_out}"
+            )
         self._require_same_tied()
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Name of a tensor of the files that is tied -> name of the tensor that it is another copy of."""
+        """Name of a tensor of the files that is tied -> name of the tensor that it is another
+        copy of.
+        """
         by_own: dict[tuple[str, ...], str] = {}
-        stored = [(group.stored[0], by_own.setdefault(group.own, group.stored[0])) for group in self.groups]
+        stored = [
+            (group.stored[0], by_own.setdefault(group.own, group.stored[0]))
+            for group in self.groups
+        ]
         return {name: kept for name, kept in stored if name != kept}
 
     def _require_same_tied(self) -> None:
@@ -117,13 +148,14 @@ class SourceWeights:
         for name, kept in self.aliases.items():
             if not _are_equal(self.files[name], self.files[kept]):
                 raise ConfigError(
-                    f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but config.json ties them; "
-                    f"set tie_word_embeddings to false there"
+                    f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but "
+                    f"config.json ties them; set tie_word_embeddings to false there"
                 )
 
 
 def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
-    """What the files hold besides the tensors that are trained, for exports to carry; None if that is nothing.
+    """What the files hold besides the tensors that are trained, for exports to carry; None if that
+    is nothing.
 
     Raises `ConfigError` where a tensor of the text part of several parts is not found.
     """
@@ -132,8 +164,8 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         if not has_parts:
             return None
         raise ConfigError(
-            f"model.random_weights=true: the other parts of {source.path} have no weights then; name a directory whose "
-            f"config.json is that of the text part alone (its 'text_config')"
+            f"model.random_weights=true: the other parts of {source.path} have no weights then; "
+            f"name a directory whose config.json is that of the text part alone (its 'text_config')"
         )
     found = SourceWeights.of(source)
     others = {name: found.files[name] for name in sorted(found.others)}
@@ -150,8 +182,8 @@ def _announce_text(found: SourceWeights) -> None:
     """Name what the files of a text model hold besides its tensors, and what they hold twice."""
     if found.others:
         logger.info(
-            "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of the whole model "
-            "carry them unchanged",
+            "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of "
+            "the whole model carry them unchanged",
             len(found.others),
             type(found.text).__name__,
             sorted(found.others)[0],
@@ -165,21 +197,30 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters once each (a tied head is absent), then the buffers that belong to the weights; no adapters."""
+    """Parameters once each (a tied head is absent), then the buffers that belong to the
+    weights; no adapters.
+    """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
-    return {base_name(name): tensor for name, tensor in (parameters | buffers).items() if not is_adapter(name)}
+    return {
+        base_name(name): tensor
+        for name, tensor in (parameters | buffers).items()
+        if not is_adapter(name)
+    }
 
 
 def _stored_files(path: Path) -> dict[str, StoredTensor]:
     """What the files of a directory hold."""
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(path):
-        stored |= weights.stored_in(file) if file.suffix == ".safetensors" else _stored_in_pickle(file)
+        stored |= (
+            weights.stored_in(file) if file.suffix == ".safetensors" else _stored_in_pickle(file)
+        )
     if not stored:
         raise ConfigError(
-            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} or {INDEX}"
+            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} "
+            f"or {INDEX}"
         )
     return stored
 
@@ -200,24 +241,37 @@ def _stored_in_pickle(file: Path) -> dict[str, StoredTensor]:
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Compared some rows at a time: embeddings are large, and every rank does this."""
     parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
-    return one.shape == other.shape and all(torch.equal(one.read(part), other.read(part)) for part in parts)
+    return one.shape == other.shape and all(
+        torch.equal(one.read(part), other.read(part)) for part in parts
+    )
 
 
 def fill(
-    group: TensorGroup, tensors: Mapping[str, Tensor], files: Mapping[str, StoredTensor], *, may_grow: bool = False
+    group: TensorGroup,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, StoredTensor],
+    *,
+    may_grow: bool = False,
 ) -> None:
-    """This rank's slices of the model's tensors from those of the files, which `may_grow`: have fewer rows."""
+    """This rank's slices of the model's tensors from those of the files, which `may_grow`: have
+    fewer rows.
+    """
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
     if all(tensor.is_floating_point() for tensor in own):
         for name, found in zip(group.stored, stored, strict=True):
             if found.dtype not in _STORED_DTYPES:
-                raise ConfigError(f"{found.file}: tensor {name} is {found.dtype}, no floating-point weights")
+                raise ConfigError(
+                    f"{found.file}: tensor {name} is {found.dtype}, no floating-point weights"
+                )
     slices = [local_slices(tensor) for tensor in own]
     if group.converter is None:
         (local, where), *_ = slices
         shape = tuple(stored[0].shape)
         if may_grow and shape[0] < own[0].shape[0]:
-            where = (slice(*(min(row, shape[0]) for row in (where[0].start, where[0].stop))), *where[1:])
+            where = (
+                slice(*(min(row, shape[0]) for row in (where[0].start, where[0].stop))),
+                *where[1:],
+            )
             local, shape = local[: where[0].stop - where[0].start], (own[0].shape[0], *shape[1:])
         _require_shape(shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         if local.numel():
@@ -225,13 +279,19 @@ def fill(
     elif any(local.numel() for local, _ in slices):
         made = group.to_own([found.whole() for found in stored])
         for name, tensor, (local, where) in zip(group.own, own, slices, strict=True):
-            _require_shape(made[name].shape, tensor, f"{stored[0].file}: {name}, made from {group.stored[0]}, …")
+            _require_shape(
+                made[name].shape,
+                tensor,
+                f"{stored[0].file}: {name}, made from {group.stored[0]}, …",
+            )
             local.copy_(made[name][where])
 
 
 def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
     if tuple(found) != tuple(tensor.shape):
-        raise ConfigError(f"{what} has shape {tuple(found)}, the config asks for {tuple(tensor.shape)}")
+        raise ConfigError(
+            f"{what} has shape {tuple(found)}, the config asks for {tuple(tensor.shape)}"
+        )
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -240,14 +300,19 @@ def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.key("init", seed))
         whole = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=source.trust_remote_code, attn_implementation="eager"
+            config,
+            dtype=torch.float32,
+            trust_remote_code=source.trust_remote_code,
+            attn_implementation="eager",
         )
     tensors: dict[str, Tensor] = whole.state_dict()
     return tensors
 
 
 def _from_main_rank(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Rank 0 has all tensors whole, the others receive one at a time and keep their slices: one copy per run."""
+    """Rank 0 has all tensors whole, the others receive one at a time and keep their slices: one
+    copy per run.
+    """
     for name, tensor in _stored_tensors(model).items():
         local, where = local_slices(tensor)
         if tensors:

@@ -1,7 +1,7 @@
 """Which layers get LoRA adapters, and why others cannot have one.
 
-Layers are chosen here by their full names, because peft gives some names in `target_modules` another meaning: see
-`written`.
+Layers are chosen here by their full names, because peft gives some names in `target_modules`
+another meaning: see `written`.
 """
 
 import re
@@ -25,8 +25,8 @@ _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 _NO_EXPERTS = "the weights of experts are stacked in one tensor, which cannot have an adapter here"
 _NO_HEAD = (
-    "the embeddings and the output head cannot have adapters here: the head holds the loss, and may share the "
-    "embeddings' weight"
+    "the embeddings and the output head cannot have adapters here: the head holds the loss, and "
+    "may share the embeddings' weight"
 )
 _NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapter"
 
@@ -34,8 +34,9 @@ _NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapte
 def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> list[str]:
     """The full names of the layers that `targets` names, in the model's order.
 
-    `targets` is `all-linear`, a list of ends of names, or one regular expression of whole names. Raises `ConfigError`,
-    which begins with `said`, if they name no layer, or one that cannot have an adapter.
+    `targets` is `all-linear`, a list of ends of names, or one regular expression of whole names.
+    Raises `ConfigError`, which begins with `said`, if they name no layer, or one that cannot have
+    an adapter.
     """
     names = [name for name, _ in model.named_modules() if name]
     linear, experts, obstacles = list(_linear(model)), _expert_names(model), _obstacles(model)
@@ -66,11 +67,13 @@ def is_router(name: str) -> bool:
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`, as short ends.
+    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`,
+    as short ends.
 
-    For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or down_proj for the
-    experts' stacked weights, even that of a dense MLP or of a shared expert: it converts adapters that were trained
-    when each expert had layers of its own. A parameter `…gate_proj.weight` is not converted, and has the same adapter.
+    For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or
+    down_proj for the experts' stacked weights, even that of a dense MLP or of a shared expert: it
+    converts adapters that were trained when each expert had layers of its own. A parameter
+    `…gate_proj.weight` is not converted, and has the same adapter.
     """
     ends = _short_ends([name for name, _ in model.named_modules()], set(names))
     converted = _converted_by_peft(model, {_leaf(end) for end in ends})
@@ -85,9 +88,14 @@ def summary(model: PreTrainedModel, *, rank: int, targets: str | list[str]) -> s
     by_count: dict[int, list[str]] = defaultdict(list)
     for kind, count in Counter(_kinds(adapted).values()).items():
         by_count[count].append(kind)
-    kinds = [f"{', '.join(alike)} ({count}{' each' if len(alike) > 1 else ''})" for count, alike in by_count.items()]
+    kinds = [
+        f"{', '.join(alike)} ({count}{' each' if len(alike) > 1 else ''})"
+        for count, alike in by_count.items()
+    ]
     num_all = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     parts = [
         f"LoRA: rank {rank} on {', '.join(kinds)}",
         f"{num_trained:,} of {num_all:,} parameters train ({num_trained / num_all:.1%})",
@@ -139,8 +147,9 @@ def _experts(model: nn.Module) -> Iterator[str]:
 def _read_by_kernels(model: nn.Module) -> Iterator[str]:
     """Layers of Mamba mixers but their in_proj.
 
-    In training the fused kernels take the weights of these themselves: an adapter around such a layer would get no
-    gradient on a GPU. peft refuses out_proj and conv1d of some of these families for that reason.
+    In training the fused kernels take the weights of these themselves: an adapter around such a
+    layer would get no gradient on a GPU. peft refuses out_proj and conv1d of some of these families
+    for that reason.
     """
     for name, module in model.named_modules():
         if {"A_log", "D"} <= module._parameters.keys():
@@ -154,7 +163,9 @@ def _is_one_product(layer: Any) -> bool:
     if isinstance(layer, Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     try:
-        rows = torch.empty(2, 3, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype)
+        rows = torch.empty(
+            2, 3, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype
+        )
         result = layer(rows)
     except Exception:
         return False
@@ -172,7 +183,9 @@ def _matcher(target: str, *, is_pattern: bool, said: str) -> Callable[[str], boo
 
 
 def _expert_names(model: nn.Module) -> list[str]:
-    """What targets may call experts: their module, its tensors, and the layers that they were made of."""
+    """What targets may call experts: their module, its tensors, and the layers that they were
+    made of.
+    """
     found = []
     for experts in _experts(model):
         tensors = [name for name, _ in model.get_submodule(experts).named_parameters(recurse=False)]
@@ -185,7 +198,10 @@ def _hint(linear: list[str], targets: str | list[str]) -> str:
     leaves = sorted({_leaf(name) for name in linear})
     if isinstance(targets, str) and targets in leaves:
         return f": a string is a regular expression of whole names. model.target_modules=[{targets}] names these layers"
-    guesses = [did_you_mean(target, leaves) for target in ([targets] if isinstance(targets, str) else targets)]
+    guesses = [
+        did_you_mean(target, leaves)
+        for target in ([targets] if isinstance(targets, str) else targets)
+    ]
     return "".join(f"; {guess}" for guess in guesses if guess)
 
 
@@ -243,7 +259,11 @@ def _left_out(model: PreTrainedModel, adapted: set[str]) -> Iterator[str]:
     """Kinds of layers that a user may miss among the adapted ones."""
     if any(_experts(model)):
         yield "experts"
-        holders = [base_name(f"{name}.").rstrip(".") for name, module in model.named_modules() if module._parameters]
+        holders = [
+            base_name(f"{name}.").rstrip(".")
+            for name, module in model.named_modules()
+            if module._parameters
+        ]
         if any(is_router(name) and name not in adapted for name in holders):
             yield "routers"
     linear = _linear(model)

@@ -1,4 +1,6 @@
-"""Tokens that a model does not have yet: its directory with a longer tokenizer, and rows for them in its weights."""
+"""Tokens that a model does not have yet: its directory with a longer tokenizer, and rows for
+them in its weights.
+"""
 
 import hashlib
 import json
@@ -31,38 +33,54 @@ _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, dict[str, int]]:
     """(a directory like `path` whose tokenizer has `tokens`, the ids of those that were new).
 
-    All but config and tokenizer are links to the files of `path`. Raises `ConfigError`, `CannotWriteError`.
+    All but config and tokenizer are links to the files of `path`. Raises `ConfigError`,
+    `CannotWriteError`.
     """
     source = Path(path).resolve()
     try:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing else
         raise ConfigError(
-            f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are added there: make it "
-            f"with AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
+            f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are "
+            f"added there: make it with "
+            f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
         ) from error
-    known = {token: number for token in tokens if (number := tokenizer.token_to_id(token)) is not None}
+    known = {
+        token: number for token in tokens if (number := tokenizer.token_to_id(token)) is not None
+    }
     if known:
-        logger.warning("model.new_tokens: the tokenizer has %s already: not added", ", ".join(map(repr, known)))
+        logger.warning(
+            "model.new_tokens: the tokenizer has %s already: not added", ", ".join(map(repr, known))
+        )
     if not (new := [token for token in dict.fromkeys(tokens) if token not in known]):
         return path, {}
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in new]
+    )
     ids: dict[str, Any] = {token: tokenizer.token_to_id(token) for token in new}
-    contents = {"tokenizer.json": tokenizer.to_str(pretty=True), "config.json": _longer(source, max(ids.values()) + 1)}
+    contents = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "config.json": _longer(source, max(ids.values()) + 1),
+    }
     if (source / "tokenizer_config.json").exists():
         contents["tokenizer_config.json"] = _described(source, ids)
     try:
         return str(_directory(source, contents, cache_dir)), ids
     except OSError as error:
         fix = "free space or point data.cache_dir to a writable directory"
-        raise CannotWriteError(f"model.new_tokens: cannot write to '{cache_dir}': {error}; {fix}") from error
+        raise CannotWriteError(
+            f"model.new_tokens: cannot write to '{cache_dir}': {error}; {fix}"
+        ) from error
 
 
 def _longer(source: Path, num_tokens: int) -> str:
     """config.json with a vocabulary of at least so many rows."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if "text_config" in tree:
-        raise ConfigError(f"model.new_tokens: {source} is a checkpoint of several parts, whose vocabulary cannot grow")
+        raise ConfigError(
+            f"model.new_tokens: {source} is a checkpoint of several parts, whose vocabulary cannot "
+            f"grow"
+        )
     if tree["vocab_size"] < num_tokens:
         tree["vocab_size"] = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
     return json.dumps(tree, indent=2)
@@ -72,13 +90,23 @@ def _described(source: Path, ids: dict[str, int]) -> str:
     """tokenizer_config.json, which lists added tokens once more."""
     tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
-        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-        tree["added_tokens_decoder"] |= {str(number): {"content": token, **flags} for token, number in ids.items()}
+        flags = {
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        tree["added_tokens_decoder"] |= {
+            str(number): {"content": token, **flags} for token, number in ids.items()
+        }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
 
 def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
-    """Named by what it holds, so that it is made once; ranks that make it at the same time make the same."""
+    """Named by what it holds, so that it is made once; ranks that make it at the same time make
+    the same.
+    """
     key = json.dumps([str(source), sorted(os.listdir(source)), contents], sort_keys=True)
     target = cache_dir.resolve() / "models" / hashlib.sha256(key.encode()).hexdigest()[:32]
     if target.is_dir():
@@ -97,8 +125,8 @@ def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
 
 @torch.no_grad()
 def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, seed: int) -> None:
-    """Rows of new tokens, and those that only fill up the vocabulary: the mean of the trained tokens' rows and noise
-    that (seed, token) decides, whatever the number of ranks. Collective.
+    """Rows of new tokens, and those that only fill up the vocabulary: the mean of the trained
+    tokens' rows and noise that (seed, token) decides, whatever the number of ranks. Collective.
 
     `num_stored`: rows of the weights that were loaded.
     """
@@ -121,6 +149,8 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
         mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
         for number, text in texts.items():
             if begin <= number < begin + len(local):
-                generator = torch.Generator().manual_seed(seeding.key("new token", seed, text, which))
+                generator = torch.Generator().manual_seed(
+                    seeding.key("new token", seed, text, which)
+                )
                 noise = torch.randn(mean.shape, generator=generator).to(local.device)
                 local[number - begin] = (mean + NOISE * spread * noise).to(local.dtype)

@@ -1,7 +1,8 @@
-"""RMS normalisation with fewer passes over memory than transformers' own, which keeps two float32 copies for backward.
+"""RMS normalisation with fewer passes over memory than transformers' own, which keeps two float32
+copies for backward.
 
-Shape suffixes: T tokens (any leading dimensions), H hidden size. Gradient, with n the normalised input and r = 1 / rms:
-dx = r * (w g - n * mean(w g n)),
+Shape suffixes: T tokens (any leading dimensions), H hidden size. Gradient, with n the normalised
+input and r = 1 / rms: dx = r * (w g - n * mean(w g n)),
 dw = sum over T of g n (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
 """
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 1e-6
-"""Relative, between float32 results of a module's own forward and this one, for it to be taken over."""
+"""Relative, between float32 results of a module's own forward and this one, for it to be taken
+over.
+"""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -24,7 +27,11 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         wide_TH = hidden_TH.to(torch.float32, copy=True)
-        rms_T1 = torch.linalg.vector_norm(wide_TH, dim=-1, keepdim=True).square_().div_(wide_TH.shape[-1])
+        rms_T1 = (
+            torch.linalg.vector_norm(wide_TH, dim=-1, keepdim=True)
+            .square_()
+            .div_(wide_TH.shape[-1])
+        )
         scale_T1 = rms_T1.add_(eps).rsqrt_()
         normed_TH = wide_TH.mul_(scale_T1).to(hidden_TH.dtype)
         ctx.save_for_backward(normed_TH, scale_T1, weight_H)
@@ -42,15 +49,20 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """weight * hidden / root(mean(hidden**2) + eps) over the last dimension, in the dtype of `hidden_TH`."""
-    if hidden_TH.device.type == "cuda":  # torch's own kernels: one forward, two backward, where these are twenty
+    """weight * hidden / root(mean(hidden**2) + eps) over the last dimension, in the dtype of
+    `hidden_TH`.
+    """
+    # torch's own kernels: one forward, two backward, where these are twenty
+    if hidden_TH.device.type == "cuda":
         return F.rms_norm(hidden_TH, weight_H.shape, weight_H, eps)
     result: Tensor = _RmsNorm.apply(hidden_TH, weight_H, eps)
     return result
 
 
 def take_over_norms(model: nn.Module) -> int:
-    """Let every module that computes just this use it, whatever its class is called; returns how many there are."""
+    """Let every module that computes just this use it, whatever its class is called; returns
+    how many there are.
+    """
     replaced = 0
     for module in model.modules():
         if _looks_alike(module) and _is_same(module):
@@ -64,22 +76,32 @@ def forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _looks_alike(module: nn.Module) -> bool:
-    """One weight, an epsilon, and a forward that takes the input alone: no gate, not even an optional one."""
+    """One weight, an epsilon, and a forward that takes the input alone: no gate, not even an
+    optional one.
+    """
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or not hasattr(module, "variance_epsilon") or list(module.children()):
         return False
-    return module.get_parameter("weight").ndim == 1 and len(inspect.signature(module.forward).parameters) == 1
+    return (
+        module.get_parameter("weight").ndim == 1
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
 
 
 def _is_same(module: Any) -> bool:
-    """Asked of the module itself, with whatever else it has been set to: groups, or a one added to its weight, give
-    other numbers. The weight is far from its initial value, where such differences do not show.
+    """Asked of the module itself, with whatever else it has been set to: groups, or a one added to
+    its weight, give other numbers. The weight is far from its initial value, where such differences
+    do not show.
     """
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*rows, *module.weight.shape, generator=generator) for rows in ((3,), ()))
+    hidden, weight = (
+        torch.randn(*rows, *module.weight.shape, generator=generator) for rows in ((3,), ())
+    )
     try:
         theirs = torch.func.functional_call(module, {"weight": weight}, (hidden * 3,))
         ours = rms_norm(hidden * 3, weight, module.variance_epsilon)
     except Exception:  # another kind of input or weight: not the norm that is meant
         return False
-    return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE)
+    return theirs.shape == ours.shape and torch.allclose(
+        theirs, ours, rtol=TOLERANCE, atol=TOLERANCE
+    )

@@ -35,7 +35,9 @@ _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where architecture and weights come from. `path` is a local directory (Hub ids are resolved before)."""
+    """Where architecture and weights come from. `path` is a local directory (Hub ids are
+    resolved before).
+    """
 
     path: str
     random_weights: bool
@@ -57,17 +59,19 @@ def read_architecture(source: ModelSource) -> tuple[PretrainedConfig, PreTrained
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"model.partial_pretrain={source.path} has no usable config.json: {error}") from error
+        raise ConfigError(
+            f"model.partial_pretrain={source.path} has no usable config.json: {error}"
+        ) from error
     text = config.get_text_config()
     if any(getattr(part, "quantization_config", None) is not None for part in (config, text)):
         raise ConfigError(
-            f"model.partial_pretrain={source.path} is quantized (quantization_config in config.json); "
-            f"use the model's bfloat16 or float32 weights"
+            f"model.partial_pretrain={source.path} is quantized (quantization_config in "
+            f"config.json); use the model's bfloat16 or float32 weights"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a decoder; only "
-            f"language models of a decoder alone can be trained"
+            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a "
+            f"decoder; only language models of a decoder alone can be trained"
         )
     try:
         whole = weights.whole_model(config)
@@ -77,7 +81,9 @@ def read_architecture(source: ModelSource) -> tuple[PretrainedConfig, PreTrained
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
-    """What training does with this architecture that its user should know, from its configuration."""
+    """What training does with this architecture that its user should know, from its
+    configuration.
+    """
     drawn = [
         f"{name}={value:g}"
         for name, value in sorted(vars(config).items())
@@ -90,12 +96,14 @@ def notes(config: PretrainedConfig) -> Iterator[str]:
 
 
 def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | None:
-    """Why documents of up to `max_length` tokens cannot lie side by side in one forward pass, or None."""
+    """Why documents of up to `max_length` tokens cannot lie side by side in one forward pass,
+    or None.
+    """
     limit = rope.length_limit(config)
     if limit is not None and max_length > limit:
         return (
-            f"its rotary positions of a document follow the longest beside it above {limit} tokens (packed with "
-            f"data.max_length={limit} or less)"
+            f"its rotary positions of a document follow the longest beside it above {limit} tokens "
+            f"(packed with data.max_length={limit} or less)"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "its code comes with the model"
@@ -103,9 +111,15 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
 
 
 def build_on_meta(
-    source: ModelSource, config: PretrainedConfig, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
+    source: ModelSource,
+    config: PretrainedConfig,
+    *,
+    is_packed: bool,
+    loss: Loss = LOSSES["cross_entropy"],
 ) -> PreTrainedModel:
-    """The model without weights (buffers are real), its forward replaced by `PackedBatch -> LossOutput`."""
+    """The model without weights (buffers are real), its forward replaced by `PackedBatch ->
+    LossOutput`.
+    """
     model: Any = _empty_model(source, config)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
     _find_base_model(model)
@@ -149,10 +163,15 @@ def _empty_model(source: ModelSource, config: PretrainedConfig) -> PreTrainedMod
 
 
 def _find_base_model(model: PreTrainedModel) -> None:
-    """`base_model_prefix` names a module that some classes call otherwise: it is the one that holds the embeddings."""
+    """`base_model_prefix` names a module that some classes call otherwise: it is the one that
+    holds the embeddings.
+    """
     if model.base_model is model:
         for name, child in model.named_children():
-            if isinstance(child, PreTrainedModel) and model.get_input_embeddings() in child.modules():
+            if (
+                isinstance(child, PreTrainedModel)
+                and model.get_input_embeddings() in child.modules()
+            ):
                 model.base_model_prefix = name
 
 
@@ -160,21 +179,27 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
     """Refuse what the fused head would silently get wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     if type(model.get_output_embeddings()) is not nn.Linear:
-        raise ConfigError(f"{name} has no linear output head, and cannot be trained here: name a causal language model")
+        raise ConfigError(
+            f"{name} has no linear output head, and cannot be trained here: name a causal language "
+            f"model"
+        )
     if model.base_model is model:
-        raise ConfigError(f"{name} has no part without the output head (base_model_prefix), and cannot be trained here")
+        raise ConfigError(
+            f"{name} has no part without the output head (base_model_prefix), and cannot be "
+            f"trained here"
+        )
 
 
 def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse what sharding layer by layer or the export would get wrong. Some architectures share the bias of a head
-    when they are given one.
+    """Refuse what sharding layer by layer or the export would get wrong. Some architectures share
+    the bias of a head when they are given one.
     """
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     num_names = len(list(model.named_parameters(remove_duplicate=False)))
     if num_names - len(list(model.parameters())) != is_tied:
         raise ConfigError(
-            f"model.partial_pretrain={source.path}: {type(model).__name__} shares parameters between layers, which "
-            f"cannot be sharded layer by layer"
+            f"model.partial_pretrain={source.path}: {type(model).__name__} shares parameters "
+            f"between layers, which cannot be sharded layer by layer"
         )
 
 
@@ -192,12 +217,15 @@ class _BaseOutput:
 
 
 def _is_head_all(model: PreTrainedModel) -> bool:
-    """Whether the logits are what the output head makes of the base model's last hidden states: no scale, no cap, no
-    other layer, no shorter vocabulary. Asked of the architecture's own forward, with stand-ins for the two.
+    """Whether the logits are what the output head makes of the base model's last hidden states: no
+    scale, no cap, no other layer, no shorter vocabulary. Asked of the architecture's own forward,
+    with stand-ins for the two.
     """
     head: Any = model.get_output_embeddings()
     hidden_1TH = torch.linspace(-9.0, 9.0, 2 * head.in_features).view(1, 2, -1)
-    replaced = [module for module in model.base_model.modules() if isinstance(module, PreTrainedModel)]
+    replaced = [
+        module for module in model.base_model.modules() if isinstance(module, PreTrainedModel)
+    ]
     try:
         for module in replaced:
             module.forward = lambda *_, **__: _BaseOutput(hidden_1TH)
@@ -212,28 +240,42 @@ def _is_head_all(model: PreTrainedModel) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks that are sharded, compiled and recomputed one by one: the largest list of modules."""
+    """The repeated blocks that are sharded, compiled and recomputed one by one: the largest
+    list of modules.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of decoder layers, and cannot be trained here")
+        raise ConfigError(
+            f"{type(model).__name__} has no list of decoder layers, and cannot be trained here"
+        )
     sizes = [sum(parameter.numel() for parameter in layers.parameters()) for layers in lists]
     return list(lists[sizes.index(max(sizes))])
 
 
 def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
-    """The ranks that hold the tokens of its batches between them; None where each has all of its own."""
+    """The ranks that hold the tokens of its batches between them; None where each has all of
+    its own.
+    """
     group: ProcessGroup | None = vars(model).get("sequence_group")
     return group
 
 
-def run_plain(model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any) -> Any:
-    """Call a forward of the architecture's own; what runs inside knows the documents that lie in the batch."""
-    with attention.documents(DocumentLengths(batch.seqlens, sequence_group(model)) if model.is_packed else None):
+def run_plain(
+    model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any
+) -> Any:
+    """Call a forward of the architecture's own; what runs inside knows the documents that lie
+    in the batch.
+    """
+    with attention.documents(
+        DocumentLengths(batch.seqlens, sequence_group(model)) if model.is_packed else None
+    ):
         return forward(**forward_arguments(model, batch), **more)
 
 
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
-    """What the architecture's forward is called with: a document alone needs neither positions nor bounds."""
+    """What the architecture's forward is called with: a document alone needs neither positions
+    nor bounds.
+    """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
     if model.is_packed:
         arguments["position_ids"] = batch.position_ids_T[None]
@@ -259,7 +301,9 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
 
 
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
-    """The same for models that transform their logits: their own forward, asked for the supervised positions."""
+    """The same for models that transform their logits: their own forward, asked for the
+    supervised positions.
+    """
     plain: Any = self.original_forward
     if "logits_to_keep" in inspect.signature(plain).parameters:
         logits_SV = run_plain(self, plain, batch, logits_to_keep=batch.supervised_S).logits[0]

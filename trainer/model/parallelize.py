@@ -1,4 +1,6 @@
-"""What is done to a model on meta before it gets weights, in the only order that works: recompute, compile, shard."""
+"""What is done to a model on meta before it gets weights, in the only order that works:
+recompute, compile, shard.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -20,14 +28,18 @@ from trainer.runtime.distributed import World, compute_dtype
 _FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Not before torch 2.13."""
 KEPT_BYTES = 2**30
-"""Gathered layers of at most this size stay for the backward pass: a model of half a billion parameters in bfloat16."""
+"""Gathered layers of at most this size stay for the backward pass: a model of half a billion
+parameters in bfloat16.
+"""
 _MAX_VARIANTS = 32
-"""Compiled forms of one function: kinds of layer x with and without gradients x one token or more. Above its limit
-(8 by default) torch.compile runs the function uncompiled."""
+"""Compiled forms of one function: kinds of layer x with and without gradients x one token or more.
+Above its limit (8 by default) torch.compile runs the function uncompiled."""
 
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
+    """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in
+    place, as configured.
+    """
     owner: Any = model
     owner.sequence_group = world.sequence_group
     trained = getattr(torch, config.master_dtype)
@@ -45,12 +57,13 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
 
 
 def recompute_activations(model: PreTrainedModel, how: str) -> None:
-    """Compute each layer's activations again in the backward pass; selectively, all but what `_expensive` names; with
-    offload, from inputs that waited in host memory.
+    """Compute each layer's activations again in the backward pass; selectively, all but what
+    `_expensive` names; with offload, from inputs that waited in host memory.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
+            f"{type(model).__name__} cannot recompute activations: set "
+            f"model.enable_gradient_checkpointing=false"
         )
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:
@@ -63,7 +76,9 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
 
 
 def _selective() -> Callable[[], attention.Contexts]:
-    """Keeps what linear layers, experts and fused attention make, for `checkpoint`. The rest costs little."""
+    """Keeps what linear layers, experts and fused attention make, for `checkpoint`. The rest
+    costs little.
+    """
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
     names = [
@@ -81,10 +96,12 @@ def _selective() -> Callable[[], attention.Contexts]:
 
 
 def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
-    """Compile each layer's forward, one graph for all since they are alike, and the loss; FSDP's hooks stay outside.
+    """Compile each layer's forward, one graph for all since they are alike, and the loss; FSDP's
+    hooks stay outside.
 
-    Shapes are dynamic from the start: every batch has another number of tokens. Selective recomputation is part of the
-    graph, which must then be one: around compiled code it would keep memory that the code writes to again.
+    Shapes are dynamic from the start: every batch has another number of tokens. Selective
+    recomputation is part of the graph, which must then be one: around compiled code it would keep
+    memory that the code writes to again.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
@@ -97,7 +114,9 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """One FSDP unit per decoder layer; embeddings and head are units of their own unless they share a weight."""
+    """One FSDP unit per decoder layer; embeddings and head are units of their own unless they
+    share a weight.
+    """
     fsdp = config.fsdp_config
     unit = partial(
         fully_shard,
@@ -107,7 +126,9 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
             reduce_dtype=getattr(torch, fsdp.reduce_dtype),
             cast_forward_inputs=False,
         ),
-        offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy()
+        if fsdp.cpu_offload and world.device.type == "cuda"
+        else OffloadPolicy(),
         ignored_params=_used_in_place(model, world, is_offloaded=fsdp.cpu_offload),
     )
     reshard = fsdp.reshard_after_forward
@@ -133,29 +154,39 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     model.register_forward_hook(_reshard_without_backward)
 
 
-def _used_in_place(model: PreTrainedModel, world: World, *, is_offloaded: bool) -> set[nn.Parameter]:
-    """Return the parameters that FSDP leaves alone: what is frozen, where each rank holds the whole model anyway.
+def _used_in_place(
+    model: PreTrainedModel, world: World, *, is_offloaded: bool
+) -> set[nn.Parameter]:
+    """Return the parameters that FSDP leaves alone: what is frozen, where each rank holds the whole
+    model anyway.
 
-    FSDP would copy a shard that is the whole parameter in order to gather it. A frozen parameter already has the dtype
-    it is computed in, and no gradient to reduce. Offloaded parameters do have to come to the device.
+    FSDP would copy a shard that is the whole parameter in order to gather it. A frozen parameter
+    already has the dtype it is computed in, and no gradient to reduce. Offloaded parameters do have
+    to come to the device.
     """
     if world.num_shards > 1 or is_offloaded:
         return set()
-    return {parameter for parameter in model.parameters() if not parameter.requires_grad and parameter.ndim}
+    return {
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad and parameter.ndim
+    }
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
     """Whether all layers, gathered, take so much that gathering them twice is the lesser evil."""
-    numel = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
+    numel = sum(
+        parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()
+    )
     return world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
 
 
 def _sum_gradients(module: nn.Module, world: World) -> None:
     """Ranks add their gradients: the loss is already divided by the global token count.
 
-    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it lacks. A parameter
-    that the documents of one rank do not use (an expert, a branch) has a gradient of zero there, not none: ranks would
-    add up other parameters than each other.
+    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it
+    lacks. A parameter that the documents of one rank do not use (an expert, a branch) has a
+    gradient of zero there, not none: ranks would add up other parameters than each other.
     """
     assert isinstance(module, FSDPModule)
     if world.size > 1:  # one rank divides by one anyway, and by a factor in a pass of its own
@@ -168,9 +199,10 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
     """What once a step is enough for is done behind its last backward pass.
 
-    Replicas of the shards add their gradients: until then each keeps its own sum, in the dtype of reductions, of the
-    same parameters each time. Parameters that stay gathered between forward and backward pass anyway stay so for the
-    next micro-batch too: the fullest moment of a step has them all.
+    Replicas of the shards add their gradients: until then each keeps its own sum, in the dtype of
+    reductions, of the same parameters each time. Parameters that stay gathered between forward and
+    backward pass anyway stay so for the next micro-batch too: the fullest moment of a step has them
+    all.
     """
     owner: Any = model
     assert isinstance(model, FSDPModule)
@@ -179,11 +211,14 @@ def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
 
 
 def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
-    """FSDP2 casts what it has reduced to the dtype of the parameter: a sum over micro-batches would be rounded with
-    each of them, and depend on their number. Known only once FSDP2 has looked at the parameters, at its first forward.
+    """FSDP2 casts what it has reduced to the dtype of the parameter: a sum over micro-batches would
+    be rounded with each of them, and depend on their number. Known only once FSDP2 has looked at
+    the parameters, at its first forward.
     """
     for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+        for group in (
+            module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+        ):
             if group._orig_dtype is None or group._orig_dtype == torch.float32:
                 continue
             group._orig_dtype = torch.float32
@@ -192,8 +227,8 @@ def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:
-    """Units that stay gathered for their backward pass would stay so for good when there is none: the parameters that
-    an optimizer or a checkpoint then sees would be the gathered copies.
+    """Units that stay gathered for their backward pass would stay so for good when there is none:
+    the parameters that an optimizer or a checkpoint then sees would be the gathered copies.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

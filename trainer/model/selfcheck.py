@@ -1,7 +1,8 @@
-"""Before training: our loss and its gradient must agree with transformers' own, and no document may feel its neighbour.
+"""Before training: our loss and its gradient must agree with transformers' own, and no document may
+feel its neighbour.
 
-A wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits, or a backward pass of
-ours that is not that of its forward pass shows here, for any architecture.
+A wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits,
+or a backward pass of ours that is not that of its forward pass shows here, for any architecture.
 """
 
 import re
@@ -23,15 +24,22 @@ from trainer.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
 
 LENGTHS = (13, 8)
-"""Tokens of the two documents. `tests/numerics/test_selfcheck.py` compares longer ones: beyond windows and limits."""
+"""Tokens of the two documents. `tests/numerics/test_selfcheck.py` compares longer ones: beyond
+windows and limits.
+"""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another order."""
+"""Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another
+order.
+"""
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-"""Relative difference of a kind of parameter's gradient. Rounding gives up to 7e-6 and 0.1 in 32 layers, and 0.2 where
-it changes which experts a token goes to; half a gradient, or one of another document beside it, is more.
+"""Relative difference of a kind of parameter's gradient. Rounding gives up to 7e-6 and 0.1 in 32
+layers, and 0.2 where it changes which experts a token goes to; half a gradient, or one of another
+document beside it, is more.
 """
 LEAST_SHARE = 1e-3
-"""Of the whole gradient's norm, added to that of each kind: some gradients are rounding alone, as a key's bias."""
+"""Of the whole gradient's norm, added to that of each kind: some gradients are rounding alone,
+as a key's bias.
+"""
 
 
 class Errors(NamedTuple):
@@ -45,17 +53,25 @@ class Errors(NamedTuple):
 
 
 def compare(
-    model: PreTrainedModel, device: torch.device, *, lengths: tuple[int, ...] = LENGTHS, formula: Formula
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    formula: Formula,
 ) -> Errors:
-    """Compare documents of `lengths`, packed where the model is, with transformers' own forward pass of each alone.
+    """Compare documents of `lengths`, packed where the model is, with transformers' own forward
+    pass of each alone.
 
-    `loss` is also the largest change of a document's logits when the document beside it is another: that shows a leak
-    far below what the rounding of bf16 lets the loss show. Collective. No gradient is left behind.
+    `loss` is also the largest change of a document's logits when the document beside it is another:
+    that shows a leak far below what the rounding of bf16 lets the loss show. Collective. No
+    gradient is left behind.
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.vocab_size
-    *documents, other = (torch.randint(0, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[0]))
+    *documents, other = (
+        torch.randint(0, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[0])
+    )
     with _forgotten(model):
         expected_loss, expected_gradients = _reference(model, documents, device, formula)
         loss, gradients = _ours(model, documents, device)
@@ -74,23 +90,27 @@ def compare(
 def _reference(
     model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
 ) -> tuple[float, dict[str, Tensor]]:
-    """Summed loss and its gradient from autograd of `formula` over transformers' own model, as new for each document,
-    with eager attention.
+    """Summed loss and its gradient from autograd of `formula` over transformers' own model, as new
+    for each document, with eager attention.
     """
     total = 0.0
     num_sharing = 1 if (group := sequence_group(model)) is None else group.size()
     with _plain(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is changed in place here
+        # nothing is changed in place here
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         for document in documents:
             with _forgotten(model):
                 logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
             loss = formula(logits_TV[:-1].float(), document[1:].to(device)).sum()
-            (loss / num_sharing).backward()  # which all of them find, and the ranks' gradients are added up
+            # which all of them find, and the ranks' gradients are added up
+            (loss / num_sharing).backward()
             total += loss.item()
     return total, _take_gradients(model)
 
 
-def _ours(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> tuple[float, dict[str, Tensor]]:
+def _ours(
+    model: PreTrainedModel, documents: list[Tensor], device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
     """Summed loss and its gradient as training computes them. Collective."""
     total = 0.0
     batches = [documents] if model.is_packed else [[document] for document in documents]
@@ -116,9 +136,14 @@ def _take_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _gradient_errors(
-    model: PreTrainedModel, ours: dict[str, Tensor], expected: dict[str, Tensor], device: torch.device
+    model: PreTrainedModel,
+    ours: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    device: torch.device,
 ) -> dict[str, float]:
-    """{kind of parameter: norm of the difference over norm of what is expected}, all ranks' parts together."""
+    """{kind of parameter: norm of the difference over norm of what is expected}, all ranks'
+    parts together.
+    """
     kinds = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
     columns = {kind: column for column, kind in enumerate(dict.fromkeys(kinds.values()))}
     squares_2K = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
@@ -127,7 +152,9 @@ def _gradient_errors(
         theirs = expected.get(name, nothing)
         difference = ours.get(name, nothing) - theirs
         for row, tensor in enumerate((difference, theirs)):
-            squares_2K[row, columns[kind]] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+            squares_2K[row, columns[kind]] += torch.linalg.vector_norm(
+                tensor, dtype=torch.float64
+            ).square()
     dist.all_reduce(squares_2K)
     differences_K, norms_K = squares_2K.sqrt()
     errors_K = differences_K / (norms_K + LEAST_SHARE * norms_K.norm())
@@ -143,13 +170,19 @@ def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(model: PreTrainedModel) -> Iterator[None]:
-    """Nothing of ours: every module runs the forward of its own class, the head that of a linear layer.
+    """Nothing of ours: every module runs the forward of its own class, the head that of a linear
+    layer.
 
-    Forwards are put back by name, not on another model, since sharding hooks belong to the calls of these modules.
+    Forwards are put back by name, not on another model, since sharding hooks belong to the calls of
+    these modules.
     """
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     head = model.get_output_embeddings()
-    ours = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
+    ours = {
+        module: vars(module).pop("forward")
+        for module in model.modules()
+        if "forward" in vars(module)
+    }
     head.forward = types.MethodType(nn.Linear.forward, head)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -165,7 +198,9 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _forgotten(model: PreTrainedModel) -> Iterator[None]:
-    """What modules without parameters keep of a forward pass, such as rotary frequencies, is undone after it."""
+    """What modules without parameters keep of a forward pass, such as rotary frequencies, is
+    undone after it.
+    """
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if not [*m.parameters()]]
     try:
         yield
@@ -176,9 +211,11 @@ def _forgotten(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _influence(model: PreTrainedModel, forms: list[list[Tensor]], device: torch.device) -> list[float]:
-    """Relative change of the last document's logits from the first packed form to each other one; its last token, which
-    may be another, is left out.
+def _influence(
+    model: PreTrainedModel, forms: list[list[Tensor]], device: torch.device
+) -> list[float]:
+    """Relative change of the last document's logits from the first packed form to each other one;
+    its last token, which may be another, is left out.
     """
     tokens = slice(-len(forms[0][-1]), -1)
     plain: Any = model.original_forward
@@ -189,13 +226,17 @@ def _influence(model: PreTrainedModel, forms: list[list[Tensor]], device: torch.
         return _whole(model, F.pad(own_TV, (0, 0, batch.start, behind)))
 
     with _forward_replaced(model, logits):
-        expected_TV, *found = (model(_packed(model, form).to(device))[tokens].float() for form in forms)
+        expected_TV, *found = (
+            model(_packed(model, form).to(device))[tokens].float() for form in forms
+        )
     return [((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found]
 
 
 @contextmanager
 def _forward_replaced(model: PreTrainedModel, forward: Callable[..., Any]) -> Iterator[None]:
-    """Sharding hooks belong to the module's call, so another forward has to be called through the module."""
+    """Sharding hooks belong to the module's call, so another forward has to be called through
+    the module.
+    """
     ours: Any = model.forward
     model.forward = forward
     try:
@@ -205,11 +246,17 @@ def _forward_replaced(model: PreTrainedModel, forward: Callable[..., Any]) -> It
 
 
 def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
-    """Documents end to end, every token but the first of each a label; of them what this rank holds."""
+    """Documents end to end, every token but the first of each a label; of them what this rank
+    holds.
+    """
     seqlens = tuple(len(document) for document in documents)
     input_ids_T = torch.cat(documents)
-    labels_T = torch.cat([torch.cat([document[1:], document.new_tensor([-100])]) for document in documents])
+    labels_T = torch.cat(
+        [torch.cat([document[1:], document.new_tensor([-100])]) for document in documents]
+    )
     supervised_S = (labels_T != -100).nonzero()[:, 0]
     sample_ids, group = tuple(range(len(documents))), sequence_group(model)
-    batch = PackedBatch.of(input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=sample_ids)
+    batch = PackedBatch.of(
+        input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=sample_ids
+    )
     return batch if group is None else batch.share(group.rank(), group.size())

@@ -1,4 +1,6 @@
-"""Where a model comes from: a local directory, or the Hub once. What is wrong with it is said before torch is there."""
+"""Where a model comes from: a local directory, or the Hub once. What is wrong with it is said
+before torch is there.
+"""
 
 import importlib.util
 import json
@@ -18,10 +20,14 @@ _FILES = [*_WITHOUT_WEIGHTS, "*.safetensors"]
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken", "vocab.*")
 
 
-def find_model(name: str, *, random_weights: bool, progress: Callable[[], None] = lambda: None) -> str:
-    """The local directory of `model.partial_pretrain`, downloaded if it is a Hub id that is not cached yet.
+def find_model(
+    name: str, *, random_weights: bool, progress: Callable[[], None] = lambda: None
+) -> str:
+    """The local directory of `model.partial_pretrain`, downloaded if it is a Hub id that is not
+    cached yet.
 
-    `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks what a run needs.
+    `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks
+    what a run needs.
     """
     patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
     return str(_find(name, patterns, partial(_problem, random_weights=random_weights), progress))
@@ -43,14 +49,22 @@ def require_model(name: str, *, random_weights: bool) -> None:
 
 
 def require_adapters(model: ModelConfig) -> None:
-    """Raises `ConfigError` if there is no peft for the adapters asked for, or nothing to start them from."""
+    """Raises `ConfigError` if there is no peft for the adapters asked for, or nothing to start
+    them from.
+    """
     if model.has_adapters and importlib.util.find_spec("peft") is None:
-        raise ConfigError("LoRA ('model.lora_rank', 'model.lora_adapter_path') needs peft: pip install 'peft>=0.21'")
+        raise ConfigError(
+            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs peft: pip install "
+            "'peft>=0.21'"
+        )
     if (path := model.lora_adapter_path) is None:
         return
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(path) / name).is_file():
-            raise ConfigError(f"model.lora_adapter_path={path} is no directory with an adapter: {name} is not there")
+            raise ConfigError(
+                f"model.lora_adapter_path={path} is no directory with an adapter: {name} is not "
+                f"there"
+            )
 
 
 def _local(name: str) -> Path | None:
@@ -96,9 +110,14 @@ def _config_problem(path: Path) -> str | None:
 
 
 def _find(
-    name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None], progress: Callable[[], None]
+    name: str,
+    patterns: Sequence[str],
+    problem_of: Callable[[Path], str | None],
+    progress: Callable[[], None],
 ) -> Path:
-    path = _local(name) or _cached(name, patterns, problem_of) or _download(name, patterns, progress)
+    path = (
+        _local(name) or _cached(name, patterns, problem_of) or _download(name, patterns, progress)
+    )
     _require(name, problem_of(path))
     return path
 
@@ -108,7 +127,9 @@ def _require(name: str, problem: str | None) -> None:
         raise ConfigError(f"model.partial_pretrain={name} {problem}")
 
 
-def _cached(name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]) -> Path | None:
+def _cached(
+    name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]
+) -> Path | None:
     """The copy of an earlier download, if it is whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -139,7 +160,9 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
 
 
 def _ask_hub(name: str) -> None:
-    """One short question: without a network, or for a mistyped id, the client would try for half a minute."""
+    """One short question: without a network, or for a mistyped id, the client would try for
+    half a minute.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -151,9 +174,12 @@ def _ask_hub(name: str) -> None:
 def _not_from_hub(name: str, error: Exception) -> ConfigError:
     from huggingface_hub import constants
 
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     return ConfigError(
-        f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache ({constants.HF_HUB_CACHE}), "
-        f"and could not be had from the Hub: {reason}; without a network, run 'hf download {name}' where there is one "
-        f"and copy that cache here, or give a local directory"
+        f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache "
+        f"({constants.HF_HUB_CACHE}), and could not be had from the Hub: {reason}; without a "
+        f"network, run 'hf download {name}' where there is one and copy that cache here, or give a "
+        f"local directory"
     )

@@ -1,8 +1,10 @@
-"""Modules that would mix packed documents run on each document by itself; the rest of their layer stays packed.
+"""Modules that would mix packed documents run on each document by itself; the rest of their layer
+stays packed.
 
-What looks from one token to another takes a cache in transformers, or it could not generate: that tells such modules
-from all others, whatever they are called. Attention through `AttentionInterface` knows the bounds of documents; linear
-attention, Mamba, short convolutions and attention of an own kind (ALiBi, indexers) do not, and are looped over them.
+What looks from one token to another takes a cache in transformers, or it could not generate: that
+tells such modules from all others, whatever they are called. Attention through `AttentionInterface`
+knows the bounds of documents; linear attention, Mamba, short convolutions and attention of an own
+kind (ALiBi, indexers) do not, and are looped over them.
 
 Shape suffixes: T packed tokens, D documents of a group, L its padded length.
 """
@@ -28,15 +30,19 @@ from trainer.model.cpu_attention import group_by_length
 
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "lengths")
-"""Not handed to a looped module: its own kernels might read some of them and its fallbacks others."""
+"""Not handed to a looped module: its own kernels might read some of them and its fallbacks
+others.
+"""
 
 
 def loop_over_documents(model: PreTrainedModel) -> bool:
-    """Loop what must be, in place. Returns whether some attention stays packed; else masks tell all of it what it sees,
-    those of the longest document.
+    """Loop what must be, in place. Returns whether some attention stays packed; else masks tell all
+    of it what it sees, those of the longest document.
     """
     looped = list(_looped(model))
-    attends_packed = any(map(_attends, model.modules())) and not any(_attends(m) and _inner(m) for m in looped)
+    attends_packed = any(map(_attends, model.modules())) and not any(
+        _attends(m) and _inner(m) for m in looped
+    )
     if not attends_packed:
         looped = [module for module in model.modules() if module in looped or _attends(module)]
         for name, make in (("sdpa", sdpa_mask), ("eager", eager_mask)):
@@ -51,16 +57,24 @@ def looped_kinds(model: nn.Module) -> list[str]:
     """Names of the classes that are looped."""
     loops = ((module, vars(module).get("forward")) for module in model.modules())
     return sorted(
-        {type(m).__name__ for m, f in loops if getattr(getattr(f, "__func__", None), "func", None) is _forward}
+        {
+            type(m).__name__
+            for m, f in loops
+            if getattr(getattr(f, "__func__", None), "func", None) is _forward
+        }
     )
 
 
 def _looped(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules of a layer that take a cache; of attention that has such inside, or counts its tokens by
-    itself, the whole.
+    """The innermost modules of a layer that take a cache; of attention that has such inside, or
+    counts its tokens by itself, the whole.
     """
     inner = _inner(module)
-    if not _takes_cache(module) or isinstance(module, GradientCheckpointingLayer) or (inner and not _attends(module)):
+    if (
+        not _takes_cache(module)
+        or isinstance(module, GradientCheckpointingLayer)
+        or (inner and not _attends(module))
+    ):
         for child in module.children():
             yield from _looped(child)
     elif inner or not _attends(module) or "arange" in _code(module).co_names:
@@ -86,10 +100,12 @@ def _code(module: nn.Module) -> types.CodeType:
 
 
 @torch.compiler.disable
-def _forward(self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any) -> Any:
-    """Documents of similar length go side by side, padded behind: what carries state forward never looks back there.
-    One by one where something else comes with them, a mask or biases, or where attention is packed inside. What else
-    than rows of tokens comes out is that of the last call.
+def _forward(
+    self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any
+) -> Any:
+    """Documents of similar length go side by side, padded behind: what carries state forward never
+    looks back there. One by one where something else comes with them, a mask or biases, or where
+    attention is packed inside. What else than rows of tokens comes out is that of the last call.
     """
     lengths = attention.running()
     if lengths is None:
@@ -100,9 +116,13 @@ def _forward(self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone:
     inputs = [_documents(leaf, seqlens) for leaf in leaves]
     is_alone = is_alone or any(isinstance(value, Tensor) for value in inputs)
     rows_of: list[dict[int, Tensor]] = [{} for _ in seqlens]
-    for group in [[index] for index in range(len(seqlens))] if is_alone else group_by_length(seqlens):
+    for group in (
+        [[index] for index in range(len(seqlens))] if is_alone else group_by_length(seqlens)
+    ):
         own_lengths = tuple(seqlens[index] for index in group)
-        own = [_padded(value, group, own_lengths[0], {num_tokens, max(seqlens)}) for value in inputs]
+        own = [
+            _padded(value, group, own_lengths[0], {num_tokens, max(seqlens)}) for value in inputs
+        ]
         own_args, own_kwargs = tree_unflatten(own, tree)
         with attention.documents(DocumentLengths(own_lengths)):
             outputs, output_tree = tree_flatten(forward(*own_args, **own_kwargs))
@@ -122,7 +142,9 @@ def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
 
 
 def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
-    """[D, L, ...] of a group; of a mask or a bias over all tokens, or those of the longest document, the corner."""
+    """[D, L, ...] of a group; of a mask or a bias over all tokens, or those of the longest
+    document, the corner.
+    """
     if isinstance(value, tuple):
         return pad_sequence([value[index] for index in group], batch_first=True)
     if isinstance(value, Tensor):
@@ -133,15 +155,22 @@ def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """[1, T, ...] of all documents' [L, ...]; choices among the tokens of a short one are fewer: zeros behind them."""
+    """[1, T, ...] of all documents' [L, ...]; choices among the tokens of a short one are
+    fewer: zeros behind them.
+    """
     if rows[0].ndim > 1:
         width = max(row.shape[-1] for row in rows)
-        rows = [row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1])) for row in rows]
+        rows = [
+            row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1]))
+            for row in rows
+        ]
     return torch.cat(rows)[None]
 
 
 def _mask_of_longest(make: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
-    """The mask of one document, of which that of every shorter one is a corner: all of T x T would be too large."""
+    """The mask of one document, of which that of every shorter one is a corner: all of T x T
+    would be too large.
+    """
     if (lengths := attention.running()) is not None:
         longest = max(lengths.seqlens)
         start = sum(lengths.seqlens[: lengths.seqlens.index(longest)])

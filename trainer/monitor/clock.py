@@ -1,4 +1,6 @@
-"""Where the time of a step goes: phases that add up to its wall time, and on request the file that shows them."""
+"""Where the time of a step goes: phases that add up to its wall time, and on request the file
+that shows them.
+"""
 
 import json
 import logging
@@ -24,13 +26,17 @@ class _Mark:
 
 
 class PhaseClock:
-    """`mark(phase)` gives the time since the mark before to `phase`; `lap` ends the step and adds up.
+    """`mark(phase)` gives the time since the mark before to `phase`; `lap` ends the step and adds
+    up.
 
-    On CUDA the host runs ahead of the device, so phases of the device are measured by events. They are read in `lap`,
-    which the caller reaches after it has waited for the device anyway. At the first mark of a step the device is idle.
+    On CUDA the host runs ahead of the device, so phases of the device are measured by events. They
+    are read in `lap`, which the caller reaches after it has waited for the device anyway. At the
+    first mark of a step the device is idle.
     """
 
-    def __init__(self, device: torch.device, *, observe: Callable[[Span], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, observe: Callable[[Span], None] | None = None
+    ) -> None:
         self._is_cuda = device.type == "cuda"
         self._observe = observe
         self._marks: list[_Mark] = []
@@ -41,16 +47,21 @@ class PhaseClock:
         self._marks = [self._mark("")]
 
     def mark(self, phase: str) -> float:
-        """The time since the last mark belongs to `phase`; returns it in seconds, as the host saw it."""
+        """The time since the last mark belongs to `phase`; returns it in seconds, as the host
+        saw it.
+        """
         self._marks.append(self._mark(phase))
         return self._marks[-1].at_s - self._marks[-2].at_s
 
     def exclude(self) -> float:
-        """The time since the last mark (a validation, a save) belongs to no step; returns it in seconds."""
+        """The time since the last mark (a validation, a save) belongs to no step; returns it in
+        seconds.
+        """
         return self.mark("")
 
     def lap(self) -> dict[str, float]:
-        """Seconds by phase of the step that ends here, with `other`, what no mark claims, and `step`, their sum.
+        """Seconds by phase of the step that ends here, with `other`, what no mark claims, and
+        `step`, their sum.
 
         The next step begins here.
         """
@@ -89,7 +100,9 @@ FLUSH_EVERY = 200
 
 
 class TraceFile:
-    """Appends one span a line; the array is never closed, which the format allows. A file that fails is given up."""
+    """Appends one span a line; the array is never closed, which the format allows. A file that
+    fails is given up.
+    """
 
     def __init__(self, run_dir: Path, *, rank: int) -> None:
         self._rank, self._num_spans = rank, 0

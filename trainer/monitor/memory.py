@@ -21,7 +21,9 @@ class Memory:
         self._device, self._process = device, psutil.Process()
 
     def sample(self) -> dict[str, float]:
-        """Resident and virtual memory of the process; on CUDA the allocator's, with its peaks since the last call."""
+        """Resident and virtual memory of the process; on CUDA the allocator's, with its peaks
+        since the last call.
+        """
         info = self._process.memory_info()
         found = {"rss_gib": info.rss / GIB, "vms_gib": info.vms / GIB}
         if self._device.type != "cuda":
@@ -57,16 +59,19 @@ QUERIES = {
 
 
 class GpuSampler:
-    """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread; `last` never waits.
+    """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread; `last` never
+    waits.
 
-    By NVML, for which torch needs the package `nvidia-ml-py` (the extra `gpu`), else by the driver's `nvidia-smi`.
-    Without either, or without CUDA, there is nothing to report.
+    By NVML, for which torch needs the package `nvidia-ml-py` (the extra `gpu`), else by the
+    driver's `nvidia-smi`. Without either, or without CUDA, there is nothing to report.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._last: dict[str, float] = {}
         if device.type == "cuda":
-            threading.Thread(target=self._work, args=(device,), name="gpu-sampler", daemon=True).start()
+            threading.Thread(
+                target=self._work, args=(device,), name="gpu-sampler", daemon=True
+            ).start()
 
     def last(self) -> Mapping[str, float]:
         """The newest sample as metrics; empty before the first."""
@@ -83,12 +88,25 @@ class GpuSampler:
 def sample(device: torch.device) -> dict[str, float]:
     cuda = torch.cuda
     try:
-        values = cuda.utilization(device), cuda.memory_usage(device), cuda.temperature(device), cuda.power_draw(device)
+        values = (
+            cuda.utilization(device),
+            cuda.memory_usage(device),
+            cuda.temperature(device),
+            cuda.power_draw(device),
+        )
         util, mem_util, temp_c, power_mw = map(float, values)
         found: tuple[float, ...] = (util, mem_util, temp_c, power_mw / 1e3)
     except ModuleNotFoundError:
         card = f"GPU-{cuda.get_device_properties(device).uuid}"
-        words = ["nvidia-smi", "-i", card, f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(words, check=True, capture_output=True, text=True, timeout=PERIOD_S).stdout
+        words = [
+            "nvidia-smi",
+            "-i",
+            card,
+            f"--query-gpu={','.join(QUERIES.values())}",
+            "--format=csv,noheader,nounits",
+        ]
+        answer = subprocess.run(
+            words, check=True, capture_output=True, text=True, timeout=PERIOD_S
+        ).stdout
         found = tuple(map(float, answer.split(",")))
     return dict(zip(QUERIES, found, strict=True))

@@ -1,4 +1,6 @@
-"""Turns what a step measured into its row of metrics, and keeps the totals that a restart must not lose."""
+"""Turns what a step measured into its row of metrics, and keeps the totals that a restart must
+not lose.
+"""
 
 import math
 import shutil
@@ -54,7 +56,9 @@ class Plan:
 
 
 class Meter(Remembered):
-    """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
+    """One per rank; rows differ between ranks only where the table says that rank 0's counts.
+    Survives restarts.
+    """
 
     state_of = MAIN  # ranks measure their own times
     KEPT: ClassVar = (
@@ -87,7 +91,9 @@ class Meter(Remembered):
         self._ema, self._num_ema = 0.0, 0
 
     def measured(self) -> dict[str, SupportsFloat]:
-        """What this rank tells the others in a step's packet: all that was put and is combined over ranks."""
+        """What this rank tells the others in a step's packet: all that was put and is combined
+        over ranks.
+        """
         self._put_memory()
         for key, value in self._gpu.last().items():
             metrics.put(key, value)
@@ -102,7 +108,10 @@ class Meter(Remembered):
         """What of a row all ranks agree on bit by bit: the guard and its rules may act on it."""
         loss, grad_norm = totals.sums["loss_sum"] / batch.num_loss_tokens, totals.sums["grad_norm"]
         if len(set(totals.by_rank["decisions"])) > 1:
-            raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {totals.by_rank['decisions']}")
+            raise RuntimeError(
+                f"the guards of the ranks disagree; numbers of decisions: "
+                f"{totals.by_rank['decisions']}"
+            )
         clip_coef = min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0
         self._count(batch, loss, clip_coef)
         return {
@@ -113,7 +122,10 @@ class Meter(Remembered):
             "train/ppl": perplexity(loss),
             "train/token_accuracy": totals.sums["num_hits"] / batch.num_loss_tokens,
             **self._objective(batch, totals),
-            **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
+            **{
+                f"train/{key}": value
+                for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()
+            },
             **{key: value for key, value in totals.sums.items() if key in metrics.METRICS},
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
             "train/total_token_count": batch.num_tokens,
@@ -126,14 +138,19 @@ class Meter(Remembered):
             **metrics.take_numbers(("global",)),
         }
 
-    def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Totals) -> dict[str, float]:
+    def row(
+        self, batch: StepBatch, signals: Mapping[str, float], totals: Totals
+    ) -> dict[str, float]:
         """The metrics of a finished step; ends its time.
 
-        What its phases took is known on all ranks by the next step's packet, so the next row reports it; an attempt's
-        first row has nothing to report but this step on its own rank.
+        What its phases took is known on all ranks by the next step's packet, so the next row
+        reports it; an attempt's first row has nothing to report but this step on its own rank.
         """
         phases = self.clock.lap()
-        step_s, update_s = phases["step"], sum(phases.get(phase, 0.0) for phase in ("forward", "backward", "optimizer"))
+        step_s, update_s = (
+            phases["step"],
+            sum(phases.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")),
+        )
         self._productive_s += step_s
         self._window.add(batch.num_tokens, step_s)
         times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in (*PHASES, "step")}
@@ -166,7 +183,9 @@ class Meter(Remembered):
 
     @property
     def loss_ema(self) -> float:
-        """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first finite one."""
+        """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first
+        finite one.
+        """
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
     def _is_rare_row(self, step: int) -> bool:
@@ -217,11 +236,16 @@ class Meter(Remembered):
     def _ahead(self, step: int) -> dict[str, float]:
         """What is left, and what all attempts took."""
         plan = self._plan
-        elapsed_s, remaining = plan.past_s + time.monotonic() - self._started, plan.total_steps - step
+        elapsed_s, remaining = (
+            plan.past_s + time.monotonic() - self._started,
+            plan.total_steps - step,
+        )
         num_evals = remaining // plan.test_freq + 1 if plan.test_freq > 0 else 1
         num_saves = remaining // plan.save_freq + 1 if plan.save_freq > 0 else 1
         eta_s = remaining * self._window.median_step_s
-        eta_s += num_evals * self._durations.get("eval", 0.0) + num_saves * self._durations.get("save", 0.0)
+        eta_s += num_evals * self._durations.get("eval", 0.0) + num_saves * self._durations.get(
+            "save", 0.0
+        )
         return {
             "progress/eta_s": eta_s if remaining else 0.0,
             "progress/elapsed_s": elapsed_s,
@@ -242,7 +266,9 @@ class Meter(Remembered):
         metrics.put("memory/alloc_retries", sample["alloc_retries"])
         metrics.put("memory/ooms", sample["ooms"])
         if sample["reserved_gib"]:
-            metrics.put("memory/fragmentation", 1 - sample["allocated_gib"] / sample["reserved_gib"])
+            metrics.put(
+                "memory/fragmentation", 1 - sample["allocated_gib"] / sample["reserved_gib"]
+            )
 
     def _rare(self, totals: Totals) -> dict[str, float]:
         found: dict[str, float] = {

@@ -1,7 +1,8 @@
 """What ranks tell each other at once: one packed sum, one copy to the host.
 
-Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero: maxima, medians and the
-slowest rank come out of it without a second collective, and a NaN stays in the slot of the rank that made it.
+Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero:
+maxima, medians and the slowest rank come out of it without a second collective, and a NaN stays in
+the slot of the rank that made it.
 """
 
 from collections.abc import Mapping
@@ -49,21 +50,27 @@ class Packet:
         slots = values[len(names) :]
         return Totals(
             sums=dict(zip(names, values, strict=False)),
-            by_rank={name: tuple(slots[index :: len(self.fields)]) for index, name in enumerate(self.fields)},
+            by_rank={
+                name: tuple(slots[index :: len(self.fields)])
+                for index, name in enumerate(self.fields)
+            },
         )
 
 
 def reduce_packet(
     world: World, *, sums: Scalars, by_rank: Scalars | None = None, vector: Tensor | None = None
 ) -> Packet:
-    """Add up `sums` and `vector` over ranks, and tell all ranks this one's `by_rank`. Collective, one all-reduce; names
-    and shapes are equal on all ranks.
+    """Add up `sums` and `vector` over ranks, and tell all ranks this one's `by_rank`. Collective,
+    one all-reduce; names and shapes are equal on all ranks.
     """
     names, totals = _packed(sums, world.device)
     fields, own = _packed(by_rank or {}, world.device)
     slots = torch.zeros(world.size, len(fields), dtype=torch.float64, device=world.device)
     slots[world.rank] = own
-    parts = (torch.cat([totals, slots.flatten()]), totals.new_zeros(0) if vector is None else vector.double().flatten())
+    parts = (
+        torch.cat([totals, slots.flatten()]),
+        totals.new_zeros(0) if vector is None else vector.double().flatten(),
+    )
     whole = torch.cat(parts)
     dist.all_reduce(whole)
     values, summed = whole.split([len(part) for part in parts])
@@ -71,7 +78,8 @@ def reduce_packet(
 
 
 def _packed(scalars: Scalars, device: torch.device) -> tuple[tuple[str, ...], Tensor]:
-    """(Names, values as a float64 vector), in the order given; what the host knows goes to the device in one copy.
+    """(Names, values as a float64 vector), in the order given; what the host knows goes to the
+    device in one copy.
 
     Which of them are tensors may differ between ranks.
     """
@@ -83,7 +91,9 @@ def _packed(scalars: Scalars, device: torch.device) -> tuple[tuple[str, ...], Te
         else next(copied)
         for value in scalars.values()
     ]
-    return tuple(scalars), torch.stack(own) if own else torch.zeros(0, dtype=torch.float64, device=device)
+    return tuple(scalars), torch.stack(own) if own else torch.zeros(
+        0, dtype=torch.float64, device=device
+    )
 
 
 def loss_key(source: str) -> str:
@@ -91,6 +101,12 @@ def loss_key(source: str) -> str:
     return f"loss_sum/{source}"
 
 
-def losses_by_source(sums: Mapping[str, float], loss_tokens_by: Mapping[str, int]) -> dict[str, float]:
+def losses_by_source(
+    sums: Mapping[str, float], loss_tokens_by: Mapping[str, int]
+) -> dict[str, float]:
     """Mean loss of each source that has supervised tokens: `loss_by/<source>`."""
-    return {f"loss_by/{name}": sums[loss_key(name)] / count for name, count in loss_tokens_by.items() if count}
+    return {
+        f"loss_by/{name}": sums[loss_key(name)] / count
+        for name, count in loss_tokens_by.items()
+        if count
+    }

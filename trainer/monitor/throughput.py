@@ -27,20 +27,22 @@ _NAMES = {
 }
 PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
 """TFLOP/s by the words of the device's name, for MFU: dense bfloat16 with sums in float32. From the
-vendors' data sheets, which mostly give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800
-without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's
-white papers on Ampere, Ada, Blackwell.
+vendors' data sheets, which mostly give twice as much, for sparse matrices: NVIDIA's of each product
+(H100 and H800 without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is
+two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
 """
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
-"""Words that make it another device, of which the table says nothing: a slice of a card (MIG, or `40C` of a virtual
-one), or another variant."""
+"""Words that make it another device, of which the table says nothing: a slice of a card (MIG, or
+`40C` of a virtual one), or another variant."""
 WINDOW_STEPS = 100
 NUM_WARMUP_STEPS = 2
 """Of an attempt: the first steps load kernels and compile."""
 
 
 def known_as(device_name: str) -> str | None:
-    """Its name in the table, None for one that is not there: a guess would look like a measurement."""
+    """Its name in the table, None for one that is not there: a guess would look like a
+    measurement.
+    """
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
     return None if any(map(OTHER_DEVICE.fullmatch, words)) else max(fitting, key=len, default=None)
@@ -51,7 +53,9 @@ def _words(name: str) -> set[str]:
 
 
 class Window:
-    """Tokens and seconds of the last `WINDOW_STEPS` steps of this attempt, without its first two."""
+    """Tokens and seconds of the last `WINDOW_STEPS` steps of this attempt, without its first
+    two.
+    """
 
     def __init__(self) -> None:
         self._num_seen = 0

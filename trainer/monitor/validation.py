@@ -1,4 +1,5 @@
-"""Adds up a validation: the token-weighted loss, its standard error over samples, and what the set looks like.
+"""Adds up a validation: the token-weighted loss, its standard error over samples, and what the set
+looks like.
 
 Shape suffixes: S supervised positions, D documents.
 """
@@ -23,7 +24,9 @@ SUMS = ("loss_sum", "squares", "products", "square_counts", "num_hits")
 class Validation:
     """One pass over the validation samples, all ranks together."""
 
-    def __init__(self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()) -> None:
+    def __init__(
+        self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
+    ) -> None:
         """`sources`: names of the sources, where there are several."""
         self._world, self._length_facts = world, length_facts
         self._names = (*SUMS, *map(loss_key, sources))
@@ -39,22 +42,31 @@ class Validation:
         self._data_s += self._lap()
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
-        """Take loss and hit of every supervised position of this rank's micro-batch (on its device). Collective."""
+        """Take loss and hit of every supervised position of this rank's micro-batch (on its
+        device). Collective.
+        """
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         whole_2D = torch.stack([sums_D, counts_D])
-        if self._world.sequence_group is not None:  # of a document that lies on several ranks, each adds its part
+        # of a document that lies on several ranks, each adds its part
+        if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
         squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
-        self._local[: len(SUMS)] += torch.stack([sums_D.sum(), *squares, output.hits_S.sum().double()])
+        self._local[: len(SUMS)] += torch.stack(
+            [sums_D.sum(), *squares, output.hits_S.sum().double()]
+        )
         if self._tokens_by:
             self._local.index_add_(0, micro_batch.sources_D + len(SUMS), sums_D)
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
         local = dict(zip(self._names, self._local.unbind(), strict=True))
-        sums = reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
+        sums = (
+            reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
+        )
         self._local = self._zeros()
-        self._totals = [total + sums[name] for total, name in zip(self._totals, self._names, strict=True)]
+        self._totals = [
+            total + sums[name] for total, name in zip(self._totals, self._names, strict=True)
+        ]
         self._tokens_by.update(batch.loss_tokens_by)
         self._num_loss_tokens += batch.num_loss_tokens
         self._num_tokens += batch.num_tokens
@@ -66,8 +78,9 @@ class Validation:
     def row(self, *, train_loss: float) -> dict[str, float]:
         """The metrics. `train_loss`: the smoothed training loss, for the gap.
 
-        The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m the mean:
-        sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3, for a large population).
+        The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m
+        the mean: sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3,
+        for a large population).
         """
         totals = dict(zip(self._names, self._totals, strict=True))
         loss_sum, squares, products, square_counts, num_hits = map(totals.__getitem__, SUMS)
@@ -76,8 +89,13 @@ class Validation:
         total_s = time.perf_counter() - self._started
         return {
             "val/loss": mean,
-            **{f"val/{key}": value for key, value in losses_by_source(totals, self._tokens_by).items()},
-            "val/loss_stderr": math.sqrt(residual) / self._num_loss_tokens if math.isfinite(residual) else math.nan,
+            **{
+                f"val/{key}": value
+                for key, value in losses_by_source(totals, self._tokens_by).items()
+            },
+            "val/loss_stderr": math.sqrt(residual) / self._num_loss_tokens
+            if math.isfinite(residual)
+            else math.nan,
             "val/ppl": perplexity(mean),
             "val/token_accuracy": num_hits / self._num_loss_tokens,
             "val/gap": mean - train_loss,

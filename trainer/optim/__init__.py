@@ -22,5 +22,10 @@ def muon(model: "nn.Module", config: "OptimConfig") -> "Optimizer":
     return Muon(model, config)
 
 
-OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {"adamw": adamw, "muon": muon}
-"""Each is made with all its state, which checkpoints save by parameter name; a new one is an entry here."""
+OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
+"""Each is made with all its state, which checkpoints save by parameter name; a new one is an
+entry here.
+"""

@@ -15,20 +15,27 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
-    """torch's fused one, or one in parts where moments or parameters are bfloat16, which that does not take.
+    """torch's fused one, or one in parts where moments or parameters are bfloat16, which that does
+    not take.
 
     Its state exists before the first step, so that there is memory to load a checkpoint into.
     """
 
     def __init__(self, parameters: NamedParameters, config: OptimConfig) -> None:
-        """Two groups: matrices decay, norms and biases do not, whatever their number of dimensions."""
+        """Two groups: matrices decay, norms and biases do not, whatever their number of
+        dimensions.
+        """
         named = list(parameters)
         groups = [
-            {"params": [p for name, p in named if is_decayed(name, p)], "weight_decay": config.weight_decay},
+            {
+                "params": [p for name, p in named if is_decayed(name, p)],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},
         ]
         super().__init__(
-            [group for group in groups if group["params"]] or groups[:1],  # torch wants one, be it empty
+            # torch wants one, be it empty
+            [group for group in groups if group["params"]] or groups[:1],
             lr=0.0,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -36,7 +43,9 @@ class AdamW(torch.optim.AdamW, Optimizer):
         )
         self._names = {parameter: name for name, parameter in named}
         dtype: torch.dtype = getattr(torch, config.state_dtype)
-        self._is_rounded = any(kind != torch.float32 for kind in (dtype, *(p.dtype for _, p in named)))
+        self._is_rounded = any(
+            kind != torch.float32 for kind in (dtype, *(p.dtype for _, p in named))
+        )
         for _, parameter in named:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -54,10 +63,14 @@ class AdamW(torch.optim.AdamW, Optimizer):
                 if parameter.grad is not None:
                     self._step_rounded(parameter, parameter.grad, group)
 
-    def _step_rounded(self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]) -> None:
-        """What the fused kernel does, in float32 and in parts; what is kept in bfloat16 is rounded at random.
+    def _step_rounded(
+        self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]
+    ) -> None:
+        """What the fused kernel does, in float32 and in parts; what is kept in bfloat16 is rounded
+        at random.
 
-        Products, sums, quotients and roots alone, each correctly rounded: no result depends on where a shard begins.
+        Products, sums, quotients and roots alone, each correctly rounded: no result depends on
+        where a shard begins.
         """
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         is_skipped = self.found_inf > 0
@@ -65,25 +78,38 @@ class AdamW(torch.optim.AdamW, Optimizer):
         # of a first step that is left out they would be zero
         step = state["step"].double().clamp(min=1)
         correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
-        keys = [seeding.key(self.rounding_key, self._names[parameter], which) for which in ("w", "m", "v")]
+        keys = [
+            seeding.key(self.rounding_key, self._names[parameter], which)
+            for which in ("w", "m", "v")
+        ]
         tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], whole_gradient)
         begin = rounding.first_element(parameter)
-        for start, (*targets, gradient) in rounding.chunks(*(local(tensor).detach() for tensor in tensors)):
+        for start, (*targets, gradient) in rounding.chunks(
+            *(local(tensor).detach() for tensor in tensors)
+        ):
             gradient.div_(self.grad_scale)
             weight, mean, square = (target.float() for target in targets)
             mean = mean * beta1 + gradient * (1 - beta1)
             square = square * beta2 + (gradient * gradient).mul_(1 - beta2)
             root = (square.sqrt() / correction2).add_(group["eps"])
-            weight = weight * (1 - lr * group["weight_decay"]) - (mean / root).mul_(lr / correction1)
+            weight = weight * (1 - lr * group["weight_decay"]) - (mean / root).mul_(
+                lr / correction1
+            )
             for target, value, key in zip(targets, (weight, mean, square), keys, strict=True):
-                rounding.store(target, torch.where(is_skipped, target.float(), value), key, begin + start)
+                rounding.store(
+                    target, torch.where(is_skipped, target.float(), value), key, begin + start
+                )
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Norms over heads and the biases of fused experts have two dimensions too."""
     owner, _, leaf = name.rpartition(".")
-    return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner.rpartition(".")[2]
+    return (
+        parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner.rpartition(".")[2]
+    )

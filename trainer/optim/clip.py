@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 class Optimizer(torch.optim.Optimizer):
     """What training asks of an optimizer beyond torch's own interface.
 
-    `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by `grad_scale`, and
-    where `found_inf` is not 0 nothing changes, the momentum and the step counts included. `rounding_key`, another at
-    each step, chooses how results in bfloat16 are rounded.
+    `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by
+    `grad_scale`, and where `found_inf` is not 0 nothing changes, the momentum and the step counts
+    included. `rounding_key`, another at each step, chooses how results in bfloat16 are rounded.
     """
 
     grad_scale: Tensor
@@ -24,7 +24,9 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Sum of squared gradient elements of this rank's shards: float64 scalar on the gradients' device."""
+    """Sum of squared gradient elements of this rank's shards: float64 scalar on the gradients'
+    device.
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
@@ -39,16 +41,24 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def clipped_step(
-    optimizer: Optimizer, *, total_norm: Tensor, is_skipped: Tensor, max_norm: float, rounding_key: int
+    optimizer: Optimizer,
+    *,
+    total_norm: Tensor,
+    is_skipped: Tensor,
+    max_norm: float,
+    rounding_key: int,
 ) -> None:
-    """Update with gradients scaled by min(1, max_norm / total_norm), or not at all where `is_skipped` holds.
+    """Update with gradients scaled by min(1, max_norm / total_norm), or not at all where
+    `is_skipped` holds.
 
-    `total_norm` (global) and `is_skipped` are scalars equal on all ranks. Both act on the device, where the gradients
-    are read anyway: the host does not wait for the backward pass before it launches the update.
-    A step left out changes nothing, the optimizer's step counts included. Gradients are left scaled.
-    torch's own clipping adds 1e-6 to the norm, which shifts every clipped update; this does not.
+    `total_norm` (global) and `is_skipped` are scalars equal on all ranks. Both act on the device,
+    where the gradients are read anyway: the host does not wait for the backward pass before it
+    launches the update. A step left out changes nothing, the optimizer's step counts included.
+    Gradients are left scaled. torch's own clipping adds 1e-6 to the norm, which shifts every
+    clipped update; this does not.
     """
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])  # the host with CPU offload
+    # the host with CPU offload
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
     optimizer.grad_scale = (total_norm / max_norm).clamp(min=1.0).to(device, torch.float32)
     optimizer.found_inf = is_skipped.to(device, torch.float32)
     optimizer.rounding_key = rounding_key

@@ -1,9 +1,11 @@
 """Muon: momentum made orthogonal for the matrices of the layers, AdamW for all else.
 
-Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the step size, which lets
-AdamW's learning rate serve both, from "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the
+step size, which lets AdamW's learning rate serve both, from "Muon is Scalable for LLM Training"
+(arXiv 2502.16982).
 
-Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts that share one parameter.
+Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts that share one
+parameter.
 """
 
 from typing import Any
@@ -21,7 +23,9 @@ from trainer.runtime import seeding
 MOMENTUM = 0.95
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose slope at zero is largest: five iterations bring singular values to between 0.7 and 1.2."""
+"""Of the quintic whose slope at zero is largest: five iterations bring singular values to
+between 0.7 and 1.2.
+"""
 UPDATE_RMS = 0.2
 """Root mean square of AdamW's usual updates, which Muon's are given too."""
 
@@ -35,11 +39,18 @@ class Muon(Optimizer):
         own = {id(parameter) for parameter in matrices}
         self._adamw = AdamW([(name, p) for name, p in parameters if id(p) not in own], config)
         self._names = {p: name for name, p in parameters if id(p) in own}
-        group = {"params": matrices, "lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
+        group = {
+            "params": matrices,
+            "lr": 0.0,
+            "momentum": MOMENTUM,
+            "weight_decay": config.weight_decay,
+        }
         super().__init__([group], {})
         self.param_groups = [*self.param_groups, *self._adamw.param_groups]
         for parameter in matrices:
-            momentum = torch.zeros_like(parameter, requires_grad=False, dtype=getattr(torch, config.state_dtype))
+            momentum = torch.zeros_like(
+                parameter, requires_grad=False, dtype=getattr(torch, config.state_dtype)
+            )
             self._adamw.state[parameter] = {"momentum_buffer": momentum}
         self.state = self._adamw.state
 
@@ -56,8 +67,12 @@ class Muon(Optimizer):
     def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradient, first = parameter.grad, rounding.first_element(parameter)
-        targets = [local(tensor).detach() for tensor in (parameter, self.state[parameter]["momentum_buffer"])]
-        weight, momentum = (target.float() for target in targets)  # themselves where they are float32
+        targets = [
+            local(tensor).detach()
+            for tensor in (parameter, self.state[parameter]["momentum_buffer"])
+        ]
+        # themselves where they are float32
+        weight, momentum = (target.float() for target in targets)
         local(gradient).div_(self.grad_scale)
         is_skipped = self.found_inf > 0
         # what is not finite must not enter the momentum, not even times zero
@@ -76,21 +91,24 @@ class Muon(Optimizer):
 def orthogonal_update(momentum: Tensor) -> Tensor:
     """This rank's shard of the orthogonal matrix nearest to the whole one, of AdamW's usual size.
 
-    The whole matrix is gathered and every rank does the same work: the result depends on no number of ranks.
+    The whole matrix is gathered and every rank does the same work: the result depends on no number
+    of ranks.
     """
     whole = momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
     update = orthogonalized(whole).mul_(UPDATE_RMS * max(whole.shape[-2:]) ** 0.5)
     if not isinstance(momentum, DTensor):
         return update
     # every rank has the whole: nothing is sent
-    return local(distribute_tensor(update, momentum.device_mesh, momentum.placements, src_data_rank=None))
+    return local(
+        distribute_tensor(update, momentum.device_mesh, momentum.placements, src_data_rank=None)
+    )
 
 
 def orthogonalized(matrix_EAB: Tensor) -> Tensor:
     """U V^T of U S V^T, about, by Newton-Schulz iterations.
 
-    In float32: they enlarge small singular values, and their rounding, up to 500 times; in bfloat16 the number of
-    ranks would show.
+    In float32: they enlarge small singular values, and their rounding, up to 500 times; in bfloat16
+    the number of ranks would show.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix_EAB.shape[-2] > matrix_EAB.shape[-1]

@@ -1,9 +1,10 @@
 """Float32 results kept as bfloat16: rounded up or down at random, right on average.
 
-Rounding to nearest loses every change below half a unit of the last place (1/512 of the value): a weight at a small
-learning rate, and a second moment with beta2 = 0.999, would stand still (P. Zamirai et al., "Revisiting BFloat16
-Training", arXiv 2010.06192). The noise is a hash of (key, global index of the element), so it is the same on any number
-of ranks and after a restart, and needs no generator.
+Rounding to nearest loses every change below half a unit of the last place (1/512 of the value): a
+weight at a small learning rate, and a second moment with beta2 = 0.999, would stand still (P.
+Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192). The noise is a hash of (key,
+global index of the element), so it is the same on any number of ranks and after a restart, and
+needs no generator.
 """
 
 import math
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 CHUNK_NUMEL = 2**22
-"""Elements that are updated at once: float32 copies of a whole parameter would take what is saved."""
+"""Elements that are updated at once: float32 copies of a whole parameter would take what is
+saved.
+"""
 _NOISE_BITS = 16
 """The bits of a float32 that a bfloat16 lacks."""
 _MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
-"""2^32 / golden ratio; those of C. Wellons' `lowbias32`, found by search (nullprogram.com, "Prospecting for Hash
-Functions")."""
+"""2^32 / golden ratio; those of C. Wellons' `lowbias32`, found by search (nullprogram.com,
+"Prospecting for Hash Functions")."""
 
 
 def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
@@ -39,11 +42,15 @@ def rounded(values: Tensor, key: int, first: int) -> Tensor:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Index in the whole tensor of the first element of this rank's shard, as FSDP2 shards: by rows, rounded up."""
+    """Index in the whole tensor of the first element of this rank's shard, as FSDP2 shards: by
+    rows, rounded up.
+    """
     if not isinstance(tensor, DTensor):
         return 0
     mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
-    assert tensor.placements[last] == Shard(0) and all(map(Placement.is_replicate, tensor.placements[:last]))
+    assert tensor.placements[last] == Shard(0) and all(
+        map(Placement.is_replicate, tensor.placements[:last])
+    )
     num_rows = -(-tensor.shape[0] // mesh.size(last))
     return mesh.get_local_rank(last) * num_rows * math.prod(tensor.shape[1:])
 
@@ -56,7 +63,9 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
 
 
 def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
-    """Int32 of which every bit depends on all bits of the key and of the index modulo 2^32; sums and products wrap."""
+    """Int32 of which every bit depends on all bits of the key and of the index modulo 2^32;
+    sums and products wrap.
+    """
     golden, odd, even = (_signed(multiplier) for multiplier in _MULTIPLIERS)
     x = torch.arange(numel, dtype=torch.int32, device=device)
     x = x.add_(_signed(first)).mul_(golden).add_(_signed(key))
@@ -66,7 +75,9 @@ def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
 
 
 def _xor_shifted(x: Tensor, count: int) -> Tensor:
-    """x ^ (x >> count) of unsigned numbers: what a shift of int32 brings in from the left is cut off."""
+    """x ^ (x >> count) of unsigned numbers: what a shift of int32 brings in from the left is
+    cut off.
+    """
     return x.bitwise_xor_((x >> count).bitwise_and_(2 ** (32 - count) - 1))
 
 

@@ -1,4 +1,5 @@
-"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what really runs.
+"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what
+really runs.
 
 Imports no torch, so that a mistyped name of a schedule fails at once.
 """
@@ -33,14 +34,14 @@ def wsd(progress: float, stable_ratio: float) -> float:
 
 
 DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "constant": constant, "wsd": wsd}
-"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them) and `optim.stable_ratio`
-to the rate as a share of the peak, before `min_lr_ratio`."""
+"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them) and
+`optim.stable_ratio` to the rate as a share of the peak, before `min_lr_ratio`."""
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """`lr_at(step)` for step 1 .. total_steps. The first step already learns, the last one still does: the decay would
-    reach `min_lr_ratio` one step later.
+    """`lr_at(step)` for step 1 .. total_steps. The first step already learns, the last one still
+    does: the decay would reach `min_lr_ratio` one step later.
     """
 
     kind: str
@@ -51,7 +52,9 @@ class LrSchedule:
     stable_ratio: float
 
     @classmethod
-    def from_config(cls, config: "OptimConfig", *, peak_lr: float, total_steps: int) -> "LrSchedule":
+    def from_config(
+        cls, config: "OptimConfig", *, peak_lr: float, total_steps: int
+    ) -> "LrSchedule":
         given, share = config.lr_warmup_steps, int(total_steps * config.lr_warmup_steps_ratio)
         return cls(
             kind=config.lr_scheduler,
@@ -78,5 +81,7 @@ class LrSchedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every field. A run computes its rate from its own configuration and step; a resume compares these."""
+        """Return every field. A run computes its rate from its own configuration and step; a
+        resume compares these.
+        """
         return asdict(self)

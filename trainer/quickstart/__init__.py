@@ -1,4 +1,5 @@
-"""The embedded default (floor 2): a tiny model without weights, its tokenizer and 3,840 instructions, as files.
+"""The embedded default (floor 2): a tiny model without weights, its tokenizer and 3,840
+instructions, as files.
 
 `python tests/make_quickstart.py` makes them; a test holds that they are what it makes.
 """

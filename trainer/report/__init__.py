@@ -1,1 +1,3 @@
-"""Reads the logs of finished or running trainings, ours and others', and says what happened. Works on files alone."""
+"""Reads the logs of finished or running trainings, ours and others', and says what happened.
+Works on files alone.
+"""

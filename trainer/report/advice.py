@@ -1,4 +1,6 @@
-"""What to do: sentences that remedies are made of, in the options of the framework that wrote the log."""
+"""What to do: sentences that remedies are made of, in the options of the framework that wrote
+the log.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -69,7 +71,9 @@ def larger_batch(run: AnalysedRun) -> Advice:
         change = f"Raise {batch} (twice to four times)."
     else:
         change = f"Raise {batch} to 4 or {run.options['accumulation']} to 8."
-    return Advice(change, "More samples make a gradient less noisy; each step takes more time or memory.")
+    return Advice(
+        change, "More samples make a gradient less noisy; each step takes more time or memory."
+    )
 
 
 @_advice
@@ -78,7 +82,8 @@ def stronger_kl(run: AnalysedRun) -> Advice:
     since = f"from {shown(now)} " if _is_positive(now) else "(often 0.04) "
     return Advice(
         f"Raise {option} {since}to 0.1 to 0.2 and adapt it to the measured KL.",
-        "The penalty pulls the policy back to its reference; it also holds back what is to be learnt.",
+        "The penalty pulls the policy back to its reference; it also holds back what is to be "
+        "learnt.",
     )
 
 
@@ -96,7 +101,8 @@ def shorter_completions(run: AnalysedRun) -> Advice:
     option, now = run.options["completion"], run.setting("completion")
     change = f"from {shown(now)} to {int(now) // 2}" if _is_positive(now) else "(512 to 256)"
     return Advice(
-        f"Lower {option} {change}, give truncated answers reward 0, and set stop words or the end-of-text token.",
+        f"Lower {option} {change}, give truncated answers reward 0, and set stop words or the "
+        f"end-of-text token.",
         "Answers that never stop no longer fill the batch; those that need the length are lost.",
     )
 
@@ -111,15 +117,18 @@ def watch(run: AnalysedRun) -> Advice:
     else:
         change = "; where loss or gradient norm are far off, return to a checkpoint, or stop."
     return Advice(
-        often + change, "A fault is noticed early and little is lost; validating and saving take time and disk."
+        often + change,
+        "A fault is noticed early and little is lost; validating and saving take time and disk.",
     )
 
 
 @_advice
 def larger_group(run: AnalysedRun) -> Advice:
     return Advice(
-        f"Raise {run.options['group']} to 8 or 10, the batch size, the learning rate's decay, or train longer.",
-        "More answers to a prompt make advantages less noisy and equal rewards rarer; generation takes longer.",
+        f"Raise {run.options['group']} to 8 or 10, the batch size, the learning rate's decay, or "
+        f"train longer.",
+        "More answers to a prompt make advantages less noisy and equal rewards rarer; generation "
+        "takes longer.",
     )
 
 
@@ -135,7 +144,8 @@ def loading(run: AnalysedRun) -> Advice:
 def memory(run: AnalysedRun) -> Advice:
     return Advice(
         f"Use {run.options['memory']}, or a smaller micro-batch.",
-        "Activations are computed again instead of kept, and less is held at once; a step takes longer.",
+        "Activations are computed again instead of kept, and less is held at once; a step takes "
+        "longer.",
     )
 
 
@@ -144,16 +154,22 @@ def _is_positive(value: object) -> bool:
 
 
 def why_recovered(run: AnalysedRun) -> str:
-    """What may have ended the intervals that passed, from what the configuration and the rate say."""
+    """What may have ended the intervals that passed, from what the configuration and the rate
+    say.
+    """
     over = [a for a in run.anomalies if a.has_recovered]
     if not over:
         return ""
     clipped, rates = run.setting("clip"), run.find("lr")
     reasons: Mapping[str, object] = {
-        f"gradient clipping ({run.options['clip']} = {clipped}) limits the updates that follow": clipped is not None,
+        f"gradient clipping ({run.options['clip']} = {clipped}) limits the updates that follow": clipped
+        is not None,
         "the KL penalty pulls the policy back once it is far away": run.key("kl"),
-        "the learning rate falls late in the run": rates is not None and rates.values[-1] < 0.95 * rates.values.max(),
-        "the length limit and format rewards force short, readable answers again": run.key("max_length")
+        "the learning rate falls late in the run": rates is not None
+        and rates.values[-1] < 0.95 * rates.values.max(),
+        "the length limit and format rewards force short, readable answers again": run.key(
+            "max_length"
+        )
         or run.key("clipped_ratio"),
         "the following batches are ordinary again": True,
     }
@@ -167,4 +183,6 @@ def how_common(run: AnalysedRun) -> str:
         return ""
     if run.key("kl") or run.key("update_kl") or run.key("reward"):
         return "Such bursts are common in reinforcement learning (PPO, GRPO, DPO)."
-    return "Single spikes are common in language model training; large pre-trainings saw about twenty."
+    return (
+        "Single spikes are common in language model training; large pre-trainings saw about twenty."
+    )

@@ -1,4 +1,6 @@
-"""The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for readers and pages."""
+"""The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for
+readers and pages.
+"""
 
 import re
 from collections.abc import Mapping
@@ -30,13 +32,16 @@ FOREMOST = (
     *("V01", "V46", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17"),
     *("V02", "V32", "adv_shape:std", "V13", "V15", "V16", "V11", "V07", "V34"),
 )
-"""Checks, or single findings, of which the one that comes first matters more than another of its level."""
+"""Checks, or single findings, of which the one that comes first matters more than another of
+its level.
+"""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
 IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
 """Role of a controller's result -> its good trend."""
 
 
-@np.errstate(all="ignore")  # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
+# logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
+@np.errstate(all="ignore")
 def analyse(
     log: RunLog,
     *,
@@ -46,9 +51,9 @@ def analyse(
 ) -> Report:
     """Everything that can be said about a log.
 
-    `thresholds` override single limits of the table of rules. `external` is a metric measured elsewhere, step -> value,
-    higher is better: it outranks the validation loss, as an evaluation of the run does where it is absent. Raises
-    `ValueError` for an unknown limit.
+    `thresholds` override single limits of the table of rules. `external` is a metric measured
+    elsewhere, step -> value, higher is better: it outranks the validation loss, as an evaluation of
+    the run does where it is absent. Raises `ValueError` for an unknown limit.
     """
     limits = merged(thresholds)
     kind = recognise_profile(log) if profile == "auto" else profile
@@ -60,7 +65,11 @@ def analyse(
     found = [finding for one in judged for finding in one.findings]
     findings = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
     courses, rates = trends(run), run.find("lr")
-    rate = None if rates is None else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
+    rate = (
+        None
+        if rates is None
+        else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
+    )
     metrics = inventory(run, courses)
     verdict = _verdict(run, findings)
     return Report(
@@ -102,7 +111,10 @@ def _evaluated(run: AnalysedRun) -> AnalysedRun:
 def _title(path: Path) -> str:
     """The directory of the run, also where the log lies in one of its checkpoints."""
     directories = (path if path.is_dir() else path.parent, *path.parents)
-    return next((one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name)), path.name)
+    return next(
+        (one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name)),
+        path.name,
+    )
 
 
 def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
@@ -118,7 +130,9 @@ def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The worst three that ask for something to be done."""
     rank = {rule: place for place, rule in enumerate(FOREMOST)}
     serious = [finding for finding in findings if finding.level != "info"]
-    serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule))
+    serious.sort(
+        key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule)
+    )
     return tuple(serious[:NUM_TOP])
 
 
@@ -136,11 +150,17 @@ def _normal(run: AnalysedRun) -> str:
     """What a healthy run shows; a controller by the trends of its three results."""
     p, loss = run.limits["trend_p"], run.find("loss")
     if run.profile == "controller":
-        known = {role: improves for role, improves in IMPROVES.items() if run.find(role) is not None}
-        improving = [run.name(role) for role, improves in known.items() if improves(run.slope(role), p)]
+        known = {
+            role: improves for role, improves in IMPROVES.items() if run.find(role) is not None
+        }
+        improving = [
+            run.name(role) for role, improves in known.items() if improves(run.slope(role), p)
+        ]
         return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
     falls = "the loss falls and " if loss is not None and slope(loss).is_falling(p) else ""
-    return f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
+    return (
+        f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
+    )
 
 
 def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
@@ -152,11 +172,15 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
         "metrics": group_counts(metrics),
         "rows": str(log.num_rows),
         "time span": "" if log.span_s is None else duration(log.span_s),
-        "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again" if log.num_attempts > 1 else "",
+        "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
+        if log.num_attempts > 1
+        else "",
         "rows skipped": str(log.num_unparsed or ""),
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
-        "configuration": listed(run.facts[purpose] for purpose in ("lr", "clip", "batch")) if known else "",
+        "configuration": listed(run.facts[purpose] for purpose in ("lr", "clip", "batch"))
+        if known
+        else "",
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}

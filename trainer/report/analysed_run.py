@@ -54,7 +54,9 @@ class AnalysedRun:
             return found
         patterns = [pattern(key) for key in names if "<" in key]
         several = [key for key in series if any(one.fullmatch(key) for one in patterns)]
-        return max(several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None)
+        return max(
+            several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None
+        )
 
     def find(self, role: str) -> Series | None:
         """The finite points of a role; None where the log has none."""
@@ -90,7 +92,9 @@ class AnalysedRun:
         return self.key(role) or ROLES[role][0]
 
     def epochs(self, role: str) -> Series:
-        """Epoch means of a role; a controller logs one point an epoch, unless it says that it logs batches."""
+        """Epoch means of a role; a controller logs one point an epoch, unless it says that it
+        logs batches.
+        """
         series = self.get(role)
         if self.profile != "controller":
             return epoch_means(series, self.find("epoch"))
@@ -106,7 +110,9 @@ class AnalysedRun:
         return slope(self.epochs(role))
 
     def config(self, *names: str) -> Any:
-        """The first option of these names, given in full or by the last part; None where none is set."""
+        """The first option of these names, given in full or by the last part; None where none
+        is set.
+        """
         for name in names:
             for key, value in self.log.config.items():
                 if key == name or key.endswith(f".{name}"):
@@ -115,7 +121,9 @@ class AnalysedRun:
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """Purpose -> name in the framework that wrote the log; transformers' for those without names of their own."""
+        """Purpose -> name in the framework that wrote the log; transformers' for those without
+        names of their own.
+        """
         return {**TRANSFORMERS, **OPTIONS.get(self.log.source, {})}
 
     def setting(self, purpose: str) -> Any:
@@ -124,37 +132,58 @@ class AnalysedRun:
 
     @cached_property
     def is_configured(self) -> bool:
-        """Whether the log holds launch options; trainer_state.json alone tells no more than how long and how often."""
-        return any(self.setting(purpose) is not None for purpose in ("lr", "clip", "warmup", "schedule"))
+        """Whether the log holds launch options; trainer_state.json alone tells no more than how
+        long and how often.
+        """
+        return any(
+            self.setting(purpose) is not None for purpose in ("lr", "clip", "warmup", "schedule")
+        )
 
     @cached_property
     def facts(self) -> Mapping[str, str]:
-        """By purpose a quotation of the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`."""
+        """By purpose a quotation of the configuration: `max_grad_norm is not set`,
+        `learning_rate = 5e-5`.
+        """
         if not self.is_configured:
             return dict.fromkeys(self.options, "the run's configuration is not known")
         found = {name: self.setting(purpose) for purpose, name in self.options.items()}
-        told = (f"{name} is not set" if at is None else f"{name} = {shown(at)}" for name, at in found.items())
+        told = (
+            f"{name} is not set" if at is None else f"{name} = {shown(at)}"
+            for name, at in found.items()
+        )
         return dict(zip(self.options, told, strict=True))
 
     def checkpoint(self, step: int) -> str:
         """The newest complete one up to a step, as far as they lie beside the log."""
-        newest = max((one.step for one in self.log.checkpoints if one.is_complete and one.step <= step), default=None)
+        newest = max(
+            (one.step for one in self.log.checkpoints if one.is_complete and one.step <= step),
+            default=None,
+        )
         kept = f"a checkpoint of step {step} or before, if one was kept"
         return kept if newest is None else f"the checkpoint of step {newest}"
 
     def require_pretrained(self) -> None:
-        """Usual ranges of losses are those of pretrained models: raises `NotJudged` where the weights were random."""
-        if self.config("model.random_weights") or self.config("model.partial_pretrain") == "quickstart":
+        """Usual ranges of losses are those of pretrained models: raises `NotJudged` where the
+        weights were random.
+        """
+        if (
+            self.config("model.random_weights")
+            or self.config("model.partial_pretrain") == "quickstart"
+        ):
             raise NotJudged("no usual range for a model trained from random weights")
 
     def ordinary(self, times: Series) -> Series:
-        """Step times without the first, which compile, and without those of steps that save or validate."""
+        """Step times without the first, which compile, and without those of steps that save or
+        validate.
+        """
         keep = ~self.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
         return times[keep] if keep.any() else times
 
     @cached_property
     def last_step(self) -> int:
-        return max((series.ends[1] for series in self.log.series.values() if len(series)), default=0)
+        return max(
+            (series.ends[1] for series in self.log.series.values() if len(series)), default=0
+        )
 
     @cached_property
     def total_steps(self) -> int:
@@ -165,12 +194,18 @@ class AnalysedRun:
         """After how many steps the run saves and validates, as far as its configuration tells."""
         found = [self.config("trainer.save_freq", "save_steps", "save_freq")]
         found.append(self.config("trainer.test_freq", "eval_steps", "test_freq"))
-        return tuple(int(value) for value in found if isinstance(value, int | float) and value >= MIN_CADENCE)
+        return tuple(
+            int(value) for value in found if isinstance(value, int | float) and value >= MIN_CADENCE
+        )
 
     def is_busy(self, steps: Ints) -> NDArray[np.bool_]:
-        """Which steps, or the ones before them, saved or validated: as the log shows and the configuration says."""
+        """Which steps, or the ones before them, saved or validated: as the log shows and the
+        configuration says.
+        """
         known = {c.step for c in self.log.checkpoints}
-        known |= {event.step for event in self.log.events if event.kind in ("checkpoint", "save", "eval")}
+        known |= {
+            event.step for event in self.log.events if event.kind in ("checkpoint", "save", "eval")
+        }
         if (losses := self.find("val_loss")) is not None:
             known |= set(losses.steps.tolist())
         ends = np.array(sorted(known), dtype=np.int64)
@@ -194,7 +229,9 @@ def _at_least(points: Series, least: int, what: str) -> Series:
 
 
 def recognise_profile(log: RunLog) -> str:
-    """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a loss without rewards."""
+    """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a
+    loss without rewards.
+    """
     run = AnalysedRun(log, "generic", {})
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"

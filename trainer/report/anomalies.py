@@ -1,7 +1,9 @@
-"""Intervals in which a run left its usual range: departures of single metrics, merged, with what moved along.
+"""Intervals in which a run left its usual range: departures of single metrics, merged, with what
+moved along.
 
-A loss, a gradient norm or a KL that rises far is an anomaly by itself, and so is a learning rate that jumps. Lengths,
-rewards and policy statistics jump alone now and then; they make one only where two of these groups jump together.
+A loss, a gradient norm or a KL that rises far is an anomaly by itself, and so is a learning rate
+that jumps. Lengths, rewards and policy statistics jump alone now and then; they make one only where
+two of these groups jump together.
 """
 
 import math
@@ -25,7 +27,9 @@ LEAST = {
     "gradient": ("metric_z", "grad_ratio", None),
     "kl": ("metric_z", "kl_ratio", "kl_rise"),
 }
-"""Limits of score, factor (of what is looked at in logarithms) and distance beyond which a group counts alone."""
+"""Limits of score, factor (of what is looked at in logarithms) and distance beyond which a
+group counts alone.
+"""
 LOGARITHMIC = (*EFFECTS, "length")
 """Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
 NUM_START = 16
@@ -33,13 +37,17 @@ NUM_START = 16
 RATE_SPREAD = 0.05
 """Of the logarithm of a learning rate, which has no noise of its own."""
 NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
-"""Points by which it is judged whether a metric has recovered, and how far above its level a loss may stay."""
+"""Points by which it is judged whether a metric has recovered, and how far above its level a
+loss may stay.
+"""
 MIN_POINTS = 48
 
 
 @dataclass(frozen=True)
 class Witness:
-    """One metric on its own points: score per point, and where it has left its range so far that it counts."""
+    """One metric on its own points: score per point, and where it has left its range so far
+    that it counts.
+    """
 
     key: str
     group: str
@@ -58,11 +66,19 @@ class Witness:
 
     def level(self, mover: Mover) -> float:
         """What was to be expected where it moved; a loss that stays up soon is expected to."""
-        onset, peak = np.searchsorted(self.series.steps, [mover.onset_step, mover.peak_step]).tolist()
-        return float(self.levels[min(onset, peak) : peak + 1].min() if self.group in EFFECTS else self.levels[peak])
+        onset, peak = np.searchsorted(
+            self.series.steps, [mover.onset_step, mover.peak_step]
+        ).tolist()
+        return float(
+            self.levels[min(onset, peak) : peak + 1].min()
+            if self.group in EFFECTS
+            else self.levels[peak]
+        )
 
 
-def observe(log: RunLog, limits: Mapping[str, float], *, is_generating: bool) -> tuple[Witness, ...]:
+def observe(
+    log: RunLog, limits: Mapping[str, float], *, is_generating: bool
+) -> tuple[Witness, ...]:
     """The metrics of a log that can testify: those with at least 48 finite points."""
     found = []
     for key, series in log.series.items():
@@ -71,9 +87,14 @@ def observe(log: RunLog, limits: Mapping[str, float], *, is_generating: bool) ->
             continue
         known = finite(series)
         if group == "loss" and not is_generating:
-            known = known[known.values != 0]  # of no token: a rule of its own, and no level to rise from
+            # of no token: a rule of its own, and no level to rise from
+            known = known[known.values != 0]
         if len(known) >= MIN_POINTS:
-            found.append(_of_rate(key, known, limits) if group == "rate" else _witness(key, group, known, limits))
+            found.append(
+                _of_rate(key, known, limits)
+                if group == "rate"
+                else _witness(key, group, known, limits)
+            )
     return tuple(found)
 
 
@@ -87,7 +108,9 @@ def find_anomalies(
     qualified = _qualified(witnesses, grid)
     is_apart = np.diff(qualified) > limits["merge_points"]
     clusters = np.split(qualified, np.flatnonzero(is_apart) + 1) if len(qualified) else []
-    return tuple(_anomaly(witnesses, grid, int(c[0]), int(c[-1]), limits, last_step) for c in clusters)
+    return tuple(
+        _anomaly(witnesses, grid, int(c[0]), int(c[-1]), limits, last_step) for c in clusters
+    )
 
 
 def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) -> Witness:
@@ -110,7 +133,9 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
 
 
 def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
-    """A rate's usual range is its own schedule: it leaves that only where it was raised, or where it stays up."""
+    """A rate's usual range is its own schedule: it leaves that only where it was raised, or
+    where it stays up.
+    """
     levels = np.log(np.maximum(series.values, np.finfo(float).tiny))
     z, up = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
     flagged: list[int] = []
@@ -124,16 +149,26 @@ def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
 
 
 def _least_spread(key: str, group: str, values: Floats) -> float:
-    """Rewards and shares may lie still for long: steps of 2 % of all they ever did, or of a share, are no spread."""
+    """Rewards and shares may lie still for long: steps of 2 % of all they ever did, or of a
+    share, are no spread.
+    """
     if group in PRIMARY:
         return 1e-3
     return max(1e-3, 0.02 * float(np.ptp(values)), 0.02 if meaning(key).unit == "share" else 0.0)
 
 
 def _flagged(
-    group: str, z: Floats, values: Floats, levels: Floats, *, is_log: bool, limits: Mapping[str, float]
+    group: str,
+    z: Floats,
+    values: Floats,
+    levels: Floats,
+    *,
+    is_log: bool,
+    limits: Mapping[str, float],
 ) -> Ints:
-    """Where a metric counts: primary ones only upwards, and by a factor and a distance as well as by their score."""
+    """Where a metric counts: primary ones only upwards, and by a factor and a distance as well
+    as by their score.
+    """
     if group not in EFFECTS:
         return np.flatnonzero(np.abs(z) > limits["metric_z"])
     score, ratio, rise = LEAST[group]
@@ -146,22 +181,33 @@ def _flagged(
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
-    """Grid points that belong to an anomaly: a primary metric left its range, or two other groups within a point."""
+    """Grid points that belong to an anomaly: a primary metric left its range, or two other
+    groups within a point.
+    """
     is_primary, is_other, near = np.zeros((3, len(grid)), dtype=np.int8)
     for group in {witness.group for witness in witnesses}:
         mask = np.zeros(len(grid), dtype=np.int8)
         for witness in (w for w in witnesses if w.group == group):
-            mask[np.searchsorted(grid, witness.series.steps[witness.flagged]).clip(max=len(grid) - 1)] = 1
+            mask[
+                np.searchsorted(grid, witness.series.steps[witness.flagged]).clip(max=len(grid) - 1)
+            ] = 1
         if group in PRIMARY:
             is_primary |= mask
         else:
             is_other |= mask
-            near += np.maximum(mask, np.maximum(np.append(mask[1:], np.int8(0)), np.append(np.int8(0), mask[:-1])))
+            near += np.maximum(
+                mask, np.maximum(np.append(mask[1:], np.int8(0)), np.append(np.int8(0), mask[:-1]))
+            )
     return np.flatnonzero(is_primary | (is_other & (near >= 2)))
 
 
 def _anomaly(
-    witnesses: tuple[Witness, ...], grid: Ints, first: int, last: int, limits: Mapping[str, float], last_step: int
+    witnesses: tuple[Witness, ...],
+    grid: Ints,
+    first: int,
+    last: int,
+    limits: Mapping[str, float],
+    last_step: int,
 ) -> Anomaly:
     margin = int(limits["merge_points"])
     # at its ends the grid stands for what other metrics logged before and after it
@@ -184,7 +230,9 @@ def _anomaly(
         z=leader.z,
         ratio=leader.peak_value / level if level * leader.peak_value > 0 else math.nan,
         percent=100 * leader.peak_step / last_step,
-        has_recovered=all(_has_recovered(*pair, int(grid[last])) for pair in effects or [(witness, leader)]),
+        has_recovered=all(
+            _has_recovered(*pair, int(grid[last])) for pair in effects or [(witness, leader)]
+        ),
         movers=tuple(mover for _, mover in moved),
         chain=tuple(chain.values()),
     )
@@ -199,21 +247,31 @@ def _mover(witness: Witness, low: int, high: int, limits: Mapping[str, float]) -
     outermost = int(inside[np.argmax(np.abs(witness.z[inside]))])
     z = float(witness.z[outermost])
     sign = 1 if z > 0 else -1
-    peak = int(start + np.argmax(witness.series.values[start:stop])) if witness.group in EFFECTS else outermost
+    peak = (
+        int(start + np.argmax(witness.series.values[start:stop]))
+        if witness.group in EFFECTS
+        else outermost
+    )
     starts, stops = runs(sign * witness.z[start:stop] > limits["onset_z"])
-    onset = next(int(a) for a, b in zip(starts + start, stops + start, strict=True) if b > inside[0])
+    onset = next(
+        int(a) for a, b in zip(starts + start, stops + start, strict=True) if b > inside[0]
+    )
     steps, values = witness.series.steps, witness.series.values
     return Mover(witness.key, sign, z, int(steps[onset]), int(steps[peak]), float(values[peak]))
 
 
 def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
-    """Among metrics that set in together: by known cause, the main metric of a group before its parts."""
+    """Among metrics that set in together: by known cause, the main metric of a group before its
+    parts.
+    """
     is_part = not any(witness.key in ROLES[role] for role in ("kl", "mean_length", "reward"))
     return CHAIN_GROUPS.index(witness.group), is_part, -abs(mover.z)
 
 
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
-    """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a loss within 20 %."""
+    """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a
+    loss within 20 %.
+    """
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
     after = witness.series.values[index : index + NUM_AFTER]
     if len(after) < 3:

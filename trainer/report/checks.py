@@ -1,8 +1,9 @@
-"""How checks are written: a function that looks at a run and yields what it found, in plain sentences.
+"""How checks are written: a function that looks at a run and yields what it found, in plain
+sentences.
 
-A check names the roles without which it cannot be judged, whose series it is given, and the profiles it applies to.
-It yields findings (`fail`, `warn`, `note`, `info`) and lines of the checklists that are in order. Of two findings of
-one id the first counts.
+A check names the roles without which it cannot be judged, whose series it is given, and the
+profiles it applies to. It yields findings (`fail`, `warn`, `note`, `info`) and lines of the
+checklists that are in order. Of two findings of one id the first counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,9 @@ from trainer.report.result import Finding
 
 @dataclass(frozen=True)
 class Told:
-    """A finding, or that nothing was found; `line` is the one of the checklists that this answers."""
+    """A finding, or that nothing was found; `line` is the one of the checklists that this
+    answers.
+    """
 
     finding: Finding | None
     line: str = ""
@@ -115,7 +118,11 @@ def judged(check: Check, run: AnalysedRun) -> Judged:
         if check.profiles and run.profile not in check.profiles:
             raise NotJudged(f"applies to {' and '.join(check.profiles)} runs")
         for one in check.function(run, *(run.get(role) for role in check.needs)):
-            told.append(one if one.finding is None else replace(one, finding=_named(check, one.finding, run)))
+            told.append(
+                one
+                if one.finding is None
+                else replace(one, finding=_named(check, one.finding, run))
+            )
     except NotJudged as lacking:
         reason = str(lacking)
     return Judged(check, tuple(told), reason)

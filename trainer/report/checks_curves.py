@@ -48,11 +48,15 @@ SIGMA = 4
 HIDING = ("transformers", "ms-swift")
 """Trainers that by default log the running mean in place of a NaN loss."""
 NUM_STRETCHES = 20
-"""Parts the first steps are divided into when their trend is tested; points that a rate is judged by."""
+"""Parts the first steps are divided into when their trend is tested; points that a rate is
+judged by.
+"""
 NUM_ENDS = 10
 """Points whose median stands for the start or the end of a curve."""
 NUM_PARTS = 3
-"""Parts of a run with a usual level of their own: one that vanishes early is no level to hold the others against."""
+"""Parts of a run with a usual level of their own: one that vanishes early is no level to hold
+the others against.
+"""
 MIN_POINTS = 10
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""
@@ -72,15 +76,21 @@ def nonfinite(run: AnalysedRun) -> Iterator[Told]:
         steps[key] = np.union1d(steps[key], counter.steps[counter.values > 0])
     if every := np.unique(np.concatenate(list(steps.values()))).tolist():
         hides = run.log.source in HIDING
-        hint = "This framework may log the running mean in place of a NaN loss: the norm shows it." if hides else ""
+        hint = (
+            "This framework may log the running mean in place of a NaN loss: the norm shows it."
+            if hides
+            else ""
+        )
         yield fail(
-            f"{counted(len(every), 'step')} with a loss or gradient that is not a number, first at {every[0]}.",
+            f"{counted(len(every), 'step')} with a loss or gradient that is not a number, first at "
+            f"{every[0]}.",
             metric=key if len(steps[key]) else norm,
             steps=(every[0], every[-1]),
             value=len(every),
             limit=0,
             evidence=[f"steps {listed(map(str, every))}", hint],
-            cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks the model.",
+            cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks "
+            "the model.",
             remedy=[lower_rate(run), clip(run), f"Look at the batch of step {every[0]}."],
         )
 
@@ -134,23 +144,34 @@ def first_loss(run: AnalysedRun, losses: Series) -> Iterator[Told]:
 
 @finding("loss_not_falling", "V04", "loss", profile=["sft", "generic"])
 def falling(run: AnalysedRun, losses: Series) -> Iterator[Told]:
-    """Over the run, up to a rise that did not pass, which is a fault of its own; and in the first steps."""
+    """Over the run, up to a rise that did not pass, which is a fault of its own; and in the
+    first steps.
+    """
     p = run.limits["trend_p"]
     if len(losses) < NUM_STRETCHES:
         raise NotJudged(f"{len(losses)} points of loss, {NUM_STRETCHES} are needed")
     first = within(losses, 0, run.limits["first_steps"])
     start = slope(bins(first, NUM_STRETCHES)) if len(first) >= NUM_STRETCHES else None
     line = "" if start is None else "loss_falls"
-    whole, lasting = slope(losses), [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered]
+    whole, lasting = (
+        slope(losses),
+        [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered],
+    )
     before = within(losses, 0, lasting[0] - 1) if lasting else losses
     has_fallen = whole.is_falling(p) or slope(before).is_falling(p)
     if start is not None and start.is_falling(p):
         quarter = len(first) // 4
         begin, end = np.median(first.values[:quarter]), np.median(first.values[-quarter:])
-        yield in_order("loss_falls", f"{number(begin)} to {number(end)}, p = {number(start.p_value)}")
+        yield in_order(
+            "loss_falls", f"{number(begin)} to {number(end)}, p = {number(start.p_value)}"
+        )
         line = ""
     if not (has_fallen or _is_warming_up(run) or _early_rise(run, losses) is not None):
-        so_far = f"the first {run.last_step} steps" if run.last_step < run.total_steps else "the whole run"
+        so_far = (
+            f"the first {run.last_step} steps"
+            if run.last_step < run.total_steps
+            else "the whole run"
+        )
         yield warn(
             f"The loss does not fall over {so_far} (p = {number(whole.p_value)}).",
             steps=losses.ends,
@@ -158,12 +179,14 @@ def falling(run: AnalysedRun, losses: Series) -> Iterator[Told]:
             limit=p,
             evidence=[f"trend {number(whole.change)} over the run, level {number(whole.level)}"],
             cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
-            remedy=f"Try {run.options['lr']} three times higher and lower for 100 steps; check the labels.",
+            remedy=f"Try {run.options['lr']} three times higher and lower for 100 steps; check the "
+            f"labels.",
             line=line,
         )
     elif start is not None and line:
         yield note(
-            f"The loss does not fall yet in the first {number(run.limits['first_steps'])} steps, later it does.",
+            f"The loss does not fall yet in the first {number(run.limits['first_steps'])} steps, "
+            f"later it does.",
             id="start",
             steps=first.ends,
             value=start.p_value,
@@ -177,7 +200,11 @@ def falling(run: AnalysedRun, losses: Series) -> Iterator[Told]:
 def _is_warming_up(run: AnalysedRun) -> bool:
     """Whether the run goes on and its learning rate has risen up to now."""
     rates = run.find("lr")
-    return rates is not None and run.last_step < run.total_steps and int(np.argmax(rates.values)) == len(rates) - 1 > 0
+    return (
+        rates is not None
+        and run.last_step < run.total_steps
+        and int(np.argmax(rates.values)) == len(rates) - 1 > 0
+    )
 
 
 def _rise(run: AnalysedRun, series: Series, best_of: tuple[int, int]) -> Shift | None:
@@ -193,7 +220,9 @@ def _rise(run: AnalysedRun, series: Series, best_of: tuple[int, int]) -> Shift |
 
 
 def _early_rise(run: AnalysedRun, series: Series) -> Shift | None:
-    """A rise in the first steps, from a level that later ones never see again: the rate was too high from the start."""
+    """A rise in the first steps, from a level that later ones never see again: the rate was too
+    high from the start.
+    """
     if len(series) < 2 * NUM_EARLY or series.values.min() <= 0:
         return None
     rise = _rise(run, series, (NUM_LEVEL, NUM_EARLY))
@@ -208,14 +237,16 @@ def diverging(run: AnalysedRun, losses: Series) -> Iterator[Told]:
     rise = early
     if early is None and np.median(losses.values) > 0 and len(losses) >= 2 * NUM_BEST:
         rise = _rise(run, losses, (NUM_BEST, len(losses)))
-    is_early = rise is not None and rise.steps[0] <= losses.steps[:NUM_EARLY].max()  # no level was there to rise from
+    # no level was there to rise from
+    is_early = rise is not None and rise.steps[0] <= losses.steps[:NUM_EARLY].max()
     if rise is not None and (rise.is_lasting or not is_early):
         yield _risen(run, rise, is_early=early is not None)
     has_epochs = run.find("epoch") is not None and len(run.epochs("loss")) != NUM_BINS
     if (run.profile == "controller" or has_epochs) and (wrong := trend(run, "loss", good=-1)):
         limit = run.limits["rising_epochs"]
         yield fail(
-            f"The loss has been rising for more than {number(limit)} epochs, by {number(wrong.change)}: "
+            f"The loss has been rising for more than {number(limit)} epochs, by "
+            f"{number(wrong.change)}: "
             "stop or change course.",
             id="epochs",
             steps=wrong.steps,
@@ -236,7 +267,10 @@ def _risen(run: AnalysedRun, rise: Shift, *, is_early: bool) -> Told:
             f"The loss rose from {number(rise.before)} to {number(rise.after)} in the first steps, "
             f"from step {onset} on, and did not come back."
         )
-        cause, way_back = "The learning rate is too high for these weights, or its warm-up too short.", "Start again."
+        cause, way_back = (
+            "The learning rate is too high for these weights, or its warm-up too short.",
+            "Start again.",
+        )
     elif rise.is_lasting:
         title = f"{risen} did not come back."
     else:
@@ -256,11 +290,15 @@ def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Told]:
     """Noise against the level; of a controller's loss, which has no level, how far it swings."""
     limit, size = run.limits["oscillation"], _relative_noise(losses)
     if run.profile == "controller":
-        limit, (low, high) = run.limits["oscillation_range"], np.quantile(losses.values, (0.05, 0.95))
+        limit, (low, high) = (
+            run.limits["oscillation_range"],
+            np.quantile(losses.values, (0.05, 0.95)),
+        )
         size = float(high - low) / 2
     if size > limit and not run.slope("loss").is_falling(run.limits["trend_p"]):
         yield warn(
-            f"The loss swings violently ({number(size)}, limit {number(limit)}) without getting better.",
+            f"The loss swings violently ({number(size)}, limit {number(limit)}) without getting "
+            f"better.",
             steps=losses.ends,
             value=size,
             limit=limit,
@@ -280,7 +318,10 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
     if not spikes:
         yield from _extremes(run, losses)
         return
-    peak = max((m for a in spikes for m in a.movers if m.metric in ROLES["loss"]), key=lambda mover: mover.peak_value)
+    peak = max(
+        (m for a in spikes for m in a.movers if m.metric in ROLES["loss"]),
+        key=lambda mover: mover.peak_value,
+    )
     level = abs(float(np.median(losses.values)))
     is_extreme = level > 0 and peak.peak_value > run.limits["loss_extreme"] * level
     extreme = f", {number(peak.peak_value / level)} times the usual loss" if is_extreme else ""
@@ -304,14 +345,20 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
 
 
 def _extremes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
-    """Losses of a controller, however few, that lie far outside of what is usual, above or below."""
-    limit = max(run.limits["oscillation_range"], run.limits["loss_extreme"] * float(np.median(np.abs(losses.values))))
+    """Losses of a controller, however few, that lie far outside of what is usual, above or
+    below.
+    """
+    limit = max(
+        run.limits["oscillation_range"],
+        run.limits["loss_extreme"] * float(np.median(np.abs(losses.values))),
+    )
     far = bursts(losses, low=-limit, high=limit)
     if run.profile != "controller" or not len(far):
         return
     worst = int(np.argmax(np.abs(far.values)))
     yield warn(
-        f"{counted(len(far), 'extreme loss')}, the furthest {number(far.values[worst])} at step {far.steps[worst]}.",
+        f"{counted(len(far), 'extreme loss')}, the furthest {number(far.values[worst])} at step "
+        f"{far.steps[worst]}.",
         steps=far.ends,
         value=far.values[worst],
         limit=limit,
@@ -366,7 +413,8 @@ def jitter(run: AnalysedRun, losses: Series) -> Iterator[Told]:
             value=size,
             limit=run.limits["jitter"],
             evidence=[phases(run, "loss")],
-            cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of training.",
+            cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
+            "training.",
             remedy=["None needed. To smooth it:", larger_batch(run), *groups],
         )
 
@@ -382,7 +430,9 @@ def gradient_range(run: AnalysedRun, norms: Series) -> Iterator[Told]:
     if at_start is None:
         low, high = run.limits["grad_low"], run.limits["grad_high"]
         inside = 1 - len(bursts(first, low=low, high=high)) / len(first)
-        yield in_order("gradient_in_range", f"{share(inside)} between {number(low)} and {number(high)}")
+        yield in_order(
+            "gradient_in_range", f"{share(inside)} between {number(low)} and {number(high)}"
+        )
     else:
         yield replace(whole or at_start, line="gradient_in_range")
 
@@ -395,7 +445,8 @@ def _outside(run: AnalysedRun, norms: Series, part: Series, id_: str = "") -> To
         return None
     place = "first points" if id_ else "points"
     return note(
-        f"The gradient norm is outside {number(low)} to {number(high)} at {share(odd)} of the {place}.",
+        f"The gradient norm is outside {number(low)} to {number(high)} at {share(odd)} of the "
+        f"{place}.",
         id=id_,
         steps=outside.ends,
         value=median,
@@ -426,22 +477,24 @@ def high_gradients(run: AnalysedRun, norms: Series) -> Iterator[Told]:
         highest = float(far.values.max())
         times = highest / usual if usual else 0.0
         yield warn(
-            f"Gradient explosions: up to {number(highest)} at step {far.steps[np.argmax(far.values)]}, "
-            f"{number(times)} times the usual {number(usual)}.",
+            f"Gradient explosions: up to {number(highest)} at step "
+            f"{far.steps[np.argmax(far.values)]}, {number(times)} times the usual {number(usual)}.",
             id="explosion",
             steps=far.ends,
             value=times,
             limit=explosion,
             evidence=[f"{counted(len(far), 'point')}: {listed(map(str, far.steps.tolist()))}"],
-            cause="A batch or a policy far from the usual makes very large gradients; an unclipped update then throws "
-            "the weights further off.",
+            cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
+            "update then throws the weights further off.",
             remedy=[clip(run), lower_rate(run)],
         )
 
 
 def _highest_median(series: Series) -> float:
     """Of the parts of a run: one in which it vanishes is no level to hold the others against."""
-    return max(float(np.median(part)) for part in np.array_split(series.values, NUM_PARTS) if len(part))
+    return max(
+        float(np.median(part)) for part in np.array_split(series.values, NUM_PARTS) if len(part)
+    )
 
 
 @finding("grad_vanish", "V12", "grad")
@@ -449,7 +502,10 @@ def vanishing_gradients(run: AnalysedRun, norms: Series) -> Iterator[Told]:
     """Against the run's own level of calm steps, and absolutely."""
     limits = run.limits
     before = _highest_so_far(norms)
-    for each in (limits["grad_vanished_share"] * before, np.full(len(norms), limits["grad_vanished"])):
+    for each in (
+        limits["grad_vanished_share"] * before,
+        np.full(len(norms), limits["grad_vanished"]),
+    ):
         gone = in_a_row(norms, norms.values < each)
         if len(gone) >= limits["grad_vanished_points"]:
             limit = float(each[np.searchsorted(norms.steps, gone.steps[0])])
@@ -458,14 +514,18 @@ def vanishing_gradients(run: AnalysedRun, norms: Series) -> Iterator[Told]:
                 steps=gone.ends,
                 value=np.median(gone.values),
                 limit=limit,
-                cause="Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow.",
-                remedy="Check the labels and which parameters are trained; stop if the loss no longer falls.",
+                cause="Nothing left to learn, a loss without label tokens, dead or frozen layers, "
+                "or underflow.",
+                remedy="Check the labels and which parameters are trained; stop if the loss no "
+                "longer falls.",
             )
             return
 
 
 def _highest_so_far(norms: Series) -> Floats:
-    """Of each point the highest usual level that the norm had before it; at the start that of the first points."""
+    """Of each point the highest usual level that the norm had before it; at the start that of
+    the first points.
+    """
     width = min(max(NUM_ENDS, len(norms) // NUM_WINDOWS), len(norms))
     stride = max(1, width // 8)
     levels = np.maximum.accumulate(rolling_median(norms.values, width, stride))
@@ -480,12 +540,14 @@ def unclipped(run: AnalysedRun, _: Series) -> Iterator[Told]:
     met = [a for a in run.anomalies if is_of(a, "grad")]
     if met and not run.setting("clip"):
         yield warn(
-            f"{counted(len(met), 'burst')} of the gradient went into the weights unclipped: {run.facts['clip']}.",
+            f"{counted(len(met), 'burst')} of the gradient went into the weights unclipped: "
+            f"{run.facts['clip']}.",
             steps=(met[0].steps[0], met[-1].steps[1]),
             value=len(met),
             limit=0,
             evidence=[run.facts["clip"], run.facts["lr"]],
-            cause="Without clipping one extreme batch moves all weights by a multiple of a usual step.",
+            cause="Without clipping one extreme batch moves all weights by a multiple of a usual "
+            "step.",
             remedy=[clip(run)],
         )
     clipped, limit = run.find("clipped_steps"), run.limits["clipped_share"]
@@ -502,8 +564,8 @@ def unclipped(run: AnalysedRun, _: Series) -> Iterator[Told]:
             limit=limit,
             evidence=[run.facts["clip"]],
             cause="The clipping limit is below the usual gradient norm of this model and batch.",
-            remedy=f"Nothing, where the loss falls steadily; else lower {run.options['lr']}, or raise "
-            f"{run.options['clip']} above the usual norm.",
+            remedy=f"Nothing, where the loss falls steadily; else lower {run.options['lr']}, or "
+            f"raise {run.options['clip']} above the usual norm.",
         )
 
 
@@ -540,29 +602,40 @@ def schedule(run: AnalysedRun, rates: Series) -> Iterator[Told]:
 def _raised(run: AnalysedRun, told: LearningRate) -> Told:
     """Where the rate was lifted off its schedule, and what followed."""
     worst = max(told.raised, key=lambda stretch: stretch.factor)
-    where = listed(f"{interval(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in told.raised)
+    where = listed(
+        f"{interval(stretch.steps)}{'' if stretch.is_over else ', to the end'}"
+        for stretch in told.raised
+    )
     return warn(
-        f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, {number(worst.factor)} times "
-        f"its schedule: {where}.",
+        f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
+        f"{number(worst.factor)} times its schedule: {where}.",
         id="raised",
         steps=(told.raised[0].steps[0], told.raised[-1].steps[1]),
         value=worst.factor,
         limit=run.limits["lr_jump"],
-        evidence=[f"{moved_along(a)} at {interval(a.steps)}" for a in run.anomalies if is_led_by_rate(a)],
-        cause="A scheduler that was changed or restored wrongly, a resume with other options, or a change by hand.",
-        remedy=f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before it and train on with "
-        "the schedule unbroken.",
+        evidence=[
+            f"{moved_along(a)} at {interval(a.steps)}" for a in run.anomalies if is_led_by_rate(a)
+        ],
+        cause="A scheduler that was changed or restored wrongly, a resume with other options, or a "
+        "change by hand.",
+        remedy=f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
+        "it and train on with the schedule unbroken.",
     )
 
 
 def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Told]:
-    """Whether the rate rises as long as the configuration says; where that says nothing, up to its peak."""
+    """Whether the rate rises as long as the configuration says; where that says nothing, up to
+    its peak.
+    """
     ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
-    fixed = run.config("optim.lr_warmup_steps")  # of ours and verl's: null or -1 leave it to the share
+    # of ours and verl's: null or -1 leave it to the share
+    fixed = run.config("optim.lr_warmup_steps")
     steps = run.config("warmup_steps") or float(ratio or 0) * run.total_steps
     length = int(steps if fixed is None or int(fixed) < 0 else fixed)
     peak = int(np.argmax(rates.values >= rates.values.max() * (1 - 1e-6)))
-    inside = rates.values[rates.steps <= CERTAIN_WARMUP * length] if length else rates.values[: peak + 1]
+    inside = (
+        rates.values[rates.steps <= CERTAIN_WARMUP * length] if length else rates.values[: peak + 1]
+    )
     rises = bool(np.all(np.diff(inside) > 0)) if length else bool(np.all(np.diff(inside) >= 0))
     if len(inside) < (3 if length else 2):
         return
@@ -581,7 +654,9 @@ def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Told]:
 
 
 def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
-    """The first step after the warm-up at which the rate moves further than a schedule does, unless it restarts."""
+    """The first step after the warm-up at which the rate moves further than a schedule does,
+    unless it restarts.
+    """
     if "restart" in str(run.setting("schedule")) or peak <= 0:
         return None
     moves = np.diff(series.values) / peak
@@ -600,52 +675,69 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Told]:
     part = told.anomalies_at_high_share or 0.0
     if part > run.limits["lr_overlap"]:
         yield warn(
-            f"{share(part)} of the unstable intervals lie where the learning rate is at {share(run.limits['lr_high'])} "
-            f"of its peak {number(told.peak)} or more: it is too high for too long.",
+            f"{share(part)} of the unstable intervals lie where the learning rate is at "
+            f"{share(run.limits['lr_high'])} of its peak {number(told.peak)} or more: it is too "
+            f"high for too long.",
             steps=(unstable[0].steps[0], unstable[-1].steps[1]),
             value=part,
             limit=run.limits["lr_overlap"],
             evidence=[
-                f"schedule {told.schedule}, warm-up {told.warmup_steps} steps, last rate {number(told.last)}",
+                f"schedule {told.schedule}, warm-up {told.warmup_steps} steps, last rate "
+                f"{number(told.last)}",
                 run.facts["lr"],
                 run.facts["warmup"],
             ],
-            cause=f"Updates are large while the run is unstable. {why_recovered(run)} {how_common(run)}",
+            cause=f"Updates are large while the run is unstable. {why_recovered(run)} "
+            f"{how_common(run)}",
             remedy=[lower_rate(run), decay(run)],
         )
 
 
 @finding("not_learning", "V44")
 def learning(run: AnalysedRun) -> Iterator[Told]:
-    """Whether anything that learning shows in changes at all; a controller also by its three results."""
+    """Whether anything that learning shows in changes at all; a controller also by its three
+    results.
+    """
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
     tracked = {run.name(role): series for role in roles if (series := run.find(role)) is not None}
     long = {key: series.values for key, series in tracked.items() if len(series) >= MIN_POINTS}
     if not long:
         raise NotJudged("no metric of learning with ten points")
     part = run.limits["constant_range"]
-    if all(float(np.ptp(values)) <= part * abs(float(np.median(values))) for values in long.values()):
+    if all(
+        float(np.ptp(values)) <= part * abs(float(np.median(values))) for values in long.values()
+    ):
         yield fail(
-            f"Nothing changes: {listed(long)} {'is' if len(long) == 1 else 'are'} constant over the run.",
+            f"Nothing changes: {listed(long)} {'is' if len(long) == 1 else 'are'} constant over "
+            f"the run.",
             metric=next(iter(long)),
             value=0,
             limit=part,
             cause="No update reaches the weights, or no sample carries a signal.",
-            remedy=f"Check that {run.options['lr']} is above 0, that parameters are trained, and the labels.",
+            remedy=f"Check that {run.options['lr']} is above 0, that parameters are trained, and "
+            f"the labels.",
         )
     elif run.profile == "controller" and _never_got_better(run):
         yield fail(
-            "Bad run: the reward stays below 0, the accuracy at 0 and most answers miss the budget throughout.",
+            "Bad run: the reward stays below 0, the accuracy at 0 and most answers miss the budget "
+            "throughout.",
             id="bad",
             metric=run.name("reward"),
-            cause="The controller learns nothing: answers missing from the metadata, or unsuitable reward weights.",
-            remedy="Check the answers field, generated texts and the metric, then the weights of the reward.",
+            cause="The controller learns nothing: answers missing from the metadata, or unsuitable "
+            "reward weights.",
+            remedy="Check the answers field, generated texts and the metric, then the weights of "
+            "the reward.",
         )
 
 
 def _never_got_better(run: AnalysedRun) -> bool:
     reward, accuracy, violation = (run.find(role) for role in ("reward", "accuracy", "violation"))
-    if reward is None or accuracy is None or violation is None or len(run.epochs("reward")) < run.limits["min_epochs"]:
+    if (
+        reward is None
+        or accuracy is None
+        or violation is None
+        or len(run.epochs("reward")) < run.limits["min_epochs"]
+    ):
         return False
     is_bad = reward.values.max() < 0 and accuracy.values.max() == 0
     return bool(is_bad and violation.values.min() > run.limits["violation"])

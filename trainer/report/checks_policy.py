@@ -36,7 +36,9 @@ MIN_RISE = 1e-9
 NUM_SMOOTH = 3
 """Points whose median stands for the present length of a generating policy."""
 BANDS = {"reward": (-0.5, 0.0, 0.3), "accuracy": (0.0, 0.1, 0.2)}
-"""What epochs 1-10, 11-20 and 21-30 of a controller reach: rewards about that, accuracies at least."""
+"""What epochs 1-10, 11-20 and 21-30 of a controller reach: rewards about that, accuracies at
+least.
+"""
 MIN_EPOCHS = 8
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
@@ -63,10 +65,13 @@ def length_shift(run: AnalysedRun, lengths: Series) -> Iterator[Told]:
         cause = "The policy no longer stops where it should: long answers are cut off and lose their reward."
     else:
         verb, remedy = "shrinks", watch(run)
-        cause = "Answers end early: degeneration, or an end-of-text token that is rewarded too much."
+        cause = (
+            "Answers end early: degeneration, or an end-of-text token that is rewarded too much."
+        )
     yield warn(
-        f"The length of answers {verb} by {share(abs(size))} within {number(run.limits['length_steps'])} steps, "
-        f"to {number(after[worst])} tokens at step {lengths.steps[at]}.",
+        f"The length of answers {verb} by {share(abs(size))} within "
+        f"{number(run.limits['length_steps'])} steps, to {number(after[worst])} tokens at step "
+        f"{lengths.steps[at]}.",
         steps=lengths[at : at + smooth].ends,
         value=size,
         limit=limit,
@@ -85,8 +90,8 @@ def _shortest(run: AnalysedRun) -> Iterator[Told]:
     if times > limit:
         at = int(shortest.steps[np.argmax(shortest.values)])
         yield note(
-            f"Even the shortest answer of a batch once had {number(highest)} tokens, at step {at}, {number(times)} "
-            f"times the usual {number(usual)}.",
+            f"Even the shortest answer of a batch once had {number(highest)} tokens, at step {at}, "
+            f"{number(times)} times the usual {number(usual)}.",
             id="shortest",
             metric=run.name("min_length"),
             steps=(at, at),
@@ -99,7 +104,9 @@ def _shortest(run: AnalysedRun) -> Iterator[Told]:
 
 @finding("kl", "V31", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Told]:
-    """Far from the reference, since it began to move by factors, with the intervals in which the policy left it."""
+    """Far from the reference, since it began to move by factors, with the intervals in which
+    the policy left it.
+    """
     limits, highest = run.limits, float(kl.values.max())
     healthy = f"{number(limits['kl_low'])} to {number(limits['kl_high'])} is healthy"
     median = number(float(np.median(kl.values)))
@@ -108,8 +115,8 @@ def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Told]:
         met = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
         at = above.steps[np.argmax(above.values)]
         yield fail(
-            f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to {number(highest)} "
-            f"at step {at}; {healthy}.",
+            f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "
+            f"{number(highest)} at step {at}; {healthy}.",
             steps=(_began(kl, int(above.steps[0])), above.ends[1]),
             value=highest,
             limit=limits["kl_fault"],
@@ -118,8 +125,8 @@ def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Told]:
                 *(f"{interval(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in met[:10]),
                 f"median {median}; {run.facts['beta']}",
             ],
-            cause="The policy has moved far from its reference; its texts change: lengths, format, gradient and loss "
-            f"follow. {why_recovered(run)} {how_common(run)}",
+            cause="The policy has moved far from its reference; its texts change: lengths, format, "
+            f"gradient and loss follow. {why_recovered(run)} {how_common(run)}",
             remedy=[stronger_kl(run), tighter_ratio(run), watch(run)],
         )
     elif high := beyond(kl, high=limits["kl_high"], width=1):
@@ -157,14 +164,15 @@ def cut_answers(run: AnalysedRun) -> Iterator[Told]:
     if ratios is not None and len(cut := bursts(ratios, high=limit)):
         yield fail(
             f"Up to {share(cut.values.max())} of the answers were cut off at the length limit "
-            f"(step {cut.steps[np.argmax(cut.values)]}), above {share(limit)} at {counted(len(cut), 'point')}.",
+            f"(step {cut.steps[np.argmax(cut.values)]}), above {share(limit)} at "
+            f"{counted(len(cut), 'point')}.",
             metric=run.name("clipped_ratio"),
             steps=cut.ends,
             value=cut.values.max(),
             limit=limit,
             evidence=[_steps(cut), run.facts["completion"]],
-            cause="The distribution of lengths has moved: answers run on to the limit, their format breaks and their "
-            "reward is 0.",
+            cause="The distribution of lengths has moved: answers run on to the limit, their "
+            "format breaks and their reward is 0.",
             remedy=[shorter_completions(run)],
         )
     if lengths is not None:
@@ -183,7 +191,11 @@ def _at_the_cap(run: AnalysedRun, lengths: Series) -> Iterator[Told]:
     part, limit = len(hits) / len(lengths), run.limits["cap_share"]
     reached = f"The longest answer reaches the limit of {number(float(cap))} tokens"
     is_often = part > limit
-    often = f"at {share(part)} of the points" if is_often else f"{len(hits)} times, first at step {hits.steps[0]}"
+    often = (
+        f"at {share(part)} of the points"
+        if is_often
+        else f"{len(hits)} times, first at step {hits.steps[0]}"
+    )
     yield (warn if is_often else note)(
         f"{reached} {often}.",
         id="cap",
@@ -207,7 +219,8 @@ def clipped_ratios(run: AnalysedRun, ratios: Series) -> Iterator[Told]:
     usual = f"{share(low)} to {share(high)} is usual"
     if much := beyond(ratios, high=high):
         yield note(
-            f"{share(much.level)} of the probability ratios are clipped from step {much.steps[0]} on; {usual}.",
+            f"{share(much.level)} of the probability ratios are clipped from step {much.steps[0]} "
+            f"on; {usual}.",
             steps=much.steps,
             value=much.level,
             limit=high,
@@ -231,7 +244,9 @@ def reward_drops(run: AnalysedRun, _: Series) -> Iterator[Told]:
     drops = {anomaly: movers for anomaly, movers in fallen.items() if movers}
     if not drops:
         return
-    anomaly, deepest = min(((a, m) for a, movers in drops.items() for m in movers), key=lambda pair: pair[1].z)
+    anomaly, deepest = min(
+        ((a, m) for a, movers in drops.items() for m in movers), key=lambda pair: pair[1].z
+    )
     is_led = bool(anomaly.chain) and meaning(anomaly.chain[0]).group != "reward"
     lead = f" It began with {anomaly.chain[0]}." if is_led else ""
     metrics = listed(dict.fromkeys(mover.metric for movers in drops.values() for mover in movers))
@@ -243,8 +258,8 @@ def reward_drops(run: AnalysedRun, _: Series) -> Iterator[Told]:
         value=deepest.peak_value,
         limit=run.limits["reward_drop"],
         evidence=[_drop_line(*drop) for drop in drops.items()][:10],
-        cause="The answers of these batches broke the expected format or were cut off, so that most rewards are 0: an "
-        f"unstable signal that steers the next update.{lead}",
+        cause="The answers of these batches broke the expected format or were cut off, so that "
+        f"most rewards are 0: an unstable signal that steers the next update.{lead}",
         remedy=[larger_batch(run), watch(run)],
     )
 
@@ -273,8 +288,8 @@ def rewards(run: AnalysedRun, _: Series) -> Iterator[Told]:
     falling = trend(run, "reward", good=1) if enough else None
     if falling:
         yield warn(
-            f"The reward has been falling for more than {number(run.limits['rising_epochs'])} epochs, "
-            f"by {number(abs(falling.change))}.",
+            f"The reward has been falling for more than {number(run.limits['rising_epochs'])} "
+            f"epochs, by {number(abs(falling.change))}.",
             id="falling",
             steps=falling.steps,
             value=falling.change,
@@ -290,12 +305,14 @@ def rewards(run: AnalysedRun, _: Series) -> Iterator[Told]:
     is_rising = course.is_rising(run.limits["trend_p"])
     if not (is_rising or falling or collapsed):
         yield warn(
-            f"The reward does not rise over the run (level {number(course.level)}, p = {number(course.p_value)}).",
+            f"The reward does not rise over the run (level {number(course.level)}, p = "
+            f"{number(course.p_value)}).",
             id="flat",
             steps=means.ends,
             value=course.p_value,
             limit=run.limits["trend_p"],
-            cause="The weights of the reward's parts drown what can be learnt, or groups are too small.",
+            cause="The weights of the reward's parts drown what can be learnt, or groups are too "
+            "small.",
             remedy=["Change the reward weights.", larger_group(run)],
         )
     if (highest := float(means.values.max())) < 0:
@@ -313,9 +330,12 @@ def rewards(run: AnalysedRun, _: Series) -> Iterator[Told]:
 
 def _scattering(run: AnalysedRun) -> Iterator[Told]:
     ratio = run.limits["reward_scatter"]
-    if run.find("reward_std") is not None and (move := shift(run, "reward_std", sign=1, ratio=ratio)):
+    if run.find("reward_std") is not None and (
+        move := shift(run, "reward_std", sign=1, ratio=ratio)
+    ):
         yield warn(
-            f"{move.metric} rose from {number(move.before)} to {number(move.after)} after step {move.at}: "
+            f"{move.metric} rose from {number(move.before)} to {number(move.after)} after step "
+            f"{move.at}: "
             "rewards scatter.",
             id="scatter",
             metric=move.metric,
@@ -323,14 +343,18 @@ def _scattering(run: AnalysedRun) -> Iterator[Told]:
             value=move.times,
             limit=ratio,
             cause="Sampling has become unstable, or a reward function gives extreme values.",
-            remedy=[f"Read answers from after step {move.at} with their rewards.", larger_group(run)],
+            remedy=[
+                f"Read answers from after step {move.at} with their rewards.",
+                larger_group(run),
+            ],
         )
 
 
 def collapse(run: AnalysedRun, move: Move) -> Told:
     """What a result had reached and lost to the end."""
     return warn(
-        f"{move.metric} fell from {number(move.before)} to {number(move.after)} after step {move.at}.",
+        f"{move.metric} fell from {number(move.before)} to {number(move.after)} after step "
+        f"{move.at}.",
         id=f"collapse:{move.metric}",
         metric=move.metric,
         steps=move.steps,
@@ -369,11 +393,16 @@ def advantages(run: AnalysedRun) -> Iterator[Told]:
     """Their mean and spread, and groups whose rewards are all equal."""
     means, spreads, equal = (run.find(role) for role in ("adv_mean", "adv_std", "equal_groups"))
     if means is None and spreads is None and equal is None:
-        raise NotJudged("the log has no train/adv_mean and no train/adv_std and no frac_reward_zero_std")
+        raise NotJudged(
+            "the log has no train/adv_mean and no train/adv_std and no frac_reward_zero_std"
+        )
     limits = run.limits
-    if means is not None and (off := beyond(means, low=-limits["adv_mean"], high=limits["adv_mean"])):
+    if means is not None and (
+        off := beyond(means, low=-limits["adv_mean"], high=limits["adv_mean"])
+    ):
         yield warn(
-            f"Advantages have a mean of {number(off.level)} from step {off.steps[0]} on; normalised by group it is 0.",
+            f"Advantages have a mean of {number(off.level)} from step {off.steps[0]} on; "
+            f"normalised by group it is 0.",
             id="mean",
             metric=run.name("adv_mean"),
             steps=off.steps,
@@ -386,7 +415,8 @@ def advantages(run: AnalysedRun) -> Iterator[Told]:
         yield from _spread_of_advantages(run, spreads)
     if equal is not None and (stuck := beyond(equal, high=limits["equal_groups"])):
         yield warn(
-            f"In {share(stuck.level)} of the groups all rewards are equal, from step {stuck.steps[0]} on.",
+            f"In {share(stuck.level)} of the groups all rewards are equal, from step "
+            f"{stuck.steps[0]} on.",
             id="std",
             metric=run.name("equal_groups"),
             steps=stuck.steps,
@@ -405,13 +435,16 @@ def _spread_of_advantages(run: AnalysedRun, spreads: Series) -> Iterator[Told]:
         return
     limit = "adv_std_dead" if dead else "adv_std_high" if odd.is_high else "adv_std_low"
     yield warn(
-        f"Advantages have a spread of {number(odd.level)} from step {odd.steps[0]} on; about 1 is expected.",
+        f"Advantages have a spread of {number(odd.level)} from step {odd.steps[0]} on; about 1 is "
+        f"expected.",
         id="std",
         metric=run.name("adv_std"),
         steps=odd.steps,
         value=odd.level,
         limit=limits[limit],
-        cause="All rewards of a group are equal: nothing to learn from." if dead else "Wrong normalisation.",
+        cause="All rewards of a group are equal: nothing to learn from."
+        if dead
+        else "Wrong normalisation.",
         remedy=[larger_group(run)] if dead else "Check how advantages are normalised.",
     )
 
@@ -421,11 +454,13 @@ def entropy(run: AnalysedRun, _: Series) -> Iterator[Told]:
     ratio = run.limits["entropy_share"]
     if move := shift(run, "entropy", sign=-1, ratio=ratio):
         yield warn(
-            f"Entropy collapsed from step {move.onset} on, to {number(move.after)}, {share(move.times)} of its start.",
+            f"Entropy collapsed from step {move.onset} on, to {number(move.after)}, "
+            f"{share(move.times)} of its start.",
             steps=move.steps,
             value=move.times,
             limit=ratio,
-            cause="The reward pulls too hard, or the sampling temperature is too low: the policy stops exploring.",
+            cause="The reward pulls too hard, or the sampling temperature is too low: the policy "
+            "stops exploring.",
             remedy=["Raise the temperature or an entropy bonus.", lower_rate(run)],
         )
 
@@ -441,8 +476,10 @@ def accuracy(run: AnalysedRun, _: Series) -> Iterator[Told]:
             steps=zero.ends,
             value=len(zero),
             limit=limits["accuracy_zero_epochs"],
-            cause="Often the answers are missing from the metadata; else the metric does not match the texts.",
-            remedy="Check the answers field, read generated texts, check the metric; early in training wait.",
+            cause="Often the answers are missing from the metadata; else the metric does not match "
+            "the texts.",
+            remedy="Check the answers field, read generated texts, check the metric; early in "
+            "training wait.",
         )
     elif collapsed:
         yield collapse(run, collapsed)
@@ -474,7 +511,9 @@ def _below_the_bands(run: AnalysedRun) -> Iterator[str]:
         epochs = 1 + np.arange(len(means)) if run.has_batches else means.steps
         for (first, last), level in zip(pairwise((0, 10, 20, 30)), levels, strict=True):
             part = means.values[(epochs > first) & (epochs <= last)]
-            if len(part) >= 5 and (mean := float(np.mean(part))) < level - 0.25 * (role == "reward"):
+            if len(part) >= 5 and (mean := float(np.mean(part))) < level - 0.25 * (
+                role == "reward"
+            ):
                 yield f"{run.name(role)} {number(mean)} in epochs {first + 1} to {last}"
 
 
@@ -486,12 +525,15 @@ def budget(run: AnalysedRun) -> Iterator[Told]:
         raise NotJudged("the log has neither latency nor budget violations")
     if violations is not None:
         yield from _violations(run, run.epochs("violation"))
-    given = run.limits["latency_budget"] or run.config("latency_budget", "budget_ms", "latency_budget_ms", "budget")
+    given = run.limits["latency_budget"] or run.config(
+        "latency_budget", "budget_ms", "latency_budget_ms", "budget"
+    )
     if latency is not None and isinstance(given, int | float):
         level = float(bins(latency).values[-10:].mean())
         if level > given:
             yield warn(
-                f"The latency ends at {number(level)} ms, above the budget of {number(float(given))} ms.",
+                f"The latency ends at {number(level)} ms, above the budget of "
+                f"{number(float(given))} ms.",
                 id="latency",
                 metric=run.name("latency"),
                 value=level,
@@ -506,7 +548,8 @@ def _violations(run: AnalysedRun, violations: Series) -> Iterator[Told]:
     stuck = in_a_row(violations, violations.values > limits["violation"])
     if len(stuck) >= limits["violation_epochs"]:
         yield warn(
-            f"More than {share(limits['violation'])} of the answers miss the budget for {len(stuck)} epochs.",
+            f"More than {share(limits['violation'])} of the answers miss the budget for "
+            f"{len(stuck)} epochs.",
             id="stuck",
             metric=metric,
             steps=stuck.ends,
@@ -519,7 +562,10 @@ def _violations(run: AnalysedRun, violations: Series) -> Iterator[Told]:
     last, aim = float(violations.values[-5:].mean()), limits["violation_final_note"]
     if len(violations) < limits["min_epochs"] or last < aim:
         return
-    is_high, is_falling = last >= limits["violation_final_warn"], slope(violations).is_falling(limits["trend_p"])
+    is_high, is_falling = (
+        last >= limits["violation_final_warn"],
+        slope(violations).is_falling(limits["trend_p"]),
+    )
     yield (warn if is_high and not is_falling else note)(
         f"{share(last)} of the answers still miss the budget at the end; below {share(aim)} is the "
         f"aim{'; it is falling' if is_falling else ''}.",
@@ -541,14 +587,18 @@ def value_network(run: AnalysedRun) -> Iterator[Told]:
     for role in present:
         if move := shift(run, role, sign=1, ratio=run.limits["value_rise"]):
             yield warn(
-                f"{move.metric} rose from {number(move.before)} to {number(move.after)} after step {move.at}.",
+                f"{move.metric} rose from {number(move.before)} to {number(move.after)} after step "
+                f"{move.at}.",
                 id=move.metric,
                 metric=move.metric,
                 steps=move.steps,
                 value=move.times,
                 limit=run.limits["value_rise"],
                 cause="The value network no longer foretells the rewards: advantages are noise.",
-                remedy=[f"Lower its learning rate, or go back to {run.checkpoint(move.at)}.", clip(run)],
+                remedy=[
+                    f"Lower its learning rate, or go back to {run.checkpoint(move.at)}.",
+                    clip(run),
+                ],
             )
 
 

@@ -1,4 +1,6 @@
-"""Checks of the run as a whole: its checkpoints, its end, its data, its attempts, how much was logged."""
+"""Checks of the run as a whole: its checkpoints, its end, its data, its attempts, how much was
+logged.
+"""
 
 from collections.abc import Iterator
 
@@ -22,7 +24,10 @@ def checkpoints(run: AnalysedRun) -> Iterator[Told]:
     states = run.log.checkpoints
     if not states:
         raise NotJudged("no checkpoint lies beside the log")
-    usual, limit = float(np.median([state.size_bytes for state in states])), run.limits["size_spread"]
+    usual, limit = (
+        float(np.median([state.size_bytes for state in states])),
+        run.limits["size_spread"],
+    )
     yield in_order("checkpoints_whole", f"{len(states)} complete")
     yield in_order("checkpoint_sizes", f"{readable(usual)} each")
     for state in states:
@@ -31,7 +36,10 @@ def checkpoints(run: AnalysedRun) -> Iterator[Told]:
     for state in states:
         if abs(state.size_bytes - usual) > limit * usual:
             yield _of_odd_size(state, limit)
-    newest, tracked = max((one.step for one in states if one.is_complete), default=None), run.log.tracker_step
+    newest, tracked = (
+        max((one.step for one in states if one.is_complete), default=None),
+        run.log.tracker_step,
+    )
     if tracked is not None and newest is not None:
         yield _tracked(tracked, newest)
     yield from _all_there(run)
@@ -51,7 +59,8 @@ def _not_whole(state: CheckpointState) -> Told:
 
 def _of_odd_size(state: CheckpointState, limit: float) -> Told:
     return fail(
-        f"The checkpoint of step {state.step} has {readable(state.size_bytes)}, unlike its siblings.",
+        f"The checkpoint of step {state.step} has {readable(state.size_bytes)}, unlike its "
+        f"siblings.",
         id=f"size-{state.step}",
         steps=(state.step, state.step),
         value=state.size_bytes,
@@ -81,7 +90,8 @@ def _all_there(run: AnalysedRun) -> Iterator[Told]:
     missing = _missing_checkpoints(run)
     if missing:
         yield fail(
-            f"No checkpoint for {listed(f'step {step}' for step in missing)}, where one was to be saved.",
+            f"No checkpoint for {listed(f'step {step}' for step in missing)}, where one was to be "
+            f"saved.",
             id="missing",
             steps=(missing[0], missing[-1]),
             value=len(missing),
@@ -95,9 +105,11 @@ def _all_there(run: AnalysedRun) -> Iterator[Told]:
 
 
 def _missing_checkpoints(run: AnalysedRun) -> list[int]:
-    """Steps at which the configuration foretells a checkpoint that does not exist, rotation considered.
+    """Steps at which the configuration foretells a checkpoint that does not exist, rotation
+    considered.
 
-    One that the log says was saved was removed later: by `prune`, or the run went on from a mirror, which keeps few.
+    One that the log says was saved was removed later: by `prune`, or the run went on from a mirror,
+    which keeps few.
     """
     every = run.config("trainer.save_freq", "save_steps", "save_freq")
     if not isinstance(every, int | float) or every < 1:
@@ -109,11 +121,17 @@ def _missing_checkpoints(run: AnalysedRun) -> list[int]:
     keep = run.config(*limits)
     existing = sorted(state.step for state in run.log.checkpoints)
     is_rotated = isinstance(keep, int | float) and 1 <= keep <= len(existing)
-    oldest_kept = existing[-int(keep)] if is_rotated else 0  # saves at a stop count too, and move others out
+    # saves at a stop count too, and move others out
+    oldest_kept = existing[-int(keep)] if is_rotated else 0
     if not any(key.rpartition(".")[2] in limits for key in run.log.config):
-        oldest_kept = existing[0]  # how many are kept is not told: older ones may have been rotated away
+        # how many are kept is not told: older ones may have been rotated away
+        oldest_kept = existing[0]
     there = {*existing, *(event.step for event in run.log.events if event.kind == "checkpoint")}
-    return [step for step in expected if step > oldest_kept and step not in there and run.was_trained(step)]
+    return [
+        step
+        for step in expected
+        if step > oldest_kept and step not in there and run.was_trained(step)
+    ]
 
 
 @finding("run_complete", "V28")
@@ -129,7 +147,8 @@ def completeness(run: AnalysedRun) -> Iterator[Told]:
     is_over = planned is None or trained >= planned
     if is_over and log.source == "fsdp-sft" and log.exit_code is None and not log.is_running:
         yield warn(
-            "All steps were trained, but no end was written: the process was killed or is still finishing.",
+            "All steps were trained, but no end was written: the process was killed or is still "
+            "finishing.",
             id="end",
             cause="The end of the run is written last.",
             remedy="Check that the last checkpoint is complete.",
@@ -137,7 +156,9 @@ def completeness(run: AnalysedRun) -> Iterator[Told]:
     if log.exit_code == 0:
         yield in_order("finished", "exit code 0")
     elif log.exit_code is not None:
-        errors = [f"step {event.step}: {event.message}" for event in log.events if event.level == "error"]
+        errors = [
+            f"step {event.step}: {event.message}" for event in log.events if event.level == "error"
+        ]
         yield warn(
             f"The last attempt ended with exit code {log.exit_code}.",
             id="exit",
@@ -153,8 +174,16 @@ def completeness(run: AnalysedRun) -> Iterator[Told]:
 def _short(run: AnalysedRun, trained: int, planned: int) -> Told:
     """Fewer steps than planned: by intention where it still runs or was stopped early."""
     log = run.log
-    ends = [event.message for event in log.events if event.kind == "early_stop" and log.exit_code == 0]
-    why = " and is still running" if log.is_running else f", as it was stopped early: {ends[-1]}" if ends else ""
+    ends = [
+        event.message for event in log.events if event.kind == "early_stop" and log.exit_code == 0
+    ]
+    why = (
+        " and is still running"
+        if log.is_running
+        else f", as it was stopped early: {ends[-1]}"
+        if ends
+        else ""
+    )
     return (info if why else warn)(
         f"The run has {trained} of {planned} steps ({share(trained / max(planned, 1))}){why}.",
         id="steps",
@@ -173,7 +202,8 @@ def serving(run: AnalysedRun) -> Iterator[Told]:
         if proof.is_equal:
             continue
         yield fail(
-            f"What is exported of step {proof.step} does not serve what was trained: {'; '.join(proof.causes)}.",
+            f"What is exported of step {proof.step} does not serve what was trained: "
+            f"{'; '.join(proof.causes)}.",
             id=str(proof.step),
             steps=(proof.step, proof.step),
             value=abs(proof.served_loss - proof.val_loss),
@@ -183,18 +213,23 @@ def serving(run: AnalysedRun) -> Iterator[Told]:
                 f"val/loss was {number(proof.val_loss)}"
             ],
             cause="The export, or the engine's reading of it, is not the model that was validated.",
-            remedy="Do not deploy it. Export it anew from the shards of its checkpoint and prove that.",
+            remedy="Do not deploy it. Export it anew from the shards of its checkpoint and prove "
+            "that.",
         )
 
 
 @finding("truncation", "V29")
 def truncation(run: AnalysedRun) -> Iterator[Told]:
     """Samples that are cut or empty, and whether lengths are limited where they are configured."""
-    truncated, empty, longest = (run.find(role) for role in ("truncated", "empty_label", "total_len_max"))
+    truncated, empty, longest = (
+        run.find(role) for role in ("truncated", "empty_label", "total_len_max")
+    )
     if truncated is None and empty is None and longest is None:
         raise NotJudged("the log has no data metrics")
     limit, option = run.limits["truncated"], run.options["max_length"]
-    if truncated is not None and (cut := beyond(truncated, high=limit, width=_width(truncated), of=np.mean)):
+    if truncated is not None and (
+        cut := beyond(truncated, high=limit, width=_width(truncated), of=np.mean)
+    ):
         yield warn(
             f"{share(cut.level)} of the samples are cut at the length limit.",
             metric=run.name("truncated"),
@@ -217,7 +252,11 @@ def truncation(run: AnalysedRun) -> Iterator[Told]:
             remedy=f"Remove them, or raise {option}.",
         )
     allowed = run.setting("max_length")
-    if longest is not None and isinstance(allowed, int | float) and (top := float(longest.values.max())) > allowed:
+    if (
+        longest is not None
+        and isinstance(allowed, int | float)
+        and (top := float(longest.values.max())) > allowed
+    ):
         at = int(longest.steps[np.argmax(longest.values > allowed)])
         yield warn(
             f"A sample has {number(top)} tokens, more than {option} = {number(float(allowed))}.",
@@ -238,24 +277,39 @@ def _width(shares: Series) -> int:
 def too_little(run: AnalysedRun) -> str:
     """Why the whole run cannot be called healthy; empty where it can."""
     if run.profile == "controller":
-        longest = max((len(run.epochs(role)) for role in ("reward", "loss") if run.find(role) is not None), default=0)
+        longest = max(
+            (len(run.epochs(role)) for role in ("reward", "loss") if run.find(role) is not None),
+            default=0,
+        )
         limit = int(run.limits["min_epochs"])
-        return f"{longest} epochs, at least {limit} (better 30) are needed to see a trend" if longest < limit else ""
+        return (
+            f"{longest} epochs, at least {limit} (better 30) are needed to see a trend"
+            if longest < limit
+            else ""
+        )
     longest = max((len(series) for series in run.log.series.values()), default=0)
     limit = int(run.limits["min_points"])
-    return f"{longest} points, at least {limit} are needed to judge a run" if longest < limit else ""
+    return (
+        f"{longest} points, at least {limit} are needed to judge a run" if longest < limit else ""
+    )
 
 
 @finding("insufficient", "V42")
 def enough(run: AnalysedRun) -> Iterator[Told]:
     if reason := too_little(run):
         limit = run.limits["min_epochs" if run.profile == "controller" else "min_points"]
-        yield info(f"Too little was logged: {reason}.", limit=limit, remedy="Let it run on, or log more often.")
+        yield info(
+            f"Too little was logged: {reason}.",
+            limit=limit,
+            remedy="Let it run on, or log more often.",
+        )
 
 
 @finding("restarts", "V43")
 def restarts(run: AnalysedRun) -> Iterator[Told]:
-    """What the guard found and undid while it trained, what was trained again, rows out of order."""
+    """What the guard found and undid while it trained, what was trained again, rows out of
+    order.
+    """
     log = run.log
     yield from _guarded(run)
     lost = log.num_lost_steps / run.last_step if run.last_step else 0.0
@@ -271,7 +325,8 @@ def restarts(run: AnalysedRun) -> Iterator[Told]:
     goodput = run.find("goodput")
     if goodput is not None and goodput.values[-1] < run.limits["goodput"]:
         yield note(
-            f"Goodput {share(goodput.values[-1])}: the rest of the time went into restarts, saving or waiting.",
+            f"Goodput {share(goodput.values[-1])}: the rest of the time went into restarts, saving "
+            f"or waiting.",
             id="goodput",
             metric=run.name("goodput"),
             value=goodput.values[-1],
@@ -294,7 +349,9 @@ def _guarded(run: AnalysedRun) -> Iterator[Told]:
     """Steps that the guard undid, else those that it warned of."""
     events = [event for event in run.log.events if event.level in ("warn", "error")]
     undone = [event for event in events if event.kind == "rollback"]
-    severe = [event for event in events if event.kind in ("guard/severe", "guard/diverging", "guard/dead")]
+    severe = [
+        event for event in events if event.kind in ("guard/severe", "guard/diverging", "guard/dead")
+    ]
     met = undone or severe
     if not met:
         return
@@ -302,7 +359,8 @@ def _guarded(run: AnalysedRun) -> Iterator[Told]:
     yield warn(
         f"The run was rolled back {often}, at {listed(f'step {event.step}' for event in undone)}."
         if undone
-        else f"The guard found {counted(len(severe), 'severe step')}, the last at step {severe[-1].step}.",
+        else f"The guard found {counted(len(severe), 'severe step')}, the last at step "
+        f"{severe[-1].step}.",
         id="rollback" if undone else "severe",
         steps=(met[0].step, met[-1].step),
         value=len(met),
@@ -313,5 +371,6 @@ def _guarded(run: AnalysedRun) -> Iterator[Told]:
         else "A step far from the run's own past; training went on.",
         remedy="Look at the samples in evidence/ and take bad ones out of the data."
         if undone
-        else "Look at the samples in evidence/; trainer.guard.on_severe=rollback or skip answers the next one.",
+        else "Look at the samples in evidence/; trainer.guard.on_severe=rollback or skip answers "
+        "the next one.",
     )

@@ -1,4 +1,6 @@
-"""Where the time of a step goes, and what is measured of it: waiting for data, crashes and memory too."""
+"""Where the time of a step goes, and what is measured of it: waiting for data, crashes and
+memory too.
+"""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +22,15 @@ NAMES = ("time/train/{}_s", "time/{}", "timing_s/{}")
 PHASES = (
     *("data", "h2d", "shard", "forward", "backward", "optimizer", "update"),
     *("rollout", "reward", "logging", "guard", "advantages", "adv", "ref_log_probs_values_reward"),
-    *("old_log_probs_values", "gen", "old_log_prob", "ref", "values", "update_critic", "update_actor"),
+    *(
+        "old_log_probs_values",
+        "gen",
+        "old_log_prob",
+        "ref",
+        "values",
+        "update_critic",
+        "update_actor",
+    ),
 )
 """Where the time of a step goes: ours and MLLM-JAX's names, ROLL's and verl's."""
 BOTTLENECKS = {
@@ -36,7 +46,9 @@ BOTTLENECKS = {
 WIDTH_OF_USE = 20
 """Points whose mean is the use of a device."""
 MIN_LEAK_STEPS = 500
-"""What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers and caches."""
+"""What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers
+and caches.
+"""
 
 
 def throughput(run: AnalysedRun) -> Throughput | None:
@@ -45,7 +57,11 @@ def throughput(run: AnalysedRun) -> Throughput | None:
     if run.find("time") is None and not phases:
         return None
     parts_s = sum(phases.values())
-    times = run.ordinary(run.get("time")) if run.find("time") else Series(np.zeros(1, np.int64), np.array([parts_s]))
+    times = (
+        run.ordinary(run.get("time"))
+        if run.find("time")
+        else Series(np.zeros(1, np.int64), np.array([parts_s]))
+    )
     step_s, whole_s = float(np.median(times.values)), max(float(np.mean(times.values)), parts_s)
     shares = {phase: mean_s / whole_s for phase, mean_s in phases.items()} if whole_s > 0 else {}
     goodput = run.find("goodput")
@@ -63,13 +79,22 @@ def _phases(run: AnalysedRun) -> dict[str, float]:
     """Phase -> its mean seconds; `update` and `shard` only where their parts are not logged."""
     found: dict[str, float] = {}
     for phase in PHASES:
-        series = next((run.log.series[key] for name in NAMES if (key := name.format(phase)) in run.log.series), None)
+        series = next(
+            (
+                run.log.series[key]
+                for name in NAMES
+                if (key := name.format(phase)) in run.log.series
+            ),
+            None,
+        )
         if series is None or not len(clean := finite(series)):
             continue
         if (phase == "update" and "forward" in found) or (phase == "shard" and "h2d" in found):
             continue
         # means, unlike medians, add up to the whole
-        found[phase] = float(np.mean(clean.values[NUM_COMPILE:] if len(clean) > NUM_COMPILE else clean.values))
+        found[phase] = float(
+            np.mean(clean.values[NUM_COMPILE:] if len(clean) > NUM_COMPILE else clean.values)
+        )
     return found
 
 
@@ -78,7 +103,11 @@ def _sentence(shares: dict[str, float]) -> str:
         return "The log does not say where the time of a step goes."
     phase, part = max(shares.items(), key=lambda item: item[1])
     advice = BOTTLENECKS.get(phase, "computing is the bottleneck, as it should be")
-    data = f"; waiting for data takes {share(shares['data'])}" if "data" in shares and phase != "data" else ""
+    data = (
+        f"; waiting for data takes {share(shares['data'])}"
+        if "data" in shares and phase != "data"
+        else ""
+    )
     return f"{phase} takes {share(part)} of a step: {advice}{data}."
 
 
@@ -154,7 +183,10 @@ class _Growth:
 
 def _growth(run: AnalysedRun, times: Series) -> _Growth:
     course = slope(times)
-    is_slower = course.is_rising(run.limits["rising_p"]) and course.relative_change > run.limits["time_growth"]
+    is_slower = (
+        course.is_rising(run.limits["rising_p"])
+        and course.relative_change > run.limits["time_growth"]
+    )
     return _Growth(course, times.ends, is_slower)
 
 
@@ -168,15 +200,17 @@ def _slowdown(run: AnalysedRun, line: str) -> Told | None:
         width = max(LASTING, len(series) // NUM_WINDOWS)
         if move := shift(run, role, sign=sign, ratio=factor**sign, width=width, series=series):
             return warn(
-                f"Training gets {number(move.times**sign)} times slower after step {move.at}: {move.metric} goes from "
-                f"{number(move.before)} to {number(move.after)}.",
+                f"Training gets {number(move.times**sign)} times slower after step {move.at}: "
+                f"{move.metric} goes from {number(move.before)} to {number(move.after)}.",
                 id="slowdown",
                 metric=move.metric,
                 steps=move.steps,
                 value=move.times**sign,
                 limit=factor,
-                cause="A slower or hotter device, another process on it, a slow disk or network, or longer samples.",
-                remedy=f"Compare sequence lengths, memory and device clocks before and after step {move.at}.",
+                cause="A slower or hotter device, another process on it, a slow disk or network, "
+                "or longer samples.",
+                remedy=f"Compare sequence lengths, memory and device clocks before and after step "
+                f"{move.at}.",
                 line=line,
             )
     return None
@@ -189,26 +223,34 @@ def long_steps(run: AnalysedRun, _: Series) -> Iterator[Told]:
     median = float(np.median(times.values))
     if run.profile == "sft" and (slow := beyond(times, high=limit)):
         yield warn(
-            f"A step takes {number(slow.level)} s from step {slow.steps[0]} on; above {number(limit)} s input or "
+            f"A step takes {number(slow.level)} s from step {slow.steps[0]} on; above "
+            f"{number(limit)} s input or "
             "storage may be the bottleneck.",
             steps=slow.steps,
             value=slow.level,
             limit=limit,
-            evidence=[f"median step {number(slow.level)} s; 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens"],
+            evidence=[
+                f"median step {number(slow.level)} s; 2 to 5 s is usual for 7B on 8 A100 at 4096 "
+                f"tokens"
+            ],
             cause="Slow data loading or storage, too little parallelism, or simply a large model.",
             remedy=[loading(run)],
         )
     stalls = bursts(times, high=many * median)
-    if len(stalls) and period(stalls.steps) is None:  # what comes at regular distances is a task of its own
+    # what comes at regular distances is a task of its own
+    if len(stalls) and period(stalls.steps) is None:
         longest = float(stalls.values.max())
         yield warn(
-            f"{counted(len(stalls), 'step')} took more than {number(many)} times as long as usual, the longest "
-            f"{number(longest)} s at step {stalls.steps[np.argmax(stalls.values)]}.",
+            f"{counted(len(stalls), 'step')} took more than {number(many)} times as long as usual, "
+            f"the longest {number(longest)} s at step {stalls.steps[np.argmax(stalls.values)]}.",
             id="stalls",
             steps=stalls.ends,
             value=longest / median if median else 0.0,
             limit=many,
-            evidence=[f"steps {listed(map(str, stalls.steps.tolist()))}", "saving and validation left out"],
+            evidence=[
+                f"steps {listed(map(str, stalls.steps.tolist()))}",
+                "saving and validation left out",
+            ],
             cause="Stalls of the loader, the network or the storage.",
             remedy=[loading(run)],
         )
@@ -256,8 +298,8 @@ def compiling(run: AnalysedRun, times: Series) -> Iterator[Told]:
     if len(slow):
         longest = float(slow.values.max())
         yield info(
-            f"The first steps took up to {number(longest)} s (usually {number(median)} s): start-up and compilation, "
-            "left out of all judgements.",
+            f"The first steps took up to {number(longest)} s (usually {number(median)} s): "
+            "start-up and compilation, left out of all judgements.",
             steps=slow.ends,
             value=longest / median if median else 0.0,
             limit=limit,
@@ -270,8 +312,8 @@ def idle_devices(run: AnalysedRun, busy: Series) -> Iterator[Told]:
     width = max(WIDTH_OF_USE, len(warm) // NUM_WINDOWS)
     if idle := beyond(warm, low=limit, width=width, of=np.mean):
         yield warn(
-            f"The devices are busy {number(idle.level)} % of the time from step {idle.steps[0]} on; above "
-            f"{number(limit)} % is expected.",
+            f"The devices are busy {number(idle.level)} % of the time from step {idle.steps[0]} "
+            f"on; above {number(limit)} % is expected.",
             steps=idle.steps,
             value=idle.level,
             limit=limit,
@@ -286,28 +328,40 @@ def idle_devices(run: AnalysedRun, busy: Series) -> Iterator[Told]:
 
 @finding("oom_nccl", "V25")
 def crashes(run: AnalysedRun) -> Iterator[Told]:
-    """Errors of the network and of memory, ranks that fell silent, and what the allocator counted."""
+    """Errors of the network and of memory, ranks that fell silent, and what the allocator
+    counted.
+    """
     texts = {event: f"{event.kind} {event.message}" for event in run.log.events}
     met = [event for event, text in texts.items() if event.level == "error" and _CRASH.search(text)]
     met += [event for event, text in texts.items() if _SILENT.search(text)]
     counters = {run.name(role): run.find(role) for role in ("ooms", "alloc_retries")}
-    counted_up = {key: float(series.values.max()) for key, series in counters.items() if series is not None}
+    counted_up = {
+        key: float(series.values.max()) for key, series in counters.items() if series is not None
+    }
     if not texts and not counted_up:
         raise NotJudged("the log has neither events nor counters of the allocator")
     faults = {key: value for key, value in counted_up.items() if value > 0}
     evidence = [f"step {event.step}: {event.message}" for event in met]
     evidence += [f"{key} reached {number(value)}" for key, value in faults.items()]
-    is_memory = bool(faults) or any(event.level == "error" and _MEMORY.search(event.message) for event in met)
+    is_memory = bool(faults) or any(
+        event.level == "error" and _MEMORY.search(event.message) for event in met
+    )
     if evidence:
         yield fail(
             f"{'Memory ran short' if is_memory else 'A rank failed or fell silent'}: {evidence[0]}.",
             metric=next(iter(faults), None),
-            steps=(min(event.step for event in met), max(event.step for event in met)) if met else None,
+            steps=(min(event.step for event in met), max(event.step for event in met))
+            if met
+            else None,
             value=next(iter(faults.values()), None),
             limit=0,
             evidence=evidence[:10],
-            cause="Too little device memory." if is_memory else "A rank that hangs or died lets all others wait.",
-            remedy=[memory(run)] if is_memory else "Look at the stacks and the log of the rank named there.",
+            cause="Too little device memory."
+            if is_memory
+            else "A rank that hangs or died lets all others wait.",
+            remedy=[memory(run)]
+            if is_memory
+            else "Look at the stacks and the log of the rank named there.",
             line="no_crash",
             detail="none",  # in the phase asked for
         )
@@ -320,12 +374,17 @@ def memory_use(run: AnalysedRun) -> Iterator[Told]:
     """Headroom of the device; growth over the second half: buffers and caches fill in the first."""
     reserved, limit = run.find("reserved_share"), run.limits["memory_high"]
     sizes = {role: run.find(role) for role in ("rss", "allocated")}
-    long = {role: series for role, series in sizes.items() if series is not None and len(series) >= MIN_ORDINARY}
+    long = {
+        role: series
+        for role, series in sizes.items()
+        if series is not None and len(series) >= MIN_ORDINARY
+    }
     if reserved is None and not long:
         raise NotJudged("the log has no memory metrics")
     if reserved is not None and (full := beyond(reserved, high=limit, width=1)):
         yield warn(
-            f"Device memory was {share(reserved.values.max())} full, above {share(limit)} from step {full.steps[0]} "
+            f"Device memory was {share(reserved.values.max())} full, above {share(limit)} from "
+            f"step {full.steps[0]} "
             "on: one longer sample may not fit.",
             id="headroom",
             metric=run.name("reserved_share"),
@@ -347,13 +406,17 @@ def _leak(run: AnalysedRun, role: str, series: Series) -> Iterator[Told]:
     is_lasting = bool(first) and last / first - 1 > least
     if course.is_rising(run.limits["rising_p"]) and growth > least and is_lasting:
         yield warn(
-            f"{'Host' if role == 'rss' else 'Device'} memory grows by {share(growth)} per 1000 steps.",
+            f"{'Host' if role == 'rss' else 'Device'} memory grows by {share(growth)} per 1000 "
+            f"steps.",
             id=f"leak-{role}",
             metric=run.name(role),
             steps=(began(series), series.ends[1]),
             value=growth,
             limit=least,
-            evidence=[f"from {number(float(late.values[0]))} to {number(float(late.values[-1]))} GiB"],
-            cause="Something is kept that should be freed: a list of losses, a cache, worker processes.",
+            evidence=[
+                f"from {number(float(late.values[0]))} to {number(float(late.values[-1]))} GiB"
+            ],
+            cause="Something is kept that should be freed: a list of losses, a cache, worker "
+            "processes.",
             remedy=f"Compare with {run.options['workers']}=0; look for tensors kept over steps.",
         )

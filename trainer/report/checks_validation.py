@@ -1,4 +1,6 @@
-"""Results on held-out samples: the best step, overfitting, which checkpoint to take, and what is measured of them."""
+"""Results on held-out samples: the best step, overfitting, which checkpoint to take, and what
+is measured of them.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -36,17 +38,23 @@ class Criterion:
 
 
 def val_losses(run: AnalysedRun) -> Series:
-    """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise around 0."""
+    """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise
+    around 0.
+    """
     val, train = run.get("val_loss"), run.find("loss")
     if run.profile in ("grpo", "controller"):
         losses = [val.values, *([] if train is None else [train.values])]
         if run.profile == "controller" or any(np.any(values <= 0) for values in losses):
-            raise NotJudged("the loss is that of a policy, which changes its sign: rewards tell how good it is")
+            raise NotJudged(
+                "the loss is that of a policy, which changes its sign: rewards tell how good it is"
+            )
     return val
 
 
 def _criterion(run: AnalysedRun) -> Criterion | None:
-    """The validation loss; of a policy its reward or accuracy on held-out samples; else the external results."""
+    """The validation loss; of a policy its reward or accuracy on held-out samples; else the
+    external results.
+    """
     try:
         return Criterion("validation loss", val_losses(run), sign=-1)
     except NotJudged:
@@ -62,11 +70,14 @@ def _external(run: AnalysedRun) -> Criterion | None:
     if not run.external:
         return None
     steps = sorted(run.external)
-    return Criterion(run.external_name, Series(np.array(steps), np.array([run.external[step] for step in steps])))
+    return Criterion(
+        run.external_name, Series(np.array(steps), np.array([run.external[step] for step in steps]))
+    )
 
 
 def train_losses_at(val: Series, train: Series | None) -> Floats:
-    """Training loss around each validation: the median of the points since the one before; NaN without a training loss.
+    """Training loss around each validation: the median of the points since the one before; NaN
+    without a training loss.
 
     A log that writes both only then gives the very point.
     """
@@ -103,7 +114,9 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         last_value=float(points.values[-1]),
         gap=gap,
         verdicts=dict(zip(values, verdicts, strict=True)),
-        overfit_step=next((at for at, verdict in zip(values, verdicts, strict=True) if verdict == "overfit"), None),
+        overfit_step=next(
+            (at for at, verdict in zip(values, verdicts, strict=True) if verdict == "overfit"), None
+        ),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
@@ -111,14 +124,19 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     )
 
 
-def _recommended(run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]) -> tuple[int, Path | None, str]:
-    """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist.
+def _recommended(
+    run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]
+) -> tuple[int, Path | None, str]:
+    """(step, path, reason): the best of the checkpoints that exist; the best step where none is
+    known to exist.
 
     Among equal results (few samples give few values) the validation loss decides.
     """
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     values = deciding.points.by_step()
-    ranked = sorted(values, key=lambda step: (-deciding.sign * values[step], losses.get(step, math.inf)))
+    ranked = sorted(
+        values, key=lambda step: (-deciding.sign * values[step], losses.get(step, math.inf))
+    )
     best, kept = ranked[0], [step for step in ranked if step in existing]
     lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
     outranks = " It outranks the validation loss." if run.external else ""
@@ -126,7 +144,9 @@ def _recommended(run: AnalysedRun, deciding: Criterion, losses: Mapping[int, flo
         none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
         return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
     step = kept[0]
-    lost = "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
+    lost = (
+        "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
+    )
     reason = f"{lead} among the {len(kept)} checkpoints that exist, {number(values[step])}{lost}."
     return step, existing[step], reason + outranks
 
@@ -145,13 +165,16 @@ def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Told]:
     start, stop = longest_run(np.diff(val.values) > 0)
     rises, is_to_the_end = stop - start, stop == len(val) - 1
     before, after = float(val.values[start]), float(val.values[stop])
-    least = max(limits["overfit_note"] * before, limits["overfit_note_sigma"] * curve_noise(val.values))
+    least = max(
+        limits["overfit_note"] * before, limits["overfit_note_sigma"] * curve_noise(val.values)
+    )
     is_lasting = is_to_the_end and rises >= limits["val_rises_fail"]
     if rises >= limits["val_rises"] and after - before > least:
         end = ", up to the end" if is_to_the_end else ""
         best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
         yield (fail if is_lasting else warn)(
-            f"The validation loss rose {rises} times in a row, from {number(before)} to {number(after)}{end}.",
+            f"The validation loss rose {rises} times in a row, from {number(before)} to "
+            f"{number(after)}{end}.",
             steps=val[start : stop + 1].ends,
             value=rises,
             limit=limits["val_rises_fail" if is_lasting else "val_rises"],
@@ -183,11 +206,13 @@ def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Told]:
     kept = any(state.is_complete for state in run.log.checkpoints)
     is_lost = kept and told.recommended_step != told.best_step and not run.external
     good = run.checkpoint(told.recommended_step or told.best_step)
-    verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"][:10]
+    verdicts = [
+        f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"
+    ][:10]
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
     yield (fail if is_lost else warn)(
-        f"Overfitting from step {at}: validation {number(loss)} against {number(told.best_value)} at step "
-        f"{told.best_step}, while training fell to {number(trained)}.",
+        f"Overfitting from step {at}: validation {number(loss)} against {number(told.best_value)} "
+        f"at step {told.best_step}, while training fell to {number(trained)}.",
         steps=(told.best_step, int(val.steps[-1])),
         value=loss / told.best_value - 1,
         limit=run.limits["overfit_sure"],
@@ -205,8 +230,8 @@ def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Told]:
     gap = last - trained
     if np.isfinite(gap) and gap > limit * abs(last) > 0:
         yield note(
-            f"Validation ({number(last)}) and training loss ({number(trained)}) are {number(gap)} apart, "
-            f"{share(gap / abs(last))} of the validation loss.",
+            f"Validation ({number(last)}) and training loss ({number(trained)}) are {number(gap)} "
+            f"apart, {share(gap / abs(last))} of the validation loss.",
             steps=val[-1:].ends,
             value=gap / abs(last),
             limit=limit,
@@ -219,7 +244,8 @@ def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Told]:
             "Validation gets worse from the first evaluation on, while the training loss falls.",
             id="opposite",
             steps=val.ends,
-            cause="The validation set is of another kind, or the learning rate destroys what the model knew.",
+            cause="The validation set is of another kind, or the learning rate destroys what the "
+            "model knew.",
             remedy=["Compare samples of both sets.", lower_rate(run)],
         )
 

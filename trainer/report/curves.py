@@ -1,4 +1,6 @@
-"""Curves made small enough to draw without losing what matters, and the axes they stand on. Nothing here draws."""
+"""Curves made small enough to draw without losing what matters, and the axes they stand on.
+Nothing here draws.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +24,8 @@ NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 def smooth(series: Series, weight: float) -> Series:
     """Exponential mean of the finite values, corrected for its start.
 
-    Sums over 1, 2, 4, ... values, each from two of the half length, until older ones no longer count.
+    Sums over 1, 2, 4, ... values, each from two of the half length, until older ones no longer
+    count.
     """
     known = finite(series)
     means, reach = (1 - weight) * known.values, 1
@@ -33,7 +36,8 @@ def smooth(series: Series, weight: float) -> Series:
 
 
 def decimate(series: Series, num_columns: int) -> Series:
-    """At most two points of each of `num_columns` equal parts of the x axis, its lowest and its highest, and both ends.
+    """At most two points of each of `num_columns` equal parts of the x axis, its lowest and its
+    highest, and both ends.
 
     A million points stay small, and every spike keeps its height. Values are finite.
     """
@@ -56,7 +60,9 @@ def column_bounds(series: Series, num_columns: int) -> Iterator[tuple[int, int]]
 
 
 def gaps(series: Series, kept: Series) -> NDArray[np.bool_]:
-    """For each point of `kept` whether values that are not finite lie before it: there the line is interrupted."""
+    """For each point of `kept` whether values that are not finite lie before it: there the line
+    is interrupted.
+    """
     bad_steps = series.steps[~np.isfinite(series.values)]
     return np.diff(np.searchsorted(bad_steps, kept.steps), prepend=0) > 0
 
@@ -79,7 +85,9 @@ class Scale:
     is_log: bool = False
 
     def place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
+        low, high = (
+            (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
+        )
         shown = np.log10(np.clip(values, self.low, None)) if self.is_log else values
         return np.clip((shown - low) / (high - low), 0.0, 1.0)
 
@@ -87,7 +95,9 @@ class Scale:
         return float(self.place(np.array([value], np.float64))[0])
 
     def ticks(self) -> list[float]:
-        """Round values; powers of ten, or these times 2 and 5, where a log axis is long enough to hold some."""
+        """Round values; powers of ten, or these times 2 and 5, where a log axis is long enough
+        to hold some.
+        """
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             factors = (1, 2, 5) if math.log10(self.high / self.low) < 2 else (1,)
@@ -105,7 +115,11 @@ class Scale:
 
 def scale_of(values: Iterable[float], *, is_log: bool = False, has_margin: bool = True) -> Scale:
     """A scale over finite values; values that are all alike, or none, get room around them."""
-    known = [min(max(v, -MAX_SHOWN), MAX_SHOWN) for v in values if math.isfinite(v) and not (is_log and v <= MIN_LOG)]
+    known = [
+        min(max(v, -MAX_SHOWN), MAX_SHOWN)
+        for v in values
+        if math.isfinite(v) and not (is_log and v <= MIN_LOG)
+    ]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     if high - low <= NARROW * max(abs(low), abs(high)):
         room = abs(low) * 0.1 or 1.0
@@ -120,7 +134,9 @@ def scale_of(values: Iterable[float], *, is_log: bool = False, has_margin: bool 
 def axis_labels(ticks: Sequence[float], *, is_log: bool) -> list[str]:
     """Short, and different from each other: 0.5, 71.38, 2000, 20k, 1.5M, 1e-5."""
     if is_log:
-        sizes = [next((size for size in SUFFIXES if size <= tick < 1e3 * size), 1.0) for tick in ticks]
+        sizes = [
+            next((size for size in SUFFIXES if size <= tick < 1e3 * size), 1.0) for tick in ticks
+        ]
         words = [_word(tick, size) for tick, size in zip(ticks, sizes, strict=True)]
         if len(set(words)) == len(words):
             return words

@@ -1,4 +1,6 @@
-"""How numbers, steps and names are written: text, page and comparison use these functions and no others."""
+"""How numbers, steps and names are written: text, page and comparison use these functions and
+no others.
+"""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +16,9 @@ ARROWS = {1: "↑", -1: "↓"}
 
 
 def number(value: float | None) -> str:
-    """Four significant digits: 0.8123, 1.5, 12,345, 5.5e7; infinities by name, a dash for what is not known."""
+    """Four significant digits: 0.8123, 1.5, 12,345, 5.5e7; infinities by name, a dash for what
+    is not known.
+    """
     if value is None or math.isnan(value):
         return MISSING
     if math.isinf(value):
@@ -41,7 +45,9 @@ def step(value: int) -> str:
 
 
 def shown(value: object) -> str:
-    """By its type: a whole number as steps are, another with four digits, what is not known as a dash."""
+    """By its type: a whole number as steps are, another with four digits, what is not known as
+    a dash.
+    """
     if isinstance(value, Integral):
         return step(int(value))
     return number(value) if value is None or isinstance(value, float) else str(value)
@@ -86,16 +92,22 @@ def place(finding: Finding) -> str:
     """Where a finding is: metric, steps, and what was measured against which limit."""
     limit = "" if finding.threshold is None else f" (limit {number(finding.threshold)})"
     measured = "" if finding.value is None else f"{number(finding.value)}{limit}"
-    return ", ".join(part for part in (finding.metric or "", interval(finding.steps), measured) if part)
+    return ", ".join(
+        part for part in (finding.metric or "", interval(finding.steps), measured) if part
+    )
 
 
 def facts(report: Report) -> tuple[str, tuple[str, ...]]:
     """The header's facts: short ones as one line, long ones each as its own."""
     words = [f"{name} {value}" for name, value in report.facts.items()]
-    return " · ".join(w for w in words if len(w) <= LONG_FACT), tuple(w for w in words if len(w) > LONG_FACT)
+    return " · ".join(w for w in words if len(w) <= LONG_FACT), tuple(
+        w for w in words if len(w) > LONG_FACT
+    )
 
 
 def companions(anomaly: Anomaly) -> str:
     """The other metrics that moved with an anomaly, with direction and peak."""
     others = (mover for mover in anomaly.movers if mover.metric != anomaly.metric)
-    return ", ".join(f"{mover.metric} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others)
+    return ", ".join(
+        f"{mover.metric} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others
+    )

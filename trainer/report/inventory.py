@@ -1,4 +1,6 @@
-"""Every metric of a log: what it is, its numbers, its slow course, and what this run shows, in one sentence."""
+"""Every metric of a log: what it is, its numbers, its slow course, and what this run shows, in
+one sentence.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ NUM_LAST = 10
 
 
 def trends(run: AnalysedRun) -> tuple[Trend, ...]:
-    """One for each metric with at least four finite points, on epoch means or on 50 bins; in the order of roles."""
+    """One for each metric with at least four finite points, on epoch means or on 50 bins; in
+    the order of roles.
+    """
     epochs = run.find("epoch")
     found = []
     for key, series in sorted(run.log.series.items(), key=lambda item: role_order(item[0])):
@@ -47,7 +51,13 @@ def phases(run: AnalysedRun, role: str) -> str:
         return ""
     levels = [f"{float(np.mean(part)):.3g}" for part in parts]
     jitters = [noise(Series(np.arange(len(part)), part)) for part in parts]
-    change = "shrinking" if jitters[2] < 0.8 * jitters[0] else "growing" if jitters[2] > 1.25 * jitters[0] else "even"
+    change = (
+        "shrinking"
+        if jitters[2] < 0.8 * jitters[0]
+        else "growing"
+        if jitters[2] > 1.25 * jitters[0]
+        else "even"
+    )
     return f"early {levels[0]}, middle {levels[1]}, late {levels[2]}; jitter {change}"
 
 
@@ -57,16 +67,24 @@ WANTED = {"rising": "up", "falling": "down"}
 
 
 def inventory(run: AnalysedRun, trends: tuple[Trend, ...]) -> tuple[MetricSummary, ...]:
-    """All metrics with at least one point, by group; those that rules look at come first, then by name."""
+    """All metrics with at least one point, by group; those that rules look at come first, then
+    by name.
+    """
     by_key = {trend.key: trend for trend in trends}
-    summaries = [_summary(run, key, series, by_key.get(key)) for key, series in run.log.series.items() if len(series)]
+    summaries = [
+        _summary(run, key, series, by_key.get(key))
+        for key, series in run.log.series.items()
+        if len(series)
+    ]
     return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), role_order(s.key))))
 
 
 def group_counts(metrics: tuple[MetricSummary, ...]) -> str:
     """`31: 12 optimisation, 8 reward, ...`."""
     counts = {group: sum(m.group == group for m in metrics) for group in GROUPS}
-    return f"{len(metrics)}: " + listed(f"{count} {group}" for group, count in counts.items() if count)
+    return f"{len(metrics)}: " + listed(
+        f"{count} {group}" for group, count in counts.items() if count
+    )
 
 
 def _summary(run: AnalysedRun, key: str, series: Series, trend: Trend | None) -> MetricSummary:
@@ -89,23 +107,39 @@ def _summary(run: AnalysedRun, key: str, series: Series, trend: Trend | None) ->
         maximum_step=int(points.steps[high]),
         median=float(np.median(points.values)),
         trend=course,
-        observation=_observation(run, key, points, trend, course) if len(known) else "Never a number.",
+        observation=_observation(run, key, points, trend, course)
+        if len(known)
+        else "Never a number.",
     )
 
 
-def _observation(run: AnalysedRun, key: str, points: Series, trend: Trend | None, course: str) -> str:
+def _observation(
+    run: AnalysedRun, key: str, points: Series, trend: Trend | None, course: str
+) -> str:
     hidden = len(run.log.series[key]) - len(points)
     lost = f" {hidden} points are not numbers." if hidden else ""
     low, high = map(number, np.quantile(points.values, [0.05, 0.95]).tolist())
-    moves = f"from {number(trend.early)} early to {number(trend.late)} late" if trend and course in WANTED else ""
+    moves = (
+        f"from {number(trend.early)} early to {number(trend.late)} late"
+        if trend and course in WANTED
+        else ""
+    )
     if np.ptp(points.values) == 0:
         return f"Constant at {low}.{lost}"
     if movers := [m for a in run.anomalies for m in a.movers if m.metric == key]:
-        return _of_bursts(points, movers) + (f" Apart from that {course}, {moves}." if moves else "") + lost
+        return (
+            _of_bursts(points, movers)
+            + (f" Apart from that {course}, {moves}." if moves else "")
+            + lost
+        )
     if moves:
         good = meaning(key).better
         verdict = (
-            "" if good not in ("up", "down") else ", as it should" if good == WANTED[course] else ", the wrong way"
+            ""
+            if good not in ("up", "down")
+            else ", as it should"
+            if good == WANTED[course]
+            else ", the wrong way"
         )
         return f"{course.capitalize()} {moves}{verdict}.{lost}"
     return f"Between {low} and {high} nearly always, without a clear trend.{lost}"
@@ -115,9 +149,12 @@ def _of_bursts(points: Series, movers: list[Mover]) -> str:
     """Calm level, then where and how far it jumped."""
     first, peaks = movers[0].onset_step, sorted(mover.peak_value for mover in movers)
     is_calm = points.steps < first
-    low, high = np.quantile(points.values[is_calm] if is_calm.any() else points.values, [0.05, 0.95]).tolist()
+    low, high = np.quantile(
+        points.values[is_calm] if is_calm.any() else points.values, [0.05, 0.95]
+    ).tolist()
     reach = f"{number(peaks[0])} to {number(peaks[-1])}" if len(peaks) > 1 else number(peaks[0])
     return (
-        f"{number(low)} to {number(high)} until step {first}; {'rises' if movers[0].sign > 0 else 'falls'} to {reach} "
-        f"near {listed(str(mover.peak_step) for mover in movers)}."
+        f"{number(low)} to {number(high)} until step {first}; "
+        f"{'rises' if movers[0].sign > 0 else 'falls'} to {reach} near "
+        f"{listed(str(mover.peak_step) for mover in movers)}."
     )

@@ -24,14 +24,43 @@ class Line(NamedTuple):
 
 
 LINES = (
-    Line("loss_falls", "start", "loss_not_falling", "The training loss falls", "too few losses in the first steps"),
-    Line("rate_rises", "start", "lr_schedule", "The learning rate rises in its warm-up", "there was no warm-up"),
+    Line(
+        "loss_falls",
+        "start",
+        "loss_not_falling",
+        "The training loss falls",
+        "too few losses in the first steps",
+    ),
+    Line(
+        "rate_rises",
+        "start",
+        "lr_schedule",
+        "The learning rate rises in its warm-up",
+        "there was no warm-up",
+    ),
     Line("gradient_in_range", "start", "grad_range", "The gradient norm is between 0.1 and 10"),
-    Line("time_stable", "start", "time_growth", "The step time is stable", "too few step times in the first steps"),
+    Line(
+        "time_stable",
+        "start",
+        "time_growth",
+        "The step time is stable",
+        "too few step times in the first steps",
+    ),
     Line("device_busy", "start", "gpu_util", "The devices are busy more than 80 % of the time"),
-    Line("no_crash", "start", "oom_nccl", "No NCCL timeout, not out of memory", "the log has no events"),
+    Line(
+        "no_crash",
+        "start",
+        "oom_nccl",
+        "No NCCL timeout, not out of memory",
+        "the log has no events",
+    ),
     Line("val_not_rising", "checkpoint", "val_rising", "The validation loss does not keep rising"),
-    Line("checkpoints_whole", "checkpoint", "ckpt_complete", "All files are there, the export among them"),
+    Line(
+        "checkpoints_whole",
+        "checkpoint",
+        "ckpt_complete",
+        "All files are there, the export among them",
+    ),
     Line("checkpoint_sizes", "checkpoint", "ckpt_complete", "Sizes are plausible"),
     Line(
         "tracker_file",
@@ -61,13 +90,18 @@ LINES = (
 
 def judge(run: AnalysedRun) -> tuple[Judged, ...]:
     """All checks, in the order of their numbers."""
-    return tuple(judged(check, run) for check in sorted(CHECKS.values(), key=lambda check: check.id))
+    return tuple(
+        judged(check, run) for check in sorted(CHECKS.values(), key=lambda check: check.id)
+    )
 
 
 def checklist(run: AnalysedRun, all_judged: Iterable[Judged]) -> tuple[CheckItem, ...]:
     """All fourteen lines. What is merely unusual, and no fault to its check, is a note."""
     by_name = {one.check.name: one for one in all_judged}
-    return tuple(CheckItem(line.id, line.phase, line.text, *_answer(run, line, by_name[line.check])) for line in LINES)
+    return tuple(
+        CheckItem(line.id, line.phase, line.text, *_answer(run, line, by_name[line.check]))
+        for line in LINES
+    )
 
 
 def _answer(run: AnalysedRun, line: Line, one: Judged) -> tuple[str, str, str]:
@@ -75,7 +109,11 @@ def _answer(run: AnalysedRun, line: Line, one: Judged) -> tuple[str, str, str]:
     answers = [told for told in one.told if told.line == line.id]
     if not answers:
         return "unknown", one.not_judged or line.untold, ""
-    faults = [told.finding for told in answers if told.finding is not None and _is_of_phase(run, line.phase, told)]
+    faults = [
+        told.finding
+        for told in answers
+        if told.finding is not None and _is_of_phase(run, line.phase, told)
+    ]
     if not faults:
         return "pass", next((told.detail for told in answers if told.detail), ""), ""
     levels = {fault.level for fault in faults}

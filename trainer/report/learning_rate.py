@@ -1,4 +1,6 @@
-"""Which learning rate schedule a run followed, told from the rates alone, and where they left it."""
+"""Which learning rate schedule a run followed, told from the rates alone, and where they left
+it.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +12,9 @@ from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, bins
 
 NUM_BEFORE = 3
-"""Points that a schedule has before a jump counts: a warm-up from 0 rises by any factor at first."""
+"""Points that a schedule has before a jump counts: a warm-up from 0 rises by any factor at
+first.
+"""
 
 
 MAX_STRETCHES = 20
@@ -18,7 +22,8 @@ MAX_STRETCHES = 20
 
 
 def raised_rates(series: Series, *, jump: float) -> tuple[RaisedRate, ...]:
-    """All stretches that begin with a rise by more than `jump` times from one point to the next, in order.
+    """All stretches that begin with a rise by more than `jump` times from one point to the next, in
+    order.
 
     None for a rate that does so all the time.
     """
@@ -36,7 +41,9 @@ def raised_rates(series: Series, *, jump: float) -> tuple[RaisedRate, ...]:
             continue  # the end of a dip, or a restart of cosines: a return to what was
         if not falls_back:
             stop = len(values)
-        found.append(RaisedRate(series[start:stop].ends, level, float(values[start:stop].max()), falls_back))
+        found.append(
+            RaisedRate(series[start:stop].ends, level, float(values[start:stop].max()), falls_back)
+        )
         if len(found) > MAX_STRETCHES:
             return ()
         free = stop + 1
@@ -69,8 +76,8 @@ def learning_rate(
 ) -> LearningRate:
     """Schedule, peak, warm-up, and how much of the run and of its anomalies lies at a high rate.
 
-    High is `lr_high` times the peak. Stretches in which the rate was raised are told apart and are no part of the
-    schedule.
+    High is `lr_high` times the peak. Stretches in which the rate was raised are told apart and are
+    no part of the schedule.
     """
     raised = raised_rates(series, jump=limits["lr_jump"])
     usual = scheduled(series, raised)
@@ -81,7 +88,11 @@ def learning_rate(
     at = [a.peak_step for a in anomalies]
     near = np.searchsorted(series.steps, at, side="right") - 1
     share = float(is_high[near.clip(min=0)].mean()) if at else None
-    warms_up = first_peak > 0 and bool(np.all(np.diff(values[: first_peak + 1]) >= 0)) and values[0] < 0.9 * peak
+    warms_up = (
+        first_peak > 0
+        and bool(np.all(np.diff(values[: first_peak + 1]) >= 0))
+        and values[0] < 0.9 * peak
+    )
     start = first_peak if warms_up else 0
     return LearningRate(
         schedule=_schedule(usual, start, total_steps),
@@ -105,9 +116,15 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
         return "unknown"
     if np.all(np.abs(y - y[0]) <= TOLERANCE):
         return "constant"
-    digits = np.unique(series.values[start:]) / peak  # a console prints few: what lies between two numbers is not told
-    tolerance = max(TOLERANCE, 0.75 * float(np.diff(digits).min())) if len(digits) >= MIN_DIGITS else TOLERANCE
-    for first in (0, 1):  # the decay may begin a point after the peak: the first step after warm-up has it too
+    # a console prints few: what lies between two numbers is not told
+    digits = np.unique(series.values[start:]) / peak
+    tolerance = (
+        max(TOLERANCE, 0.75 * float(np.diff(digits).min()))
+        if len(digits) >= MIN_DIGITS
+        else TOLERANCE
+    )
+    # the decay may begin a point after the peak: the first step after warm-up has it too
+    for first in (0, 1):
         later, rates = x[first:] - x[first], y[first:]
         if _falls_as(-later, rates, tolerance):
             return "linear"
@@ -123,7 +140,9 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
 
 
 def _falls_as(shape: Floats, y: Floats, tolerance: float) -> bool:
-    """Whether rates follow a falling shape down to any floor, over the planned steps or a part of them."""
+    """Whether rates follow a falling shape down to any floor, over the planned steps or a part
+    of them.
+    """
     factor, floor = np.polyfit(shape, y, 1)
     return bool(np.abs(floor + factor * shape - y).max() <= tolerance and y[-1] < y[0])
 

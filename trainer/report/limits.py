@@ -141,15 +141,20 @@ _OWN: Mapping[str, float] = {
     "kl_rise": 1.0,
     "merge_points": 3,  # departures at most so many log points apart are one interval
     "lr_jump": 3,  # times the rate of the point before: a jump, not a schedule
-    "collapse_sigma": 6,  # rewards, accuracies, speed: a fall below the best, in standard deviations of its median
+    # rewards, accuracies, speed: a fall below the best, in standard deviations of its median
+    "collapse_sigma": 6,
     "collapse_share": 0.25,  # and as a share of their range over the run
 }
-LIMITS: Mapping[str, float] = {name: float(limit) for name, limit in {**OVERFITTING, **_OWN}.items()}
+LIMITS: Mapping[str, float] = {
+    name: float(limit) for name, limit in {**OVERFITTING, **_OWN}.items()
+}
 """Those above, and those that the guard judges validations by too."""
 
 
 def merged(overrides: Mapping[str, float] | None) -> dict[str, float]:
-    """All limits, those of `overrides` in place of the defaults. Raises `ValueError` for an unknown name."""
+    """All limits, those of `overrides` in place of the defaults. Raises `ValueError` for an
+    unknown name.
+    """
     _check_names(overrides or {}, "among the thresholds given")
     return {**LIMITS, **(overrides or {})}
 
@@ -157,7 +162,8 @@ def merged(overrides: Mapping[str, float] | None) -> dict[str, float]:
 def read_thresholds(path: Path) -> dict[str, float]:
     """Limits from a file of `name: number` lines; comments begin with #.
 
-    Raises `ValueError` naming file and line for anything else, and for a name that no finding reads.
+    Raises `ValueError` naming file and line for anything else, and for a name that no finding
+    reads.
     """
     limits: dict[str, float] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -166,7 +172,9 @@ def read_thresholds(path: Path) -> dict[str, float]:
             try:
                 limits[name.strip()] = float(value)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {content!r} is not `name: number`") from error
+                raise ValueError(
+                    f"{path}, line {number}: {content!r} is not `name: number`"
+                ) from error
     _check_names(limits, f"in {path}")
     return limits
 

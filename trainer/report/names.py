@@ -1,4 +1,6 @@
-"""Names of metrics: the keys under which logs have what findings ask for, and what other trainers call ours."""
+"""Names of metrics: the keys under which logs have what findings ask for, and what other
+trainers call ours.
+"""
 
 from collections.abc import Mapping
 
@@ -53,12 +55,24 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         "critic/rewards/mean",
     ),
     "format": ("rewards/Format/mean", "train/reward_format_mean", "train/tag_count_reward_mean"),
-    "correct": ("train/reward_correct_mean", "rewards/accuracy/mean", "rewards/AnswerMatchCosine/mean"),
+    "correct": (
+        "train/reward_correct_mean",
+        "rewards/accuracy/mean",
+        "rewards/AnswerMatchCosine/mean",
+    ),
     "accuracy": ("train/accuracy_mean", "accuracy_mean", "train/accuracy"),
     "latency": ("train/latency_mean", "latency_mean"),
     "violation": ("train/budget_violation_rate", "budget_violation_rate"),
-    "mean_length": ("completions/mean_length", "tokens/response_length/mean", "train/seq_completion_len_mean"),
-    "max_length": ("completions/max_length", "tokens/response_length/max", "train/seq_completion_len_max"),
+    "mean_length": (
+        "completions/mean_length",
+        "tokens/response_length/mean",
+        "train/seq_completion_len_mean",
+    ),
+    "max_length": (
+        "completions/max_length",
+        "tokens/response_length/max",
+        "train/seq_completion_len_max",
+    ),
     "min_length": ("completions/min_length", "tokens/response_length/min"),
     "clipped_ratio": ("completions/clipped_ratio",),
     "clip_ratio": (
@@ -77,7 +91,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "equal_groups": ("frac_reward_zero_std",),
     "reward_clip": ("critic/reward_clip_frac",),
 }
-"""A role is a metric that a finding asks for: a log has it under the first of these keys that it holds."""
+"""A role is a metric that a finding asks for: a log has it under the first of these keys that
+it holds.
+"""
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "train/loss": (
         "loss",
@@ -91,7 +107,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "loss/policy_avg",
     ),
     "train/loss_max_rank": ("loss_metrics/global_max_loss",),
-    "train/lr": ("learning_rate", "train/learning_rate", "lr", "actor/lr", "sft_train/lr", "learning-rate"),
+    "train/lr": (
+        "learning_rate",
+        "train/learning_rate",
+        "lr",
+        "actor/lr",
+        "sft_train/lr",
+        "learning-rate",
+    ),
     "train/grad_norm": (
         "grad_norm",
         "gradient_norm",
@@ -108,7 +131,12 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "tokens/response_length/min": ("response_length/min",),
     "completions/clipped_ratio": ("response_length/clip_ratio",),
     "train/token_accuracy": ("token_acc", "mean_token_accuracy", "train/mean_token_accuracy"),
-    "train/time(s)": ("train/time_s", "train/time_s_", "time_metrics/end_to_end(s)", "timing_s/step"),
+    "train/time(s)": (
+        "train/time_s",
+        "train/time_s_",
+        "time_metrics/end_to_end(s)",
+        "timing_s/step",
+    ),
     "val/loss": ("val_loss", "valid_loss", "validation_loss", "lm loss validation"),
     "val/token_accuracy": ("val/token_acc", "val/mean_token_accuracy"),
     "progress/epoch": ("epoch", "train/epoch"),
@@ -117,7 +145,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "progress/eta_s": ("remaining_time",),
     "progress/tokens": ("total_tokens", "num_tokens", "train/num_tokens"),
     "memory/max_allocated_gib": ("memory/max_active(GiB)", "perf/max_memory_allocated_gb"),
-    "memory/max_reserved_gib": ("memory(GiB)", "memory/max_reserved(GiB)", "perf/max_memory_reserved_gb"),
+    "memory/max_reserved_gib": (
+        "memory(GiB)",
+        "memory/max_reserved(GiB)",
+        "perf/max_memory_reserved_gb",
+    ),
     "memory/cpu/rss_gib": ("perf/cpu_memory_used_gb",),
     "time/train/data_s": ("time_metrics/data_loading(s)",),
     "throughput/train/tokens_per_s_per_gpu": ("throughput(tps)", "perf/throughput"),

@@ -1,7 +1,7 @@
 """The report as one HTML page, made from page.html.jinja and, for its plots, from plot.svg.jinja.
 
-Here stands which curves are drawn together and where all of them lies, in plain numbers. Places are shares of a plot's
-width and height, 0 to 1, from the left and from above.
+Here stands which curves are drawn together and where all of them lies, in plain numbers. Places are
+shares of a plot's width and height, 0 to 1, from the left and from above.
 """
 
 import math
@@ -50,7 +50,9 @@ SMALL_PX = 120
 
 @dataclass(frozen=True)
 class Curve:
-    """A series with the css classes of its line, or of the area below it; `label` names it for the pointer."""
+    """A series with the css classes of its line, or of the area below it; `label` names it for
+    the pointer.
+    """
 
     series: Series
     css: str
@@ -81,7 +83,9 @@ class Figure:
     def y(self) -> Scale:
         parts = [curve.known.values for curve in self.curves if len(curve.known)]
         ends = [float(end) for values in parts for end in (values.min(), values.max())]
-        return scale_of(ends + [0.0] * any("area" in curve.css for curve in self.curves), is_log=self.is_log)
+        return scale_of(
+            ends + [0.0] * any("area" in curve.css for curve in self.curves), is_log=self.is_log
+        )
 
     @property
     def is_small(self) -> bool:
@@ -94,20 +98,28 @@ class Figure:
         return (first + last - width) / 2, width
 
     def path(self, curve: Curve) -> str:
-        """Decimated, in `UNITS`. A point after a gap starts a new stretch; one that stands alone shows as a dot."""
+        """Decimated, in `UNITS`. A point after a gap starts a new stretch; one that stands
+        alone shows as a dot.
+        """
         kept = decimate(curve.known, NUM_COLUMNS)
         xs = np.rint(UNITS * self.x.place(kept.steps.astype(np.float64))).astype(int)
         ys = np.rint(UNITS * (1 - self.y.place(kept.values))).astype(int)
         starts = [True, *gaps(curve.series, kept)[1:].tolist(), True]
         commands = zip(xs.tolist(), ys.tolist(), starts, starts[1:], strict=False)
-        path = "".join(f"{'ML'[not at]}{x} {y}{'h0' * (at and then)}" for x, y, at, then in commands)
+        path = "".join(
+            f"{'ML'[not at]}{x} {y}{'h0' * (at and then)}" for x, y, at, then in commands
+        )
         return f"{path}V{UNITS}H{xs[0]}Z" if "area" in curve.css and path else path
 
     def dots(self, curve: Curve) -> Iterator[tuple[float, float, str]]:
         """(x, y, title)."""
         shown = curve.known if len(curve.known) == 1 else finite(curve.dots)
         for at, value in decimate(shown, NUM_COLUMNS).by_step().items():
-            yield self.x.share(at), 1 - self.y.share(value), f"{curve.label}, step {step(at)}: {number(value)}"
+            yield (
+                self.x.share(at),
+                1 - self.y.share(value),
+                f"{curve.label}, step {step(at)}: {number(value)}",
+            )
 
     def bad(self, curve: Curve) -> Iterator[tuple[float, str]]:
         """Place and title of what is not finite."""
@@ -119,26 +131,53 @@ class Figure:
     def ticks(self, scale: Scale) -> list[tuple[float, str]]:
         """Place and words; only whole steps."""
         ticks = [tick for tick in scale.ticks() if scale is self.y or tick == int(tick)]
-        return list(zip(map(scale.share, ticks), axis_labels(ticks, is_log=scale.is_log), strict=True))
+        return list(
+            zip(map(scale.share, ticks), axis_labels(ticks, is_log=scale.is_log), strict=True)
+        )
 
     def hovers(self) -> Iterator[tuple[tuple[float, float], str]]:
         """Columns, as bands, with the values that the pointer is told there."""
-        lines = [(curve.label, curve.known) for curve in self.curves if "area" not in curve.css and not self.is_small]
+        lines = [
+            (curve.label, curve.known)
+            for curve in self.curves
+            if "area" not in curve.css and not self.is_small
+        ]
         longest = max((series for _, series in lines), key=len, default=NOTHING)
         for first, last in column_bounds(longest, NUM_HOVER_COLUMNS):
             steps = longest[first:last].ends
-            parts = [(label, part) for label, series in lines if len(part := within(series, *steps).values)]
-            ends = ((label, dict.fromkeys(map(number, (part.min(), part.max())))) for label, part in parts)
+            parts = [
+                (label, part)
+                for label, series in lines
+                if len(part := within(series, *steps).values)
+            ]
+            ends = (
+                (label, dict.fromkeys(map(number, (part.min(), part.max()))))
+                for label, part in parts
+            )
             told = [interval(steps), *(f"{label}: {' to '.join(words)}" for label, words in ends)]
             yield self.band(steps, 1 / NUM_HOVER_COLUMNS), "\n".join(told)
 
     def ends(self) -> list[tuple[float, str, str]]:
-        """(pixels from above, css, words) beside the curves' ends, apart where they would cover each other."""
-        wanted = [(1 - self.y.share(one.end[0]), one.css.split()[0], one.end[1]) for one in self.curves if one.end]
+        """(pixels from above, css, words) beside the curves' ends, apart where they would cover
+        each other.
+        """
+        wanted = [
+            (1 - self.y.share(one.end[0]), one.css.split()[0], one.end[1])
+            for one in self.curves
+            if one.end
+        ]
         room = MIN_LABEL_GAP_PX * np.arange(len(wanted))
-        places = np.maximum.accumulate(self.height_px * np.array([place for place, *_ in sorted(wanted)]) - room) + room
+        places = (
+            np.maximum.accumulate(
+                self.height_px * np.array([place for place, *_ in sorted(wanted)]) - room
+            )
+            + room
+        )
         places = np.minimum(places, self.height_px - room[::-1])
-        return [(place, css, words) for place, (_, css, words) in zip(places.tolist(), sorted(wanted), strict=True)]
+        return [
+            (place, css, words)
+            for place, (_, css, words) in zip(places.tolist(), sorted(wanted), strict=True)
+        ]
 
 
 class Drawing(NamedTuple):
@@ -168,12 +207,19 @@ ZOOM_POINTS = 20
 MAX_SMALL = 30
 SHOWN = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "train/lr(1e-3)")
 """Have plots of their own."""
-GROUP_TITLES = {"reward": "Rewards", "length": "Lengths", "timing": "Time", "other": "Other metrics"}
+GROUP_TITLES = {
+    "reward": "Rewards",
+    "length": "Lengths",
+    "timing": "Time",
+    "other": "Other metrics",
+}
 """Of groups that are not called by their name."""
 
 
 class Plots:
-    """Of one run; all but the zooms share the x axis. What a plot is made of goes as soon as it is drawn."""
+    """Of one run; all but the zooms share the x axis. What a plot is made of goes as soon as it
+    is drawn.
+    """
 
     def __init__(self, report: Report, log: RunLog) -> None:
         self._report, self._log = report, log
@@ -191,7 +237,9 @@ class Plots:
             "throughput": [Drawings(tuple(self._phases()))],
             "curves": list(self._curves()),
         }
-        return {section: tuple(row for row in rows if row.drawings) for section, rows in found.items()}
+        return {
+            section: tuple(row for row in rows if row.drawings) for section, rows in found.items()
+        }
 
     def _loss(self) -> Iterator[Drawing]:
         """Training raw, smoothed by 0.6 and 0.9, and validation."""
@@ -208,7 +256,10 @@ class Plots:
 
     def _optimisation(self) -> Iterator[Drawing]:
         """Learning rate, and gradient norm on a log axis."""
-        for key, title, css in (("train/lr", "Learning rate", "s4"), ("train/grad_norm", "Gradient norm", "s3")):
+        for key, title, css in (
+            ("train/lr", "Learning rate", "s4"),
+            ("train/grad_norm", "Gradient norm", "s3"),
+        ):
             curve = Curve(self._series(key), f"{css} thin", title)
             if len(known := curve.known.values):
                 is_log = key == "train/grad_norm" and bool((known > 0).all())
@@ -216,7 +267,11 @@ class Plots:
 
     def _phases(self) -> Iterator[Drawing]:
         """Seconds a step, stacked by phase: the largest ones, and the rest as one."""
-        named = {match[1]: self._series(key) for key in self._log.series if (match := PHASE.fullmatch(key))}
+        named = {
+            match[1]: self._series(key)
+            for key in self._log.series
+            if (match := PHASE.fullmatch(key))
+        }
         found = {name: known for name, series in named.items() if len(known := finite(series))}
         if not found:
             return
@@ -230,7 +285,14 @@ class Plots:
         areas, top = [], np.zeros(NUM_TIME_BINS)
         for place, (name, seconds) in enumerate(parts.items(), 1):
             top = top + seconds
-            areas.append(Curve(Series(steps, top), f"s{place} area", name, (float(top[-1] - seconds[-1] / 2), name)))
+            areas.append(
+                Curve(
+                    Series(steps, top),
+                    f"s{place} area",
+                    name,
+                    (float(top[-1] - seconds[-1] / 2), name),
+                )
+            )
         yield self._drawn("Time of a step by phase", "", *areas[::-1], anomalies=(), height_px=220)
 
     def _zooms(self) -> Iterator[Drawings]:
@@ -238,7 +300,11 @@ class Plots:
         strongest = sorted(self._report.anomalies, key=lambda anomaly: -abs(anomaly.z))[:MAX_ZOOMS]
         for anomaly in sorted(strongest, key=lambda anomaly: anomaly.steps):
             keys = dict.fromkeys((anomaly.metric, *(mover.metric for mover in anomaly.movers)))
-            drawn = tuple(self._zoom(key, anomaly) for key in list(keys)[: 1 + MAX_MOVERS] if len(self._series(key)))
+            drawn = tuple(
+                self._zoom(key, anomaly)
+                for key in list(keys)[: 1 + MAX_MOVERS]
+                if len(self._series(key))
+            )
             title = f"{interval(anomaly.steps).capitalize()}, {percent(anomaly.percent)} of the run"
             yield Drawings(drawn, title, is_small=True)
 
@@ -249,7 +315,9 @@ class Plots:
         dots = within(near, *anomaly.steps) if len(near) <= 4 * ZOOM_POINTS else NOTHING
         x = scale_of(near.steps.tolist(), has_margin=False)
         curve = Curve(near, "s5 mid", key, dots=dots)
-        return self._drawn(key, key, curve, x=x, anomalies=(anomaly,), is_log=_is_wide(series), height_px=SMALL_PX)
+        return self._drawn(
+            key, key, curve, x=x, anomalies=(anomaly,), is_log=_is_wide(series), height_px=SMALL_PX
+        )
 
     def _curves(self) -> Iterator[Drawings]:
         """All other metrics, small, by group."""
@@ -271,7 +339,12 @@ class Plots:
 
     def _drawn(self, title: str, metric: str, *curves: Curve, **options: Any) -> Drawing:
         """Over the whole run, with its anomalies, unless the options say otherwise."""
-        figure = Figure(title, metric, **{"x": self._x, "anomalies": self._report.anomalies, **options}, curves=curves)
+        figure = Figure(
+            title,
+            metric,
+            **{"x": self._x, "anomalies": self._report.anomalies, **options},
+            curves=curves,
+        )
         svg = self._template.render(figure=figure, report=self._report, log=self._log)
         return Drawing(title, self._units.get(metric, "" if metric else "s"), Markup(svg))
 
@@ -287,7 +360,11 @@ def _named(label: str, series: Series) -> tuple[float, str] | None:
 def _is_wide(series: Series) -> bool:
     """Peaks so high that only a log axis shows the usual level beside them."""
     values = finite(series).values
-    return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > LOG_RATIO * np.median(values))
+    return (
+        bool(len(values))
+        and bool(values.min() > 0)
+        and bool(values.max() > LOG_RATIO * np.median(values))
+    )
 
 
 @cache
@@ -306,7 +383,11 @@ def templates() -> Environment:
     )
     names = ("companions", "facts", "interval", "place", "share", "shown")
     environment.filters |= {name: getattr(formatting, name) for name in names}
-    environment.filters |= {"breakable": _breakable, "counts": Counter, "pc": lambda place: f"{100 * place:.2f}%"}
+    environment.filters |= {
+        "breakable": _breakable,
+        "counts": Counter,
+        "pc": lambda place: f"{100 * place:.2f}%",
+    }
     return environment
 
 

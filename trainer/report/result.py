@@ -1,4 +1,6 @@
-"""The result of an analysis: what text, page and JSON show; docs/report.schema.json says what its fields mean."""
+"""The result of an analysis: what text, page and JSON show; docs/report.schema.json says what
+its fields mean.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ LEVELS = ("fail", "warn", "note", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing a rule found. `id` is stable: the rule's name, with the metric or step where it can fire twice."""
+    """One thing a rule found. `id` is stable: the rule's name, with the metric or step where it
+    can fire twice.
+    """
 
     id: str
     rule: str
@@ -107,7 +111,11 @@ class Generalisation:
     def checkpoint(self) -> dict[str, object] | None:
         """The best to use; None where no step is recommended."""
         told = (self.recommended_step, self.recommended_path, self.reason, self.expected_gain)
-        return None if told[0] is None else dict(zip(("step", "path", "reason", "expected_gain"), told, strict=True))
+        return (
+            None
+            if told[0] is None
+            else dict(zip(("step", "path", "reason", "expected_gain"), told, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,9 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Report:
-    """All sections of one run. `insufficient` names rules that could not be judged, with the reason."""
+    """All sections of one run. `insufficient` names rules that could not be judged, with the
+    reason.
+    """
 
     title: str
     source: str

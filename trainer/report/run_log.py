@@ -1,4 +1,6 @@
-"""What every reader makes of a training log: series under our own key names, and the facts around them."""
+"""What every reader makes of a training log: series under our own key names, and the facts
+around them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +17,11 @@ class UnreadableLogError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the optimizer steps it was logged at: `steps` int64, strictly rising; `values` float64.
+    """One metric over the optimizer steps it was logged at: `steps` int64, strictly rising;
+    `values` float64.
 
-    NaN and infinities stand as they were logged. A step trained twice shows what counted in the end.
+    NaN and infinities stand as they were logged. A step trained twice shows what counted in the
+    end.
     """
 
     steps: NDArray[np.int64]
@@ -41,7 +45,9 @@ class Series:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """Something that happened at a step: a start, a stop, a saved checkpoint, an alert of the guard, an error."""
+    """Something that happened at a step: a start, a stop, a saved checkpoint, an alert of the
+    guard, an error.
+    """
 
     step: int
     kind: str
@@ -67,7 +73,9 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class ServingCheck:
-    """A certificate of `prove`: the loss that an engine serves a checkpoint with, beside that of its validation."""
+    """A certificate of `prove`: the loss that an engine serves a checkpoint with, beside that
+    of its validation.
+    """
 
     step: int
     engine: str
@@ -82,7 +90,9 @@ class ServingCheck:
 
 @dataclass(frozen=True)
 class RunLog:
-    """A log as read. `series` has canonical keys (`train/loss`, `train/lr`, `train/grad_norm`, `val/loss`, ...)."""
+    """A log as read. `series` has canonical keys (`train/loss`, `train/lr`, `train/grad_norm`,
+    `val/loss`, ...).
+    """
 
     path: Path
     source: str

@@ -1,4 +1,6 @@
-"""The sections of a report, of which page and terminal show nothing else, and the rows around one step."""
+"""The sections of a report, of which page and terminal show nothing else, and the rows around
+one step.
+"""
 
 import math
 from collections import Counter
@@ -36,7 +38,8 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown; `words` names the columns that hold text and may wrap, the others hold numbers.
+    """Cells as they are shown; `words` names the columns that hold text and may wrap, the others
+    hold numbers.
 
     Where space is short, `main` are the rows to show, and `details` the columns to leave out.
     """
@@ -80,7 +83,9 @@ def table_of(
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """In the order in which they are read; the ones that have nothing to say may still have plots."""
+    """In the order in which they are read; the ones that have nothing to say may still have
+    plots.
+    """
     others = tuple(finding for finding in report.findings if finding not in report.top)
     return (
         Section("top", "What matters", findings=report.top),
@@ -127,7 +132,8 @@ def _anomalies(report: Report) -> Section:
     moved = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
     chains = Counter(" → ".join(one.chain) for one in anomalies if len(one.chain) > 1)
     orders = (
-        f"Order of onset in {times} of {len(anomalies)}: {chain}." for chain, times in chains.most_common(NUM_ORDERS)
+        f"Order of onset in {times} of {len(anomalies)}: {chain}."
+        for chain, times in chains.most_common(NUM_ORDERS)
     )
     header = ("steps", "place", "metric", "peak", "z", "to usual", "recovered", "together with")
     details, main = ("z", "together with"), rows[:NUM_MAIN_ANOMALIES]
@@ -145,8 +151,16 @@ def _validation(report: Report) -> Section:
     if best is None:
         return Section("validation", "Generalisation")
     side = "above" if best.gap >= 0 else "below"
-    gap = "" if math.isnan(best.gap) else f"; validation is {number(abs(best.gap))} {side} training at the end"
-    marks = {"best": best.best_step, "recommended": best.recommended_step, "overfits from here": best.overfit_step}
+    gap = (
+        ""
+        if math.isnan(best.gap)
+        else f"; validation is {number(abs(best.gap))} {side} training at the end"
+    )
+    marks = {
+        "best": best.best_step,
+        "recommended": best.recommended_step,
+        "overfits from here": best.overfit_step,
+    }
     rows = [
         (at, best.values[at], verdict, ", ".join(mark for mark in marks if marks[mark] == at))
         for at, verdict in sorted(best.verdicts.items())
@@ -155,9 +169,11 @@ def _validation(report: Report) -> Section:
     return Section(
         "validation",
         "Generalisation",
-        f"{capitalised(best.metric)}: best {number(best.best_value)} at step {step(best.best_step)}, last "
-        f"{number(best.last_value)}{gap}.",
-        table_of(("step", best.metric, "verdict", "mark"), rows, words=("verdict", "mark"), main=main),
+        f"{capitalised(best.metric)}: best {number(best.best_value)} at step "
+        f"{step(best.best_step)}, last {number(best.last_value)}{gap}.",
+        table_of(
+            ("step", best.metric, "verdict", "mark"), rows, words=("verdict", "mark"), main=main
+        ),
         tuple(filter(None, [_recommendation(best)])),
     )
 
@@ -167,7 +183,9 @@ def _recommendation(best: Generalisation) -> str:
         return ""
     at, path, reason = step(best.recommended_step), best.recommended_path, best.reason.rstrip(".")
     chosen = f"Use the checkpoint of step {at} ({path})" if path else f"Step {at} was best"
-    gain = f" It gains {number(best.expected_gain)} over the last." if best.expected_gain > 0 else ""
+    gain = (
+        f" It gains {number(best.expected_gain)} over the last." if best.expected_gain > 0 else ""
+    )
     return f"{chosen}. {reason}.{gain}"
 
 
@@ -193,8 +211,8 @@ def _serving(report: Report) -> Section:
     return Section(
         "serving",
         "Served loss",
-        f"In {sum(one.is_equal for one in proofs)} of {len(proofs)} proofs an export serves the loss its step was "
-        "validated with.",
+        f"In {sum(one.is_equal for one in proofs)} of {len(proofs)} proofs an export serves the "
+        "loss its step was validated with.",
         table_of(header, rows, words=("result", "engine", "why")),
     )
 
@@ -206,7 +224,11 @@ def _evaluations(report: Report) -> Section:
         return Section("evaluations", "Evaluations")
     steps = sorted({at for results in found.values() for at in results})
     rows = [
-        (at, best.values.get(at) if best else None, *(_with_bounds(results.get(at)) for results in found.values()))
+        (
+            at,
+            best.values.get(at) if best else None,
+            *(_with_bounds(results.get(at)) for results in found.values()),
+        )
         for at in steps
     ]
     header = ("step", best.metric if best else "validation", *found)
@@ -223,7 +245,9 @@ def _with_bounds(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return MISSING
     has_bounds = all(isinstance(result.get(side), int | float) for side in ("low", "high"))
-    return number(result["mean"]) + (f" [{number(result['low'])}, {number(result['high'])}]" if has_bounds else "")
+    return number(result["mean"]) + (
+        f" [{number(result['low'])}, {number(result['high'])}]" if has_bounds else ""
+    )
 
 
 def _learning_rate(report: Report) -> Section:
@@ -239,8 +263,9 @@ def _learning_rate(report: Report) -> Section:
     return Section(
         "learning-rate",
         "Learning rate",
-        f"{capitalised(rate.schedule)} schedule, peak {number(rate.peak)} after {step(rate.warmup_steps)} warm-up "
-        f"steps, last {number(rate.last)}; at 0.8 of the peak or more for {share(rate.high_share)} of the run.",
+        f"{capitalised(rate.schedule)} schedule, peak {number(rate.peak)} after "
+        f"{step(rate.warmup_steps)} warm-up steps, last {number(rate.last)}; at 0.8 of the peak or "
+        f"more for {share(rate.high_share)} of the run.",
         notes=tuple(filter(None, [*raised, fell])),
     )
 
@@ -270,7 +295,9 @@ def _checklist(report: Report) -> Section:
     if not report.checklist:
         return Section("checklist", "Checklist")
     counts = Counter(item.status for item in report.checklist)
-    told_counts = ", ".join(f"{counts[status]} {status}" for status in ("pass", "unknown", "note", "fail"))
+    told_counts = ", ".join(
+        f"{counts[status]} {status}" for status in ("pass", "unknown", "note", "fail")
+    )
     items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
 
     def row(item: CheckItem) -> tuple[str, ...]:
@@ -318,12 +345,17 @@ def _metrics(report: Report) -> Section:
 def _trends(report: Report) -> Section:
     if not report.trends:
         return Section("trends", "Trends")
-    rows = [(one.key, one.early, one.middle, one.late, one.slope_per_step, one.p_value) for one in report.trends]
+    rows = [
+        (one.key, one.early, one.middle, one.late, one.slope_per_step, one.p_value)
+        for one in report.trends
+    ]
     return Section(
         "trends",
         "Trends",
         "Means of the thirds of the run; slope by Theil-Sen, p by Mann-Kendall.",
-        table_of(("metric", "early", "middle", "late", "slope per step", "p"), rows, words=["metric"]),
+        table_of(
+            ("metric", "early", "middle", "late", "slope per step", "p"), rows, words=["metric"]
+        ),
         tuple(
             f"{one.key}, last means: {', '.join(map(number, one.last_means))}."
             for one in report.trends
@@ -340,7 +372,8 @@ def _limits(report: Report) -> Section:
     return Section(
         "limits",
         "Limits",
-        f"{len(limits)} in use, {len(overridden)} overridden; {len(report.insufficient)} rules not judged.",
+        f"{len(limits)} in use, {len(overridden)} overridden; {len(report.insufficient)} rules not "
+        f"judged.",
         table_of(("limit", "value", "overridden"), rows, words=("limit", "overridden")),
         tuple(f"{rule} was not judged: {reason}." for rule, reason in report.insufficient),
     )
@@ -352,7 +385,9 @@ MAX_METRICS, MAX_ROWS = 6, 200
 
 
 def around(log: RunLog, *, at: int, window: int) -> Section:
-    """Rows from step `at - window` to `at + window`; what moved most comes first, the loss always."""
+    """Rows from step `at - window` to `at + window`; what moved most comes first, the loss
+    always.
+    """
     ends = at - window, at + window
     title = f"{log.path}, steps {step(ends[0])} to {step(ends[1])}"
     scores = {key: _score(series, *ends) for key, series in log.series.items()}
@@ -368,13 +403,18 @@ def around(log: RunLog, *, at: int, window: int) -> Section:
         "around",
         title,
         lead,
-        table_of(("step", *keys), [(one, *(values[key].get(one) for key in keys)) for one in steps[:MAX_ROWS]]),
+        table_of(
+            ("step", *keys),
+            [(one, *(values[key].get(one) for key in keys)) for one in steps[:MAX_ROWS]],
+        ),
         (f"{left} later rows are left out: choose a smaller window.",) if left else (),
     )
 
 
 def _score(series: Series, first: int, last: int) -> float:
-    """How far the window goes from the median of the whole series, in robust standard deviations."""
+    """How far the window goes from the median of the whole series, in robust standard
+    deviations.
+    """
     near, known = finite(within(series, first, last)).values, finite(series).values
     if not len(near):
         return 0.0

@@ -1,4 +1,6 @@
-"""The shapes that checks look for: a level beyond a band, a level that shifts to stay, bursts, and a lasting trend."""
+"""The shapes that checks look for: a level beyond a band, a level that shifts to stay, bursts,
+and a lasting trend.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +29,9 @@ LEAST_WIDTH = 5
 PLACES_PER_WIDTH = 8
 """Windows overlap by all but so large a part of their width."""
 CLEAR_SIGMA = 3
-"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
+"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end
+lower by chance.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ def beyond(
     width: int = 0,
     of: Callable[..., Floats] = np.median,
 ) -> Stretch | None:
-    """The first stretch in which the level of `width` points, by default a twentieth of all, lies beyond a band.
+    """The first stretch in which the level of `width` points, by default a twentieth of all, lies
+    beyond a band.
 
     It sets in at the first point from which on half of a few points lie beyond.
     """
@@ -56,7 +61,9 @@ def beyond(
         return None
     stride = max(1, width // PLACES_PER_WIDTH)
     offset = (len(series) - width) % stride  # the last window ends with the series
-    levels = of(np.lib.stride_tricks.sliding_window_view(series.values[offset:], width)[::stride], axis=1)
+    levels = of(
+        np.lib.stride_tricks.sliding_window_view(series.values[offset:], width)[::stride], axis=1
+    )
     begins, ends = runs((levels < low) | (levels > high))
     if not len(begins):
         return None
@@ -111,11 +118,18 @@ class Move:
 
 
 def shift(
-    run: AnalysedRun, role: str, *, sign: int, ratio: float = 1.0, width: int = 0, series: Series | None = None
+    run: AnalysedRun,
+    role: str,
+    *,
+    sign: int,
+    ratio: float = 1.0,
+    width: int = 0,
+    series: Series | None = None,
 ) -> Move | None:
     """A level that goes up or down to stay, by more than noise and by a share of all there was.
 
-    One that is to change by more than a `ratio` is looked at in logarithms. `series` are the points to look at.
+    One that is to change by more than a `ratio` is looked at in logarithms. `series` are the points
+    to look at.
     """
     series = run.get(role) if series is None else series
     limits, is_log = run.limits, ratio != 1
@@ -130,7 +144,9 @@ def shift(
     if found is None or not found.is_lasting:
         return None
     before, after = (math.exp(level) if is_log else level for level in (found.before, found.after))
-    return Move(run.name(role), found.at, found.steps[0], found.steps[1], before, after, found.least)
+    return Move(
+        run.name(role), found.at, found.steps[0], found.steps[1], before, after, found.least
+    )
 
 
 @dataclass(frozen=True)
@@ -142,11 +158,16 @@ class WrongWay:
 
 
 def trend(run: AnalysedRun, role: str, *, good: int) -> WrongWay | None:
-    """More epochs in a row than the limit in which a role went away from `good` (+1 up) by more than noise explains."""
+    """More epochs in a row than the limit in which a role went away from `good` (+1 up) by more
+    than noise explains.
+    """
     means, needed = run.epochs(role), int(run.limits["rising_epochs"]) + 1
     last = means[-needed:]
     course = slope(last)
-    is_clear = -good * course.change > CLEAR_SIGMA * noise(means) and course.p_value < run.limits["rising_p"]
+    is_clear = (
+        -good * course.change > CLEAR_SIGMA * noise(means)
+        and course.p_value < run.limits["rising_p"]
+    )
     if len(last) < needed or not is_clear:
         return None
     best = int(means.steps[int(np.argmax(good * means.values))])

@@ -1,4 +1,6 @@
-"""Several runs beside each other: results, speed, results at the same steps, and where their configurations differ."""
+"""Several runs beside each other: results, speed, results at the same steps, and where their
+configurations differ.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,8 +44,12 @@ class Side:
 
 def side_by_side(runs: Sequence[tuple[Report, RunLog]]) -> tuple[Section, ...]:
     """The first run is the one that the others are compared with."""
-    sides = [_side(f"{place}: {report.title}", report, log) for place, (report, log) in enumerate(runs, 1)]
-    is_policy = any(report.profile in ("grpo", "controller") for report, _ in runs)  # whose loss is no measure
+    sides = [
+        _side(f"{place}: {report.title}", report, log)
+        for place, (report, log) in enumerate(runs, 1)
+    ]
+    # whose loss is no measure
+    is_policy = any(report.profile in ("grpo", "controller") for report, _ in runs)
     compared = [_same_steps(sides, role) for role in NAMES if role != "loss" or not is_policy]
     found = (_results(sides), *compared, _configurations(sides))
     return tuple(section for section in found if section is not None)
@@ -51,7 +57,9 @@ def side_by_side(runs: Sequence[tuple[Report, RunLog]]) -> tuple[Section, ...]:
 
 def _side(name: str, report: Report, log: RunLog) -> Side:
     keys = {role: next((key for key in ROLES[role] if key in log.series), "") for role in NAMES}
-    curves = {role: smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1]) for role, key in keys.items()}
+    curves = {
+        role: smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1]) for role, key in keys.items()
+    }
     return Side(name, report, log, curves)
 
 
@@ -59,12 +67,16 @@ def _facts(side: Side) -> dict[str, str]:
     report, best, speed = side.report, side.report.generalisation, side.report.throughput
     peaks = (finite(side.log.series[key]).values for key in PEAK_MEMORY if key in side.log.series)
     last = {
-        f"last {name}, smoothed": float(side.curves[role].values[-1]) if len(side.curves[role]) else None
+        f"last {name}, smoothed": float(side.curves[role].values[-1])
+        if len(side.curves[role])
+        else None
         for role, name in NAMES.items()
     }
     facts = {
         "verdict": report.verdict,
-        "last step": max((series.ends[1] for series in side.log.series.values() if len(series)), default=0),
+        "last step": max(
+            (series.ends[1] for series in side.log.series.values() if len(series)), default=0
+        ),
         **last,
         "best validation": f"{number(best.best_value)} @ {step(best.best_step)}" if best else None,
         "last validation": best.last_value if best else None,
@@ -82,7 +94,11 @@ def _facts(side: Side) -> dict[str, str]:
 def _results(sides: Sequence[Side]) -> Section:
     told = [_facts(side) for side in sides]
     names = [side.name for side in sides]
-    rows = [(fact, *(one[fact] for one in told)) for fact in told[0] if any(one[fact] != MISSING for one in told)]
+    rows = [
+        (fact, *(one[fact] for one in told))
+        for fact in told[0]
+        if any(one[fact] != MISSING for one in told)
+    ]
     base, notes = sides[0], []
     for side in sides[1:]:
         if not (side.speed and base.speed):
@@ -91,23 +107,33 @@ def _results(sides: Sequence[Side]) -> Section:
         if abs(factor - 1) < SAME_SPEED:
             notes.append(f"{side.name} is as fast as {base.name}, in tokens per second.")
         else:
-            notes.append(f"{side.name} has {number(factor)} times the tokens per second of {base.name}.")
-    return Section("runs", "Runs", table=table_of(("", *names), rows, words=[""]), notes=tuple(notes))
+            notes.append(
+                f"{side.name} has {number(factor)} times the tokens per second of {base.name}."
+            )
+    return Section(
+        "runs", "Runs", table=table_of(("", *names), rows, words=[""]), notes=tuple(notes)
+    )
 
 
 def _same_steps(sides: Sequence[Side], role: str) -> Section | None:
-    """A smoothed metric where all runs have come, at equal distances; losses by ratio, others by difference."""
+    """A smoothed metric where all runs have come, at equal distances; losses by ratio, others
+    by difference.
+    """
     curves = {side.name: side.curves[role] for side in sides}
     first = max((int(curve.steps[0]) for curve in curves.values() if len(curve)), default=0)
     last = min(int(curve.steps[-1]) if len(curve) else -1 for curve in curves.values())
     if first > last:
         return None
     steps = np.unique(np.linspace(first, last, NUM_STEPS).astype(int)).tolist()
-    columns: dict[str, Sequence[object]] = {name: _newest(curve, steps) for name, curve in curves.items()}
+    columns: dict[str, Sequence[object]] = {
+        name: _newest(curve, steps) for name, curve in curves.items()
+    }
     base, *others = (_newest(curve, steps) for curve in curves.values())
     compared = _ratio if role == "loss" else _difference
     for place, other in enumerate(others, 2):
-        columns[f"{place} vs 1"] = [compared(value, to) for value, to in zip(other, base, strict=True)]
+        columns[f"{place} vs 1"] = [
+            compared(value, to) for value, to in zip(other, base, strict=True)
+        ]
     name = capitalised(NAMES[role])
     rows = list(zip(steps, *columns.values(), strict=True))
     table = table_of(("step", *columns), rows)
@@ -131,11 +157,20 @@ def _configurations(sides: Sequence[Side]) -> Section | None:
     keys = sorted(set().union(*configs.values()))
     if not keys:
         return None
-    differing = [key for key in keys if len({str(config.get(key, MISSING)) for config in configs.values()}) > 1]
-    rows = [(key, *(str(one[key]) if key in one else None for one in configs.values())) for key in differing]
+    differing = [
+        key
+        for key in keys
+        if len({str(config.get(key, MISSING)) for config in configs.values()}) > 1
+    ]
+    rows = [
+        (key, *(str(one[key]) if key in one else None for one in configs.values()))
+        for key in differing
+    ]
     return Section(
         "configuration",
         "Configuration",
-        f"{len(differing)} of {len(keys)} keys differ." if differing else f"All {len(keys)} keys are equal.",
+        f"{len(differing)} of {len(keys)} keys differ."
+        if differing
+        else f"All {len(keys)} keys are equal.",
         table_of(("key", *configs), rows, words=("key", *configs)),
     )

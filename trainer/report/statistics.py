@@ -29,11 +29,15 @@ def finite(series: Series) -> Series:
 
 def within(series: Series, first: float, last: float) -> Series:
     """The points from one step to another."""
-    return series[np.searchsorted(series.steps, first) : np.searchsorted(series.steps, last, side="right")]
+    return series[
+        np.searchsorted(series.steps, first) : np.searchsorted(series.steps, last, side="right")
+    ]
 
 
 def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
-    """Means of `num_bins` stretches of equally many points, at their mean steps; short series stay as they are."""
+    """Means of `num_bins` stretches of equally many points, at their mean steps; short series
+    stay as they are.
+    """
     if len(series) <= num_bins:
         return series
     edges = np.linspace(0, len(series), num_bins + 1).astype(np.int64)
@@ -43,9 +47,11 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
 
 
 def epoch_means(series: Series, epochs: Series | None, *, least: int = 3) -> Series:
-    """Means over epochs, at the last step of each; bins where `epochs` (step -> epoch so far) has fewer than `least`.
+    """Means over epochs, at the last step of each; bins where `epochs` (step -> epoch so far) has
+    fewer than `least`.
 
-    `epochs` counts up from 0 with fractions, as trackers log it; a whole number belongs to the epoch that it ends.
+    `epochs` counts up from 0 with fractions, as trackers log it; a whole number belongs to the
+    epoch that it ends.
     """
     if epochs is None or len(epochs) == 0 or len(series) == 0:
         return bins(series)
@@ -54,11 +60,15 @@ def epoch_means(series: Series, epochs: Series | None, *, least: int = 3) -> Ser
     if len(firsts) < least:
         return bins(series)
     counts = np.diff(np.append(firsts, len(series)))
-    return Series(series.steps[firsts + counts - 1], np.add.reduceat(series.values, firsts) / counts)
+    return Series(
+        series.steps[firsts + counts - 1], np.add.reduceat(series.values, firsts) / counts
+    )
 
 
 def theil_sen(series: Series) -> float:
-    """Median of the slopes between all pairs of points, per step. Quadratic: for bins, not for raw series."""
+    """Median of the slopes between all pairs of points, per step. Quadratic: for bins, not for
+    raw series.
+    """
     left, right = np.triu_indices(len(series), k=1)
     if len(left) == 0:
         return 0.0
@@ -67,7 +77,9 @@ def theil_sen(series: Series) -> float:
 
 
 def mann_kendall(values: Floats) -> tuple[float, float]:
-    """(z, p) of the test for a monotonous trend, corrected for ties. Quadratic; fewer than 4 points prove nothing."""
+    """(z, p) of the test for a monotonous trend, corrected for ties. Quadratic; fewer than 4
+    points prove nothing.
+    """
     n = len(values)
     if n < 4:
         return 0.0, 1.0
@@ -108,16 +120,25 @@ def slope(series: Series) -> Slope:
         return Slope(0.0, 1.0, 0.0, 0.0)
     per_step = theil_sen(points)
     first, last = points.ends
-    return Slope(per_step, mann_kendall(points.values)[1], per_step * (last - first), float(np.median(points.values)))
+    return Slope(
+        per_step,
+        mann_kendall(points.values)[1],
+        per_step * (last - first),
+        float(np.median(points.values)),
+    )
 
 
 def noise(series: Series) -> float:
-    """Spread of a series around its own slow course, from differences of neighbours: a standard deviation."""
+    """Spread of a series around its own slow course, from differences of neighbours: a standard
+    deviation.
+    """
     return float(spread(np.diff(series.values))) / math.sqrt(2) if len(series) >= 3 else 0.0
 
 
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
-    """Where in [first, last) values leave their straight course, or their level: the best of steps and bends."""
+    """Where in [first, last) values leave their straight course, or their level: the best of
+    steps and bends.
+    """
     stride = max(1, (last - first) // MAX_PLACES)
     edges = np.arange(first, last, stride)
     points = np.add.reduceat(values[:last], edges) / np.diff(np.append(edges, last))
@@ -143,7 +164,9 @@ def period(steps: NDArray[np.int64]) -> int | None:
 
 def rolling_median(values: Floats, width: int, stride: int) -> Floats:
     """Of the `width` points from each `stride`-th point on."""
-    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(values, width)[::stride], axis=1))
+    return np.asarray(
+        np.median(np.lib.stride_tricks.sliding_window_view(values, width)[::stride], axis=1)
+    )
 
 
 def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -157,13 +180,14 @@ def usual_range(
 ) -> tuple[Floats, Floats, Floats]:
     """(z, centre, spread upwards) of each point.
 
-    The centre is the median of the last window of `level_window` points before it, z the distance from that in spreads
-    of its side, which are those of what is left in the last `spread_window` points.
+    The centre is the median of the last window of `level_window` points before it, z the distance
+    from that in spreads of its side, which are those of what is left in the last `spread_window`
+    points.
 
-    A point is held against the past alone, as the guard does: what stays at a new level stands out until half of the
-    window has it. The spread is the larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches
-    of two kinds; at least `floor` and `relative_floor` times the level. Up to 5 % outliers in most windows do not move
-    it.
+    A point is held against the past alone, as the guard does: what stays at a new level stands out
+    until half of the window has it. The spread is the larger of 1.4826 MAD and the 95 % (5 %)
+    quantile over 1.645, which absorbs batches of two kinds; at least `floor` and `relative_floor`
+    times the level. Up to 5 % outliers in most windows do not move it.
     """
     windows, before = _windowed(values, level_window)
     centre = np.median(windows, axis=1)[before]
@@ -176,15 +200,21 @@ def usual_range(
         least = np.maximum(least, relative_floor * levels)
     last = ordered.shape[1] - 1
     tail = int(0.05 * last)
-    # at most twice as heavy as in the run's usual window: a heavier tail is a burst, not the usual spread
-    tails = [np.minimum(t, 2 * np.median(t)) for t in (ordered[:, last - tail] / 1.645, -ordered[:, tail] / 1.645)]
+    # at most twice as heavy as in the run's usual window: a heavier tail is a burst, not the usual
+    # spread
+    tails = [
+        np.minimum(t, 2 * np.median(t))
+        for t in (ordered[:, last - tail] / 1.645, -ordered[:, tail] / 1.645)
+    ]
     up, down = (np.maximum(least, heavy)[before] for heavy in tails)
     distance = values - centre
     return distance / np.where(distance > 0, up, down), centre, up
 
 
 def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
-    """(overlapping windows, one a row; for each point the last one that lies before it, at the start the first)."""
+    """(overlapping windows, one a row; for each point the last one that lies before it, at the
+    start the first).
+    """
     width = min(width, len(values) // 2)
     stride = max(1, width // 4)
     windows = np.lib.stride_tricks.sliding_window_view(values, width)[::stride]
@@ -232,11 +262,13 @@ def level_shift(
     least_points: float = 1,
     best_of: tuple[int, int] = (0, 0),
 ) -> Shift | None:
-    """From which step on medians of `width` points lie above (`sign` -1: below) the best one before them.
+    """From which step on medians of `width` points lie above (`sign` -1: below) the best one before
+    them.
 
-    By more than `sigma` standard deviations of such a median, to more than `ratio` times (less than that share of) the
-    level before, by `rise` and by a `share` of the range of all levels, over `least_points`; the stretch that lasts to
-    the end, else the longest. `best_of`: the best level is that of so many points among so many first ones.
+    By more than `sigma` standard deviations of such a median, to more than `ratio` times (less than
+    that share of) the level before, by `rise` and by a `share` of the range of all levels, over
+    `least_points`; the stretch that lasts to the end, else the longest. `best_of`: the best level
+    is that of so many points among so many first ones.
     """
     width = width or max(3, len(points) // NUM_WINDOWS)
     if len(points) < 2 * width:
@@ -245,12 +277,17 @@ def level_shift(
     stride = max(1, width // 8, len(points) // MAX_WINDOWS)
     first = (len(points) - width) % stride
     values = sign * points.values
-    levels, bests = rolling_median(values[first:], width, stride), rolling_median(values[:within], best_width, stride)
+    levels, bests = (
+        rolling_median(values[first:], width, stride),
+        rolling_median(values[:within], best_width, stride),
+    )
     starts = first + stride * np.arange(len(levels))
     earlier = (starts - best_width) // stride
     lowest = np.minimum.accumulate(bests)[earlier.clip(0, len(bests) - 1)]
     chance = MEDIAN_SPREAD * noise(points) / math.sqrt(min(width, best_width))
-    least = np.maximum(max(rise, sigma * chance, share * float(np.ptp(levels))), (ratio - 1) * lowest)
+    least = np.maximum(
+        max(rise, sigma * chance, share * float(np.ptp(levels))), (ratio - 1) * lowest
+    )
     is_known = (earlier >= 0) & ((ratio == 1) | (sign * lowest > 0))  # there is no ratio to 0
     begin, end = _chosen_run(is_known & (levels - lowest > least), least_points / stride)
     if begin == end:
@@ -259,7 +296,9 @@ def level_shift(
     if best_width < width:  # so few points need no fit
         at = stride * int(np.flatnonzero(bests <= lowest[begin] + chance)[-1]) + best_width - 1
     else:
-        at = _fitted(values[:stop], levels[:end], starts, begin, lowest[begin], chance=chance, width=width)
+        at = _fitted(
+            values[:stop], levels[:end], starts, begin, lowest[begin], chance=chance, width=width
+        )
     return Shift(
         steps=points[at:stop].ends,
         at=int(points.steps[max(at - 1, 0)]),
@@ -280,7 +319,9 @@ def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 def _chosen_run(mask: NDArray[np.bool_], least: float) -> tuple[int, int]:
-    """Of the stretches of at least so many true the one that lasts to the end, else the longest; (0, 0) without any."""
+    """Of the stretches of at least so many true the one that lasts to the end, else the
+    longest; (0, 0) without any.
+    """
     begins, ends = runs(mask)
     is_last = mask[-1] and ends[-1] - begins[-1] >= least
     begin, end = (int(begins[-1]), int(ends[-1])) if is_last else longest_run(mask)
@@ -288,16 +329,28 @@ def _chosen_run(mask: NDArray[np.bool_], least: float) -> tuple[int, int]:
 
 
 def _fitted(
-    values: Floats, levels: Floats, starts: NDArray[np.int64], begin: int, lowest: float, *, chance: float, width: int
+    values: Floats,
+    levels: Floats,
+    starts: NDArray[np.int64],
+    begin: int,
+    lowest: float,
+    *,
+    chance: float,
+    width: int,
 ) -> int:
     """The onset of a shift that is certain from the window `begin` on: long after it has begun.
 
-    Looked for from a little before the last window at the best level on, until half of the way is gone, but no further
-    beyond that first window than it is from there.
+    Looked for from a little before the last window at the best level on, until half of the way is
+    gone, but no further beyond that first window than it is from there.
     """
     at_best = np.flatnonzero(levels[: begin + 1] <= lowest + chance)
     low, certain = int(starts[at_best[-1] if len(at_best) else begin]), int(starts[begin]) + width
     half = begin + int(np.argmax(levels[begin:] >= (lowest + levels[begin:].max()) / 2))
     is_level = width < MIN_COURSE
     first = max(0, low - (1 if is_level else 2) * width)
-    return onset(values, first, min(int(starts[half]) + width, 2 * certain - low, len(values)), is_level=is_level)
+    return onset(
+        values,
+        first,
+        min(int(starts[half]) + width, 2 * certain - low, len(values)),
+        is_level=is_level,
+    )

@@ -1,4 +1,6 @@
-"""The report for a terminal of 80 to 120 columns: verdict, what to do, then as much as a screen has room for."""
+"""The report for a terminal of 80 to 120 columns: verdict, what to do, then as much as a screen
+has room for.
+"""
 
 from collections.abc import Iterator
 
@@ -18,10 +20,17 @@ MATTERS = (
     *("validation", "anomalies", "findings", "serving", "metrics"),
     *("throughput", "checklist", "learning-rate", "next", "limits"),
 )
-"""Sections besides the three main findings, by what they tell; page and JSON have all of all of them."""
+"""Sections besides the three main findings, by what they tell; page and JSON have all of all of
+them.
+"""
 REST = "The rest: --html FILE, or --json."
 STYLES = {"fail": "bold red", "warn": "bold yellow", "note": "bold cyan", "info": "bold"}
-STYLES |= {"FAIL": "bold red", "ATTENTION": "bold yellow", "OK": "bold green", "INSUFFICIENT": "bold"}
+STYLES |= {
+    "FAIL": "bold red",
+    "ATTENTION": "bold yellow",
+    "OK": "bold green",
+    "INSUFFICIENT": "bold",
+}
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -35,7 +44,9 @@ def print_report(console: Console, report: Report) -> None:
         if form is not None:
             chosen[section.id] = form
             room -= _height(console, form)
-    _print(console, first, *(chosen[id_] for id_ in by_id if id_ in chosen), Text(REST, style="dim"))
+    _print(
+        console, first, *(chosen[id_] for id_ in by_id if id_ in chosen), Text(REST, style="dim")
+    )
 
 
 def print_section(console: Console, section: Section) -> None:
@@ -52,7 +63,11 @@ def _print(console: Console, *parts: RenderableType) -> None:
 
 
 def _height(console: Console, part: RenderableType) -> int:
-    return len(console.render_lines(part, console.options.update(width=min(console.width, MAX_WIDTH)), pad=False))
+    return len(
+        console.render_lines(
+            part, console.options.update(width=min(console.width, MAX_WIDTH)), pad=False
+        )
+    )
 
 
 def _text(words: str, style: str = "") -> Text:
@@ -83,7 +98,9 @@ def _line(finding: Finding) -> RenderableType:
 
 def _forms(section: Section) -> Iterator[RenderableType]:
     """What a screen may show of a section, the fullest first."""
-    head = Text.assemble(_text(section.title, "bold"), ": " if section.lead else "", _text(section.lead))
+    head = Text.assemble(
+        _text(section.title, "bold"), ": " if section.lead else "", _text(section.lead)
+    )
     for num_findings in range(min(MAX_OTHERS, len(section.findings)), 0, -1):
         left = len(section.findings) - num_findings
         more = [Text(f"… {left} more", style="dim")] if left else []
@@ -98,14 +115,18 @@ def _notes(section: Section) -> Iterator[RenderableType]:
     return (Padding(_text(note), (0, 0, 0, 2)) for note in section.notes)
 
 
-def _table(table: Table, rows: tuple[tuple[str, ...], ...], left_out: frozenset[str] = frozenset()) -> RichTable:
+def _table(
+    table: Table, rows: tuple[tuple[str, ...], ...], left_out: frozenset[str] = frozenset()
+) -> RichTable:
     """Words and headings wrap where they must, numbers never."""
     shown = [index for index, name in enumerate(table.header) if name not in left_out]
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index in shown:
         name, is_word = table.header[index], table.header[index] in table.words
         width = None if is_word else max(len(row[index]) for row in rows)
-        rich.add_column(_text(name), justify="left" if is_word else "right", min_width=width, overflow="fold")
+        rich.add_column(
+            _text(name), justify="left" if is_word else "right", min_width=width, overflow="fold"
+        )
     for row in rows:
         rich.add_row(*(_text(row[index], STYLES.get(row[index], "")) for index in shown))
     return rich

@@ -1,8 +1,9 @@
-"""What metrics are: the roles that rules ask for, and each key's group, unit, good direction and meaning.
+"""What metrics are: the roles that rules ask for, and each key's group, unit, good direction and
+meaning.
 
-A role is named by the first of its keys that a log has; which one that is depends on the framework that wrote it. This
-trainer computes none of the `FOREIGN` metrics: their names and meanings are for reading logs, and for who logs them
-through `Tracking`; what it does stands in `trainer.metrics`.
+A role is named by the first of its keys that a log has; which one that is depends on the framework
+that wrote it. This trainer computes none of the `FOREIGN` metrics: their names and meanings are for
+reading logs, and for who logs them through `Tracking`; what it does stands in `trainer.metrics`.
 """
 
 import re
@@ -34,8 +35,8 @@ _PATTERNS = [metric for metric in FOREIGN if "<" in metric.key]
 def lookup(key: str) -> Metric | Foreign | None:
     """What is known about a key in any log: of our own metrics, else of other trainers'.
 
-    `eval/` is another spelling of `val/`; some trainers put either or `train/` before names that stand here without. A
-    suffix such as `@sum` is taken off.
+    `eval/` is another spelling of `val/`; some trainers put either or `train/` before names that
+    stand here without. A suffix such as `@sum` is taken off.
     """
     name, _ = split_reducer(key)
     place, _, rest = name.partition("/")
@@ -48,7 +49,9 @@ def _find(name: str) -> Metric | Foreign | None:
 
 
 def _foreign(name: str) -> Foreign | None:
-    return _EXACT.get(name) or next((metric for metric in _PATTERNS if pattern(metric.key).fullmatch(name)), None)
+    return _EXACT.get(name) or next(
+        (metric for metric in _PATTERNS if pattern(metric.key).fullmatch(name)), None
+    )
 
 
 _ORDER = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
@@ -67,13 +70,16 @@ _GROUPS = {"validation": "optimisation", "guard": "optimisation"}
 
 @cache
 def meaning(key: str) -> Foreign:
-    """Of a key: what a table of metrics says of it, ours or that of other trainers, else what its family is.
+    """Of a key: what a table of metrics says of it, ours or that of other trainers, else what its
+    family is.
 
     Group `other` stands for one nothing is known about.
     """
     if (known := lookup(key) or lookup(f"train/{key}")) is not None:
         unit = "" if known.unit == "1" else known.unit
-        return Foreign(key, unit, _GROUPS.get(known.group, known.group), known.better, known.meaning)
+        return Foreign(
+            key, unit, _GROUPS.get(known.group, known.group), known.better, known.meaning
+        )
     families = (family for family in _FAMILIES if re.fullmatch(family.key, key))
     return next(families, Foreign(key, "", "other", "none", "nothing is known about it"))
 
@@ -90,13 +96,21 @@ _OF_GENERATION = re.compile(
     r"(?P<reward>(?!.*([_/]std|_min|_max)$)((train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*"
     r"|(.*/)?(accuracy(_mean)?|budget_violation_rate|latency_mean)))"
 )
-"""Lengths and rewards are the model's doing only where it generates; otherwise they describe the batch."""
+"""Lengths and rewards are the model's doing only where it generates; otherwise they describe
+the batch.
+"""
 
 
 def witness_group(key: str, *, is_generating: bool) -> str | None:
-    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward, policy; None: bookkeeping."""
+    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward,
+    policy; None: bookkeeping.
+    """
     group = next((group for group, keys in _WITNESSES.items() if key in keys), None)
-    if group is None and not key.startswith(("val/", "eval/")) and (match := _OF_GENERATION.fullmatch(key)):
+    if (
+        group is None
+        and not key.startswith(("val/", "eval/"))
+        and (match := _OF_GENERATION.fullmatch(key))
+    ):
         group = match.lastgroup
     return group if is_generating or group in ("rate", "loss", "gradient", "kl") else None
 

@@ -8,13 +8,20 @@ from trainer.report.result import Anomaly
 
 RATE = "learning rate"
 STORY = ("kl", "length", "reward")
-"""The chain of reinforcement learning: the policy leaves its reference, texts grow, rewards break."""
+"""The chain of reinforcement learning: the policy leaves its reference, texts grow, rewards
+break.
+"""
 
 
 def chain_of(anomaly: Anomaly) -> tuple[str, ...]:
-    """The anomaly's chain in words: kl, length, reward, ...; what belongs to no group by its own name."""
+    """The anomaly's chain in words: kl, length, reward, ...; what belongs to no group by its
+    own name.
+    """
     groups = ((group_of(key), key) for key in anomaly.chain)
-    return tuple(RATE if group == "rate" else key if group in (None, "policy") else group for group, key in groups)
+    return tuple(
+        RATE if group == "rate" else key if group in (None, "policy") else group
+        for group, key in groups
+    )
 
 
 def is_led_by_rate(anomaly: Anomaly) -> bool:
@@ -23,7 +30,9 @@ def is_led_by_rate(anomaly: Anomaly) -> bool:
 
 
 def story(anomalies: tuple[Anomaly, ...]) -> str:
-    """The order in which metrics set in: after a jump of the learning rate, or where most of several agree."""
+    """The order in which metrics set in: after a jump of the learning rate, or where most of
+    several agree.
+    """
     if led := [anomaly for anomaly in anomalies if is_led_by_rate(anomaly)]:
         followers = listed(dict.fromkeys(name for anomaly in led for name in chain_of(anomaly)[1:]))
         return f"The learning rate jumped first, at {listed(f'step {a.steps[0]}' for a in led)}; {followers} followed."
@@ -40,5 +49,8 @@ def story(anomalies: tuple[Anomaly, ...]) -> str:
 
 def moved_along(anomaly: Anomaly) -> str:
     """`kl up to 19.6, completions/mean_length up to 410, rewards/Format/mean down to 0.1`."""
-    words = (f"{m.metric} {'up' if m.sign > 0 else 'down'} to {number(m.peak_value)}" for m in anomaly.movers)
+    words = (
+        f"{m.metric} {'up' if m.sign > 0 else 'down'} to {number(m.peak_value)}"
+        for m in anomaly.movers
+    )
     return listed(words, limit=8)

@@ -1,7 +1,8 @@
-"""What must be equal on all ranks before the first step: each rank reads its own copy of data and model (floor 4).
+"""What must be equal on all ranks before the first step: each rank reads its own copy of data and
+model (floor 4).
 
-`facts_of` collects it once the inputs are prepared; `runtime.distributed.start` compares it as soon as ranks meet.
-`require_model_unchanged` covers the time until each rank has loaded its weights.
+`facts_of` collects it once the inputs are prepared; `runtime.distributed.start` compares it as soon
+as ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
 """
 
 import copy
@@ -35,7 +36,9 @@ OWN_OF_A_MACHINE = (
     "trainer.logger",
     "trainer.resume_from_path",
 )
-"""Keys that may differ: paths, whose contents are compared in their place, and what changes no number."""
+"""Keys that may differ: paths, whose contents are compared in their place, and what changes no
+number.
+"""
 
 
 def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
@@ -60,13 +63,17 @@ def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) ->
         facts["model code"] = _digest(*(path.read_bytes() for path in sorted(model.glob("*.py"))))
     if config.model.lora_adapter_path is not None:
         adapter = Path(config.model.lora_adapter_path)
-        facts["adapter"] = _digest(*((adapter / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)))
+        facts["adapter"] = _digest(
+            *((adapter / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+        )
     return facts | settings_of(config)
 
 
 def settings_of(config: Config) -> dict[str, str]:
     """Every key but those of `OWN_OF_A_MACHINE`, with its value as text."""
-    return {name: value for name, value in _flattened(config.resolved) if name not in OWN_OF_A_MACHINE}
+    return {
+        name: value for name, value in _flattened(config.resolved) if name not in OWN_OF_A_MACHINE
+    }
 
 
 def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -85,16 +92,17 @@ def _digest(*parts: bytes) -> str:
 
 
 def require_model_unchanged(files: ModelFiles) -> None:
-    """Raise `ConfigError` on all ranks if a file of the model has changed on any of them. Collective.
+    """Raise `ConfigError` on all ranks if a file of the model has changed on any of them.
+    Collective.
 
-    To be called once every rank has loaded its weights and copied what exports need: the digests of `facts_of` then
-    hold for both.
+    To be called once every rank has loaded its weights and copied what exports need: the digests of
+    `facts_of` then hold for both.
     """
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, files.changes(is_strict=True))
     if changed := sorted({change for changes in found for change in changes}):
         raise ConfigError(
-            f"the files of model.partial_pretrain='{files.directory}' changed while this run read them: "
-            f"{', '.join(changed)}; what was loaded may be partly old and partly new.\n"
+            f"the files of model.partial_pretrain='{files.directory}' changed while this run read "
+            f"them: {', '.join(changed)}; what was loaded may be partly old and partly new.\n"
             f"Fix: start again with the same command when nothing writes to that directory"
         )

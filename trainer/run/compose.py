@@ -1,4 +1,6 @@
-"""The words of a command line as a checked configuration: defaults, recipe, overrides. Imports no torch."""
+"""The words of a command line as a checked configuration: defaults, recipe, overrides. Imports
+no torch.
+"""
 
 import re
 import sys
@@ -49,18 +51,26 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
-    """The words with the recipe that is meant where none names one, which is said in a line on stderr."""
+    """The words with the recipe that is meant where none names one, which is said in a line on
+    stderr.
+    """
     if any(map(_is_recipe, words)):
         return words
     asked = env.get("SFT_EXPERIMENT")
     if not asked and not Path(LOCAL_RECIPE).is_file():
         return words
-    print(f"note: recipe {asked or LOCAL_RECIPE}{' (SFT_EXPERIMENT)' if asked else ''}", file=sys.stderr, flush=True)
+    print(
+        f"note: recipe {asked or LOCAL_RECIPE}{' (SFT_EXPERIMENT)' if asked else ''}",
+        file=sys.stderr,
+        flush=True,
+    )
     return [f"experiment={asked or Path(LOCAL_RECIPE).absolute()}", *words]
 
 
 def load_config(words: list[str]) -> Config:
-    """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
+    """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what
+    the user got wrong.
+    """
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
     return parse_config(_compose(words), PARTS)
@@ -84,17 +94,26 @@ def as_words(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def as_word(value: Any) -> str:
     """A value as an override is written."""
     if isinstance(value, str):
-        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
+        return (
+            "'"
+            + re.sub(
+                r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
+            )
+            + "'"
+        )
     if isinstance(value, list):
         return f"[{','.join(map(as_word, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{as_word(item)}" for name, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _compose(words: list[str]) -> dict[str, Any]:
     names = [word.partition("=")[2] for word in words if _is_recipe(word)]
-    # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's own
+    # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's
+    # own
     words = [f"++{word.lstrip('+')}" for word in words if not _is_recipe(word)]
     with _where_hydra_finds(find_recipe(names[-1]) if names else None) as recipe_words:
         words = [*recipe_words, *words]
@@ -103,9 +122,9 @@ def _compose(words: list[str]) -> dict[str, Any]:
                 if override.is_sweep_override():
                     key, _, value = (override.input_line or "").lstrip("+").partition("=")
                     raise ConfigError(
-                        f"'{key}={value}' has several values, and one run takes one: start a run for each, with its "
-                        f"own trainer.experiment_name; a list is written {key}=[A,B], "
-                        f"a text with a comma {key}='\"A,B\"'"
+                        f"'{key}={value}' has several values, and one run takes one: start a run "
+                        f"for each, with its own trainer.experiment_name; a list is written "
+                        f"{key}=[A,B], a text with a comma {key}='\"A,B\"'"
                     )
             with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
@@ -115,7 +134,9 @@ def _compose(words: list[str]) -> dict[str, Any]:
             ) from error
         except (HydraException, OmegaConfBaseException) as error:
             lines = (line for line in str(error).splitlines() if line.strip())
-            useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
+            useful = [
+                line for line in lines if "full_key" not in line and "object_type" not in line
+            ]
             raise ConfigError("\n".join(useful[:6])) from error
     return dict(tree)
 
@@ -139,7 +160,9 @@ def _is_recipe(word: str) -> bool:
 
 
 def find_recipe(name: str) -> Path | None:
-    """The file that `experiment=name` means; None for null. Raises `ConfigError` where there is none."""
+    """The file that `experiment=name` means; None for null. Raises `ConfigError` where there is
+    none.
+    """
     if name in ("", "null"):
         return None
     if name.endswith((".yaml", ".yml")):
@@ -168,16 +191,22 @@ def _read_recipe(path: Path) -> str:
     _require_no_environment(path, tree)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
-    words = as_words({name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")})
-    if problems := [problem for word in words if (problem := problem_with_key(word.partition("=")[0]))]:
+    words = as_words(
+        {name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")}
+    )
+    if problems := [
+        problem for word in words if (problem := problem_with_key(word.partition("=")[0]))
+    ]:
         raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return text
 
 
 def _require_small(path: Path, text: str) -> None:
-    """Refuse what grows without bound when it is loaded: aliases of aliases, deep nesting, an anchor inside itself.
+    """Refuse what grows without bound when it is loaded: aliases of aliases, deep nesting, an
+    anchor inside itself.
 
-    Counted from the parser's events, before anything is built. Raises `ConfigError`, `yaml.YAMLError`.
+    Counted from the parser's events, before anything is built. Raises `ConfigError`,
+    `yaml.YAMLError`.
     """
     num_values: dict[str, int] = {}
     """Values under each anchor, those of aliases included."""
@@ -187,7 +216,9 @@ def _require_small(path: Path, text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             open_collections.append((event.anchor, 1))
             if len(open_collections) > MAX_RECIPE_DEPTH:
-                raise ConfigError(f"recipe {path}, line {line}: more than {MAX_RECIPE_DEPTH} levels of nesting")
+                raise ConfigError(
+                    f"recipe {path}, line {line}: more than {MAX_RECIPE_DEPTH} levels of nesting"
+                )
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, count = open_collections.pop()
@@ -195,7 +226,10 @@ def _require_small(path: Path, text: str) -> None:
             anchor, count = event.anchor, 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_collections]:
-                raise ConfigError(f"recipe {path}, line {line}: '*{event.anchor}' holds itself; write its values out")
+                raise ConfigError(
+                    f"recipe {path}, line {line}: '*{event.anchor}' holds itself; write its values "
+                    f"out"
+                )
             anchor, count = None, num_values.get(event.anchor, 1)
         else:
             continue
@@ -207,12 +241,14 @@ def _require_small(path: Path, text: str) -> None:
             open_collections[-1] = (around, count)
         if count > MAX_RECIPE_VALUES:
             raise ConfigError(
-                f"recipe {path}, line {line}: more than {MAX_RECIPE_VALUES} values, those of aliases (*name) included"
+                f"recipe {path}, line {line}: more than {MAX_RECIPE_VALUES} values, those of "
+                f"aliases (*name) included"
             )
 
 
 def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
-    """Refuse interpolations of the environment: what somebody else's recipe reads there would be logged.
+    """Refuse interpolations of the environment: what somebody else's recipe reads there would be
+    logged.
 
     A resolver whose name is itself put together could be any. Raises `ConfigError`.
     """
@@ -226,8 +262,9 @@ def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
         for name in _resolvers_in(value):
             if name == "oc.env" or "$" in name:
                 raise ConfigError(
-                    f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value would be logged with "
-                    f"the configuration. Fix: remove it from the recipe; to use it, pass {key}=… on the command line"
+                    f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value "
+                    f"would be logged with the configuration. Fix: remove it from the recipe; to "
+                    f"use it, pass {key}=… on the command line"
                 )
 
 
@@ -248,7 +285,9 @@ def _resolvers_in(text: str) -> Iterator[str]:
 
 
 def _problem_with(word: str) -> str | None:
-    """What is no key, with what to write instead; hydra would only say that it is not in the struct."""
+    """What is no key, with what to write instead; hydra would only say that it is not in the
+    struct.
+    """
     written = word.encode(errors="backslashreplace").decode()
     if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
         return (

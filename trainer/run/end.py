@@ -1,4 +1,6 @@
-"""How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it (floor 4)."""
+"""How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it
+(floor 4).
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -29,7 +31,9 @@ AWAIT_MAIN_S = 20.0
 
 @dataclass
 class RunResources:
-    """What a run holds, and the exit code it ends with; `lock` and `tracking` are the main rank's."""
+    """What a run holds, and the exit code it ends with; `lock` and `tracking` are the main
+    rank's.
+    """
 
     run_dir: Path
     world: World
@@ -54,7 +58,8 @@ class RunResources:
 
 @contextmanager
 def giving_back(held: RunResources, stop: StopRequest, *, timeout_s: float) -> Iterator[None]:
-    """However the block ends: the exit code is settled, then all is given back; the main rank is the first to leave.
+    """However the block ends: the exit code is settled, then all is given back; the main rank is
+    the first to leave.
 
     `timeout_s`: how long the others wait for it after an orderly end.
     """
@@ -66,30 +71,42 @@ def giving_back(held: RunResources, stop: StopRequest, *, timeout_s: float) -> I
         timeout_s = AWAIT_MAIN_S if isinstance(error, tuple(DOCUMENTED)) else 0.0
         raise
     finally:
-        with stop.deferred():  # what the launcher sends to the ranks of a failed one must not cut this short
+        # what the launcher sends to the ranks of a failed one must not cut this short
+        with stop.deferred():
             held.give_back()
             await_main(held.world, "ended", timeout_s=timeout_s)
 
 
 def _code_of(error: Exception, stop: StopRequest) -> int:
-    """As the launcher tells: a rank that was killed is a crash, although torchrun then stops the others."""
+    """As the launcher tells: a rank that was killed is a crash, although torchrun then stops
+    the others.
+    """
     if not isinstance(error, tuple(DOCUMENTED)) and lost_ranks():
         return EXIT_CRASH
     return explain(error, stop)[0]
 
 
 def remember_end(
-    config: TrainerConfig, shape: RunShape, world: World, *, stamp: str, describe: Callable[[Start], str]
+    config: TrainerConfig,
+    shape: RunShape,
+    world: World,
+    *,
+    stamp: str,
+    describe: Callable[[Start], str],
 ) -> None:
-    """Let the launcher answer the next start of a complete run. Collective; it has ended, whatever fails here."""
-    with suppress(ConfigError, CannotWriteError):  # on all ranks alike, as for trainer.resume_mode=disable
+    """Let the launcher answer the next start of a complete run. Collective; it has ended,
+    whatever fails here.
+    """
+    # on all ranks alike, as for trainer.resume_mode=disable
+    with suppress(ConfigError, CannotWriteError):
         end = find_complete(config, shape, world, at_end=True)
         if end is not None and world.is_main:
             preflight.remember(Path(config.default_local_dir), stamp, describe(end))
 
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
-    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never logged.
+    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never
+    logged.
 
     Logs that cannot be read lack everything: the run goes on, and says so when it opens them.
     """
@@ -102,7 +119,9 @@ def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
 def _missing_at_end(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     missing = []
     metrics_path = run_dir / metrics_file.FILE_NAME
-    rows = metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
+    rows = (
+        metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
+    )
     if owes_validation and not any(row["step"] == step and row["kind"] == "val" for row in rows):
         missing.append("its last validation was put off")
     exit_code = events_file.last_exit_code(run_dir / events_file.FILE_NAME)
@@ -114,23 +133,34 @@ def _missing_at_end(run_dir: Path, step: int, *, owes_validation: bool) -> list[
 
 
 def lost_rows(run_dir: Path, step: int) -> str:
-    """What to add to the message of a run that is complete at `step`, if its metrics have gaps; "" if they have none.
+    """What to add to the message of a run that is complete at `step`, if its metrics have gaps; ""
+    if they have none.
 
     Steps that a rollback passed over were never trained.
     """
     metrics_path = run_dir / metrics_file.FILE_NAME
     try:
         skipped = rollback.read(run_dir).skipped_steps
-        lost = [number for number in metrics_file.missing_steps(metrics_path, step) if number not in skipped]
+        lost = [
+            number
+            for number in metrics_file.missing_steps(metrics_path, step)
+            if number not in skipped
+        ]
     except FileNotFoundError:  # of a run that never logged
         return ""
     except (OSError, ConfigError) as error:
         return f"; its metrics cannot be read: {error}"
-    return f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost" if lost else ""
+    return (
+        f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost"
+        if lost
+        else ""
+    )
 
 
 def write_final_report(run_dir: Path) -> None:
-    """Write `report.html` and say its verdict. Whatever goes wrong here is only logged: the run is over and saved."""
+    """Write `report.html` and say its verdict. Whatever goes wrong here is only logged: the run
+    is over and saved.
+    """
     try:
         from trainer.report.analyse import analyse
         from trainer.report.page import as_page
@@ -140,6 +170,8 @@ def write_final_report(run_dir: Path) -> None:
         report = analyse(log)
         atomic_write(run_dir / REPORT, as_page([(report, log)]))
     except Exception as error:  # a fault of the report must not look like one of the training
-        logger.warning("no report: %s: %s; see %s", type(error).__name__, error, call(f"report {run_dir}"))
+        logger.warning(
+            "no report: %s: %s; see %s", type(error).__name__, error, call(f"report {run_dir}")
+        )
         return
     logger.info("report: %s %s (%s)", report.verdict, report.headline, run_dir / REPORT)

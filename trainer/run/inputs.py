@@ -1,4 +1,5 @@
-"""What a run is made from: model files, tokenizer and tokens, ready before any process group exists.
+"""What a run is made from: model files, tokenizer and tokens, ready before any process group
+exists.
 
 The tokens are a step of their own, for who only looks at them.
 """
@@ -29,7 +30,14 @@ from trainer.model.assemble import per_document_reason, require_parts, require_s
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.run import preflight
-from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, find_files, find_model_dir, read_chat_template
+from trainer.run.preflight import (
+    TEMPLATE_NAMES,
+    DataFiles,
+    Files,
+    find_files,
+    find_model_dir,
+    read_chat_template,
+)
 from trainer.runtime.environment import rank_and_size
 from trainer.weights import WholeCheckpoint
 
@@ -50,12 +58,18 @@ class PreparedData:
 
 
 def prepare_data(
-    config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None], only_cached: bool = False
+    config: Config,
+    files: DataFiles,
+    model: ModelSource,
+    *,
+    progress: Callable[[], None],
+    only_cached: bool = False,
 ) -> PreparedData:
-    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the work.
+    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the
+    work.
 
-    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`, and with `only_cached`
-    `NotPreparedError` where there is work to do.
+    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`, and with
+    `only_cached` `NotPreparedError` where there is work to do.
     """
     data, renderer = config.data, _renderer(config, model)
 
@@ -67,13 +81,18 @@ def prepare_data(
         validation = prepared(files.validation)
     else:
         limit = None if data.val_max_samples == -1 else data.val_max_samples
-        parts = [source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
+        parts = [
+            source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train
+        ]
         train = [trained for trained, _ in parts]
         validation = [held_out for _, held_out in parts]
     held_out = Samples(validation)
-    if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
+    if own_templates := [
+        source.name for source, _ in files.train if source.chat_template != data.chat_template
+    ]:
         logger.warning(
-            "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
+            "rendered with chat templates of their own, which huggingface/ does not carry: %s",
+            ", ".join(own_templates),
         )
     tokenizer, digest = renderer(data.chat_template)
     return PreparedData(
@@ -88,7 +107,9 @@ def prepare_data(
 def encode_first_rows(
     config: Config, files: DataFiles, model: ModelSource
 ) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
-    """What the first row of each file becomes, and the tokenizer that makes it. Raises `DataError`, `ConfigError`."""
+    """What the first row of each file becomes, and the tokenizer that makes it. Raises
+    `DataError`, `ConfigError`.
+    """
     renderer = _renderer(config, model)
     for source, paths in (*files.train, *files.validation):
         tokenizer, _, options = _encoding(config, source, renderer, model.new_tokens)
@@ -101,7 +122,9 @@ def encode_first_rows(
 def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Renderer]:
     """By the name of a chat template. Raises `ConfigError`."""
     try:
-        own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+        own = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=config.model.trust_remote_code
+        )
     except Exception as error:  # tokenizers raise many kinds
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
@@ -120,17 +143,22 @@ def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Rend
 
 
 def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes around turns."""
+    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes
+    around turns.
+    """
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
     if missing := [token for token in written if token not in known]:
         listed = ",".join(f'"{token}"' for token in missing)
         raise ConfigError(
-            f"data.chat_template={name} writes special tokens that this tokenizer does not have: add them with "
-            f"'model.new_tokens=[{listed}]'"
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have: "
+            f"add them with 'model.new_tokens=[{listed}]'"
         )
     if not tokenizer.eos_token:
-        raise ConfigError(f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has none")
+        raise ConfigError(
+            f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has "
+            f"none"
+        )
 
 
 def _prepare(
@@ -157,16 +185,22 @@ def _prepare(
                 only_cached=only_cached,
             )
         except DataError as error:
-            raise error if len(sources) == 1 else DataError(f"source '{source.name}': {error}") from error
+            raise (
+                error if len(sources) == 1 else DataError(f"source '{source.name}': {error}")
+            ) from error
         prepared.append(dataset.whole(source.name, source.repeat))
     return prepared
 
 
 def _encoding(
-    config: Config, source: Source, renderer: Callable[[str | None], Renderer], new_tokens: Mapping[str, int]
+    config: Config,
+    source: Source,
+    renderer: Callable[[str | None], Renderer],
+    new_tokens: Mapping[str, int],
 ) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
     """With what the rows of a source become tokens; the second is the digest of the first."""
-    # neither template nor turns say anything of plain text: what is said of them must not prepare it anew
+    # neither template nor turns say anything of plain text: what is said of them must not prepare
+    # it anew
     data, is_text = config.data, source.keys.text_key is not None
     options = PrepareOptions(
         keys=source.keys,
@@ -192,7 +226,9 @@ class Inputs(PreparedData):
 
     source: ModelSource
     model_files: ModelFiles
-    """Read before anything else of the model, so that what is trained and what is exported are the same files."""
+    """Read before anything else of the model, so that what is trained and what is exported are
+    the same files.
+    """
     whole: WholeCheckpoint | None
     """Where the files of the model hold more than is trained."""
     stamp: str
@@ -200,7 +236,8 @@ class Inputs(PreparedData):
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
-    """Model files, tokenizer and tokens. Needs no process group; the first rank that asks does the work once.
+    """Model files, tokenizer and tokens. Needs no process group; the first rank that asks does the
+    work once.
 
     `progress` is called while it goes on.
     """
@@ -215,8 +252,8 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
 
 def require_trainable(config: Config, source: ModelSource) -> str | None:
-    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised; why documents run one by
-    one, None if they run packed.
+    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised; why
+    documents run one by one, None if they run packed.
     """
     reason = per_document_reason(config.model, source, max_length=config.data.max_length)
     require_splittable(config.model, source, max_length=config.data.max_length)
@@ -225,16 +262,22 @@ def require_trainable(config: Config, source: ModelSource) -> str | None:
 
 
 def prepare_data_alone(config: Config, *, only_cached: bool = False) -> PreparedData:
-    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and config.json are enough.
+    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and
+    config.json are enough.
 
-    Raises `NotPreparedError` where they would have to be made and only those `only_cached` are asked for.
+    Raises `NotPreparedError` where they would have to be made and only those `only_cached` are
+    asked for.
     """
     source = source_without_weights(config)
-    return prepare_data(config, find_files(config), source, progress=lambda: None, only_cached=only_cached)
+    return prepare_data(
+        config, find_files(config), source, progress=lambda: None, only_cached=only_cached
+    )
 
 
 def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
-    """The tokens that a run was trained on, by its configuration. Raises `ConfigError`, `DataError`."""
+    """The tokens that a run was trained on, by its configuration. Raises `ConfigError`,
+    `DataError`.
+    """
     try:
         return prepare_data_alone(config)
     except (ConfigError, DataError) as error:
@@ -255,7 +298,9 @@ def resolve_source(config: Config) -> ModelSource:
 
 
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
-    """The model of a directory, with the tokens that the configuration adds; `random_weights` whatever that says."""
+    """The model of a directory, with the tokens that the configuration adds; `random_weights`
+    whatever that says.
+    """
     model, ids = config.model, dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
     if model.new_tokens:

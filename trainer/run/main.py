@@ -1,4 +1,6 @@
-"""The only file that knows all concrete parts: it makes them in order and hands them to the loop (floor 4)."""
+"""The only file that knows all concrete parts: it makes them in order and hands them to the
+loop (floor 4).
+"""
 
 import hashlib
 import logging
@@ -57,7 +59,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     trainer, device = config.trainer, distributed.pick_device(config.trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
-        require_consistent(replace(config, trainer=replace(trainer, device="cpu")))  # what goes on a GPU alone
+        # what goes on a GPU alone
+        require_consistent(replace(config, trainer=replace(trainer, device="cpu")))
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
     # what is wrong with these is known before anything slow
@@ -74,12 +77,15 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         heartbeat=heartbeat,
         facts=facts,
     )
-    # from here to the first step no longer in silence than it takes to save, and to wait for each other
+    # from here to the first step no longer in silence than it takes to save, and to wait for each
+    # other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
 
     def missing_at_end(position: Position, loop: LoopState) -> list[str]:
         owes_validation = loop.owes_validation and inputs.validation is not None
-        return unfinished(Path(trainer.default_local_dir), position.step, owes_validation=owes_validation)
+        return unfinished(
+            Path(trainer.default_local_dir), position.step, owes_validation=owes_validation
+        )
 
     shape = RunShape(
         lambda position: _total_steps(config, _schedule(config, inputs, position)),
@@ -92,7 +98,13 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     else:
         exit_code = train(config, inputs, start, world, stop, heartbeat)
         if exit_code == EXIT_DONE:
-            remember_end(trainer, shape, world, stamp=inputs.stamp, describe=partial(_already_complete, config, inputs))
+            remember_end(
+                trainer,
+                shape,
+                world,
+                stamp=inputs.stamp,
+                describe=partial(_already_complete, config, inputs),
+            )
     distributed.stop()
     return exit_code
 
@@ -101,12 +113,23 @@ def _already_complete(config: Config, inputs: Inputs, end: Start) -> str:
     assert end.checkpoint is not None
     num_steps = _total_steps(config, _schedule(config, inputs, end.position))
     is_whole = end.position.step >= num_steps
-    what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {end.position.step}"
+    what = (
+        f"has all {num_steps} steps"
+        if is_whole
+        else f"ended the run early, at step {end.position.step}"
+    )
     lost = lost_rows(Path(config.trainer.default_local_dir), end.position.step)
     return f"already complete: {end.checkpoint.path} {what}; nothing to do{lost}"
 
 
-def train(config: Config, inputs: Inputs, start: Start, world: World, stop: StopRequest, heartbeat: Heartbeat) -> int:
+def train(
+    config: Config,
+    inputs: Inputs,
+    start: Start,
+    world: World,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
+) -> int:
     """Build, resume, fit, end; the exit code."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     heartbeat.report_to(run_dir, rank=world.rank)
@@ -143,11 +166,24 @@ def make_run(
     trainer, memory = config.trainer, Memory(world.device)
     schedule = _schedule(config, inputs, start.position)
     total_steps = _total_steps(config, schedule)
-    model = build_model(config.model, inputs.source, world=world, seed=trainer.seed, max_length=config.data.max_length)
+    model = build_model(
+        config.model,
+        inputs.source,
+        world=world,
+        seed=trainer.seed,
+        max_length=config.data.max_length,
+    )
     plan = _rank_plan(config, model, world)
     batches, validation_batches = _batches(config, inputs, schedule, plan, total_steps, start)
     meter = make_meter(
-        config, inputs, model, memory, world=world, schedule=schedule, total_steps=total_steps, tracking=tracking
+        config,
+        inputs,
+        model,
+        memory,
+        world=world,
+        schedule=schedule,
+        total_steps=total_steps,
+        tracking=tracking,
     )
     parts = Run(
         world=world,
@@ -161,7 +197,10 @@ def make_run(
         loop=LoopState(),
         meter=meter,
         evidence=EvidenceKeeper(
-            Path(trainer.default_local_dir), world=world, location=inputs.train.location, seed=trainer.seed
+            Path(trainer.default_local_dir),
+            world=world,
+            location=inputs.train.location,
+            seed=trainer.seed,
         ),
         tracking=tracking,
         cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),
@@ -199,12 +238,25 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
 
 
 def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
-    default = RANDOM_LR if inputs.source.random_weights else ADAPTER_LR if config.model.has_adapters else DEFAULT_LR
-    return LrSchedule.from_config(config.optim, peak_lr=config.optim.lr or default, total_steps=total_steps)
+    default = (
+        RANDOM_LR
+        if inputs.source.random_weights
+        else ADAPTER_LR
+        if config.model.has_adapters
+        else DEFAULT_LR
+    )
+    return LrSchedule.from_config(
+        config.optim, peak_lr=config.optim.lr or default, total_steps=total_steps
+    )
 
 
 def _batches(
-    config: Config, inputs: Inputs, schedule: Schedule, plan: RankPlan, total_steps: int, start: Start
+    config: Config,
+    inputs: Inputs,
+    schedule: Schedule,
+    plan: RankPlan,
+    total_steps: int,
+    start: Start,
 ) -> tuple[TrainLoader, ValidationBatches | None]:
     train = TrainLoader(
         inputs.train,
@@ -216,7 +268,9 @@ def _batches(
     )
     if inputs.validation is None:
         return train, None
-    return train, ValidationBatches(inputs.validation, plan, batch_size=config.data.train_batch_size)
+    return train, ValidationBatches(
+        inputs.validation, plan, batch_size=config.data.train_batch_size
+    )
 
 
 def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> CheckpointManager:
@@ -240,9 +294,13 @@ def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> Ch
             inputs.chat_template,
             inputs.train.end_token_ids,
             None if config.model.has_adapters else inputs.whole,
-            Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None,
+            Adapter(adapters.settings(model), Path(inputs.source.path))
+            if config.model.has_adapters
+            else None,
         ),
-        kept=Retention(keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric),
+        kept=Retention(
+            keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric
+        ),
         lock=start.lock,
         fingerprints=start.fingerprints,
     )
@@ -254,12 +312,15 @@ def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
     parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
     step, total_steps = parts.batches.step, parts.cadence.total_steps
     if step < total_steps:
-        logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, step + 1, total_steps)
+        logger.info(
+            "Found checkpoint: %s, continuing at step %d of %d", found.path, step + 1, total_steps
+        )
     run_dir = Path(config.trainer.default_local_dir)
     is_own = found.path.resolve().parent == run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
-            "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows between them",
+            "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows "
+            "between them",
             run_dir / metrics_file.FILE_NAME,
             parts.tracking.past.last_step,
             step,

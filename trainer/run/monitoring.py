@@ -52,7 +52,8 @@ def make_meter(
         test_freq=trainer.test_freq,
         max_norm=config.optim.clip_grad,
         run_dir=run_dir,
-        data_facts=_data_facts(inputs) | source_facts(inputs.train, schedule, total_steps=total_steps),
+        data_facts=_data_facts(inputs)
+        | source_facts(inputs.train, schedule, total_steps=total_steps),
     )
     if tracking is not None:
         past = tracking.past
@@ -76,8 +77,12 @@ def _data_facts(inputs: Inputs) -> dict[str, float]:
     }
 
 
-def make_guard(config: TrainerConfig, inputs: Inputs, *, rollbacks: Rollbacks, tracking: Tracking | None) -> Guard:
+def make_guard(
+    config: TrainerConfig, inputs: Inputs, *, rollbacks: Rollbacks, tracking: Tracking | None
+) -> Guard:
     max_first_loss = inf if inputs.source.random_weights else MAX_FIRST_LOSS
-    guard = Guard(config, max_first_loss=max_first_loss, tell=None if tracking is None else tracking.event)
+    guard = Guard(
+        config, max_first_loss=max_first_loss, tell=None if tracking is None else tracking.event
+    )
     guard.note_rollbacks(rollbacks)
     return guard

@@ -1,6 +1,7 @@
 """What can be known of a run without torch: the launcher asks before it starts a rank (floor 4).
 
-What is wrong with it; and what a finished run remembers that it ended with, so that a start with nothing to do says so.
+What is wrong with it; and what a finished run remembers that it ended with, so that a start with
+nothing to do says so.
 """
 
 import hashlib
@@ -42,7 +43,8 @@ class DataFiles:
 def require_usable(config: Config) -> None:
     """Raise what the run would raise about its directory: `ConfigError`, `CannotWriteError`."""
     try:
-        if find_candidates(config).chosen is None:  # a run that goes on has its data prepared, or is complete
+        # a run that goes on has its data prepared, or is complete
+        if find_candidates(config).chosen is None:
             _require_writable(Path(config.trainer.default_local_dir))
     except NoUsableCheckpointError:
         if config.trainer.checkpoint.mirror is None:
@@ -62,7 +64,11 @@ def _require_writable(run_dir: Path) -> None:
     nearest = existing_parent(run_dir)
     if not os.access(nearest, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
-        reason = "its file system is read-only" if is_read_only else f"user {os.geteuid()} may not write in '{nearest}'"
+        reason = (
+            "its file system is read-only"
+            if is_read_only
+            else f"user {os.geteuid()} may not write in '{nearest}'"
+        )
         raise cannot_use(run_dir, OSError(reason))
 
 
@@ -71,27 +77,41 @@ def find_files(config: Config) -> DataFiles:
 
     def found(key: str) -> Files:
         sources = sources_of(config.data, key)
-        return [(s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files)) for s in sources]
+        return [
+            (s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files)) for s in sources
+        ]
 
     return DataFiles(found("train_files"), found("val_files"))
 
 
 def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
-    """Where the model lies, downloaded if need be; `progress` is called as bytes arrive. Raises `ConfigError`."""
+    """Where the model lies, downloaded if need be; `progress` is called as bytes arrive. Raises
+    `ConfigError`.
+    """
     if model.partial_pretrain == QUICKSTART:
         return str(MODEL_DIR)
-    return find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
+    return find_model(
+        model.partial_pretrain, random_weights=model.random_weights, progress=progress
+    )
 
 
 def read_chat_template(name: str | None) -> str | None:
-    """The text of a `chat_template` of `data` or of a source: one of ours, or a file. Raises `ConfigError`."""
+    """The text of a `chat_template` of `data` or of a source: one of ours, or a file. Raises
+    `ConfigError`.
+    """
     if name is None:
         return None
     try:
-        return (TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)).read_text(encoding="utf-8")
+        return (TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)).read_text(
+            encoding="utf-8"
+        )
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        ours = f"; those with names are {', '.join(TEMPLATE_NAMES)}" if isinstance(error, FileNotFoundError) else ""
+        ours = (
+            f"; those with names are {', '.join(TEMPLATE_NAMES)}"
+            if isinstance(error, FileNotFoundError)
+            else ""
+        )
         raise ConfigError(f"data.chat_template={name}: {reason}{ours}") from error
 
 
@@ -108,7 +128,9 @@ def _require_model(config: Config) -> None:
 
 def _require_own_directory(config: Config) -> None:
     trainer = config.trainer
-    RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(trainer.project_name, trainer.experiment_name)
+    RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
+        trainer.project_name, trainer.experiment_name
+    )
 
 
 def _require_mirror(config: Config) -> None:
@@ -132,13 +154,20 @@ CHECKS: dict[str, Callable[[Config], object]] = {
 
 RECORD = ".finished"
 OUTSIDE = (RECORD, mirror.STATE, READING_PREFIX)
-"""What is written after the end: this record, where no kill came before it, and what a mirror and readers leave."""
+"""What is written after the end: this record, where no kill came before it, and what a mirror
+and readers leave.
+"""
 
 
 def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int) -> str:
-    """What a run is made from; to be taken before any of it is read. Files as `_states` sees them."""
+    """What a run is made from; to be taken before any of it is read. Files as `_states` sees
+    them.
+    """
     sources = sources_of(config.data, "train_files") + sources_of(config.data, "val_files")
-    templates = [read_chat_template(name) for name in (config.data.chat_template, *(s.chat_template for s in sources))]
+    templates = [
+        read_chat_template(name)
+        for name in (config.data.chat_template, *(s.chat_template for s in sources))
+    ]
     data = [path for _, paths in (*files.train, *files.validation) for path in paths]
     versions = [version(name) for name in ("torch", "transformers")]
     states = [_states(data), _states(Path(model_dir).rglob("*"))]
@@ -146,25 +175,35 @@ def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int
 
 
 def remember(run_dir: Path, stamp: str, message: str) -> None:
-    """At the very end of the run. What cannot be written is left out: the next start then looks itself."""
+    """At the very end of the run. What cannot be written is left out: the next start then looks
+    itself.
+    """
     with suppress(OSError):
         record = {"stamp": _digest(stamp, _states_below(run_dir)), "message": message}
         atomic_write(run_dir / RECORD, json.dumps(record))
 
 
 def already_said(config: Config, files: DataFiles, *, num_ranks: int) -> str | None:
-    """What a run said at its end that is complete, and of which nothing has changed. Raises `ConfigError`."""
+    """What a run said at its end that is complete, and of which nothing has changed. Raises
+    `ConfigError`.
+    """
     run_dir = Path(config.trainer.default_local_dir)
     if not (run_dir / RECORD).exists():
         return None
-    return recall(run_dir, stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks))
+    return recall(
+        run_dir, stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks)
+    )
 
 
 def recall(run_dir: Path, stamp: str) -> str | None:
-    """What a run of this stamp ended with; None if there is none, or if anything in its directory has changed since."""
+    """What a run of this stamp ended with; None if there is none, or if anything in its
+    directory has changed since.
+    """
     try:
         record: dict[str, str] = json.loads(read_regular(run_dir / RECORD))
-        return record["message"] if record["stamp"] == _digest(stamp, _states_below(run_dir)) else None
+        return (
+            record["message"] if record["stamp"] == _digest(stamp, _states_below(run_dir)) else None
+        )
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -174,7 +213,9 @@ def _states_below(run_dir: Path) -> list[tuple[str, int, int]]:
 
 
 def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Of each file its size and when it last changed: unlike `st_mtime`, `st_ctime` cannot be set to what it was."""
+    """Of each file its size and when it last changed: unlike `st_mtime`, `st_ctime` cannot be
+    set to what it was.
+    """
     found = [(str(path.absolute()), path.stat()) for path in sorted(paths) if path.is_file()]
     return [(name, state.st_size, state.st_ctime_ns) for name, state in found]
 

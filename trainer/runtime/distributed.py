@@ -25,7 +25,9 @@ except ImportError:
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
-"""The launcher gives up first when ranks do not meet in time: it knows their stacks, and that the run is resumable."""
+"""The launcher gives up first when ranks do not meet in time: it knows their stacks, and that
+the run is resumable.
+"""
 MAX_DIFFERENCES = 20
 """A message names so many."""
 T = TypeVar("T")
@@ -33,10 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Who this rank is. A rank is a process with its device; a data rank takes its own part of each global batch.
+    """Who this rank is. A rank is a process with its device; a data rank takes its own part of each
+    global batch.
 
-    A data rank is one rank, or `sequence_size` neighbours that hold the positions of its samples between them.
-    Parameters and checkpoints know nothing of that: they lie over all ranks. No two ranks find the loss of the same
+    A data rank is one rank, or `sequence_size` neighbours that hold the positions of its samples
+    between them. Parameters and checkpoints know nothing of that: they lie over all ranks. No two
+    ranks find the loss of the same
     token: what is counted is added up over all.
     """
 
@@ -80,11 +84,15 @@ class World:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA when there is one. Raises `ConfigError` when CUDA is asked for and absent."""
+    """`auto` takes CUDA when there is one. Raises `ConfigError` when CUDA is asked for and
+    absent.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu or auto")
+        raise ConfigError(
+            "trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu or auto"
+        )
     return torch.device("cuda", local_rank())
 
 
@@ -93,12 +101,18 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float32: emulation is up to 100 times slower."""
+    """`auto` is bfloat16 where the hardware multiplies it, else float32: emulation is up to 100
+    times slower.
+    """
     if name != AUTO:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
@@ -119,7 +133,9 @@ def start(
     rank, size = rank_and_size()
     dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
     if "RANK" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1"
+        )
     backend, card = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -131,7 +147,8 @@ def start(
     _require_all(device, size, card=card, facts=facts)
     world = make_world(device, dimensions, sequence_size=sequence_size)
     groups = [world.sequence_group] if world.sequence_group is not None else []
-    for group in [*world.mesh.get_all_groups(), *groups]:  # else those of single dimensions have torch's own half hour
+    # else those of single dimensions have torch's own half hour
+    for group in [*world.mesh.get_all_groups(), *groups]:
         set_timeout(timeout, group)
     return world
 
@@ -141,7 +158,9 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
     if fsdp_size in (-1, size):
         return {"fsdp": size}
     if size % fsdp_size:
-        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
+        raise ConfigError(
+            f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run"
+        )
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
@@ -149,16 +168,23 @@ def require_divided(size: int, sequence_size: int) -> None:
     """Raises `ConfigError` for ranks that do not make whole data ranks."""
     if size % sequence_size:
         raise ConfigError(
-            f"model.ulysses_sequence_parallel_size={sequence_size} does not divide the {size} ranks of this run"
+            f"model.ulysses_sequence_parallel_size={sequence_size} does not divide the {size} "
+            f"ranks of this run"
         )
 
 
-def make_world(device: torch.device, dimensions: dict[str, int], *, sequence_size: int = 1) -> World:
-    """The mesh of these dimensions over the ranks that have met. Collective. Raises `ConfigError`."""
+def make_world(
+    device: torch.device, dimensions: dict[str, int], *, sequence_size: int = 1
+) -> World:
+    """The mesh of these dimensions over the ranks that have met. Collective. Raises
+    `ConfigError`.
+    """
     require_divided(dist.get_world_size(), sequence_size)
     return World(
         device=device,
-        mesh=init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)),
+        mesh=init_device_mesh(
+            device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
+        ),
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         num_shards=dimensions["fsdp"],
@@ -167,8 +193,11 @@ def make_world(device: torch.device, dimensions: dict[str, int], *, sequence_siz
     )
 
 
-def _require_all(device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str] | None = None) -> None:
-    """A first sum over all ranks on the device; no two of them may share a card, all have the same facts.
+def _require_all(
+    device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str] | None = None
+) -> None:
+    """A first sum over all ranks on the device; no two of them may share a card, all have the same
+    facts.
 
     Raises `ConfigError`, on every rank the same. Collective.
     """
@@ -176,12 +205,16 @@ def _require_all(device: torch.device, size: int, *, card: str | None, facts: Ma
     dist.all_gather_object(found, (socket.gethostname(), card, dict(facts or {})))
     (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
-        raise ConfigError(f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card")
+        raise ConfigError(
+            f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card"
+        )
     _require_equal([(host, own) for host, _, own in found])
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
-        raise RuntimeError(f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound")
+        raise RuntimeError(
+            f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound"
+        )
 
 
 def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
@@ -193,18 +226,23 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         for rank, (_, facts) in enumerate(found):
             ranks_by_value.setdefault(facts.get(name, "none"), []).append(rank)
         if len(ranks_by_value) > 1:
-            places = (f"{value} on {_places(ranks, found)}" for value, ranks in ranks_by_value.items())
+            places = (
+                f"{value} on {_places(ranks, found)}" for value, ranks in ranks_by_value.items()
+            )
             lines.append(f"  {name}: {', '.join(places)}")
     if lines:
-        cut = [f"  … and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+        cut = (
+            [f"  … and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+        )
         raise ConfigError(
             "\n".join(
                 [
                     "the ranks of this run have different inputs and would train a mixture of them:",
                     *lines[:MAX_DIFFERENCES],
                     *cut,
-                    "Fix: give every machine the same command and the same files (data.train_files, "
-                    "model.partial_pretrain), and write no file while a run starts",
+                    "Fix: give every machine the same command and the same files "
+                    "(data.train_files, model.partial_pretrain), and write no file while a run "
+                    "starts",
                 ]
             )
         )
@@ -230,8 +268,12 @@ def _spans(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]) -> T:
-    """The main rank's result on every rank, or its error; `describe` words a failure of the disk. Collective."""
+def on_main(
+    action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]
+) -> T:
+    """The main rank's result on every rank, or its error; `describe` words a failure of the
+    disk. Collective.
+    """
     outcome: list[Any] = [None, None]
     if world.is_main:
         try:
@@ -248,7 +290,8 @@ def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSErro
 
 
 def await_main(world: World, event: str, *, timeout_s: float) -> None:
-    """The main rank says that it has come so far; the others wait for that, no longer than `timeout_s`.
+    """The main rank says that it has come so far; the others wait for that, no longer than
+    `timeout_s`.
 
     No collective: it works between ranks of which some may be gone.
     """
@@ -266,8 +309,8 @@ def stop() -> None:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens; below those that Linux gives to connections, one of which may get
-    it before it is used.
+    """A port of this machine on which nobody listens; below those that Linux gives to connections,
+    one of which may get it before it is used.
     """
     while True:
         port = secrets.choice(range(10000, 32768))

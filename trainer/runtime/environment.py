@@ -1,4 +1,6 @@
-"""What torchrun tells a rank, what a rank asks of the C library, how users call commands (floor 1, no torch)."""
+"""What torchrun tells a rank, what a rank asks of the C library, how users call commands (floor
+1, no torch).
+"""
 
 import contextlib
 import ctypes
@@ -28,8 +30,8 @@ def ranks_on_machine() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For imports: they make some 350,000 objects that all stay; walking through them again and again takes a fifth of
-    the time. What was made is left out of later collections too.
+    """For imports: they make some 350,000 objects that all stay; walking through them again and
+    again takes a fifth of the time. What was made is left out of later collections too.
     """
     gc.disable()
     try:
@@ -40,32 +42,40 @@ def uncollected() -> Iterator[None]:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Shorten how long a CPU thread spins while it waits for another, unless the user chose; before torch is imported.
+    """Shorten how long a CPU thread spins while it waits for another, unless the user chose; before
+    torch is imported.
 
-    libgomp spins for milliseconds at the end of every operation. Beside one busy process on the same cores that made
-    steps more than five times slower; on idle cores the shorter wait costs nothing (benchmarks/README.md).
+    libgomp spins for milliseconds at the end of every operation. Beside one busy process on the
+    same cores that made steps more than five times slower; on idle cores the shorter wait costs
+    nothing (benchmarks/README.md).
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def grow_cuda_segments() -> None:
-    """Let the CUDA allocator grow its blocks unless the user set it otherwise; to be called before torch is imported.
+    """Let the CUDA allocator grow its blocks unless the user set it otherwise; to be called before
+    torch is imported.
 
-    Every batch has another number of tokens, and blocks of fixed size would leave gaps that fit none of them.
+    Every batch has another number of tokens, and blocks of fixed size would leave gaps that fit
+    none of them.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Return what a page-locked tensor of `size_bytes` takes: torch allocates the next power of two.
+    """Return what a page-locked tensor of `size_bytes` takes: torch allocates the next power of
+    two.
 
-    A limit that the user set is honoured. None is set here: up to torch 2.13, `pinned_max_round_threshold_mb` hands out
-    blocks that are smaller than asked for (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb`
-    page-locks each gradient again in every step.
+    A limit that the user set is honoured. None is set here: up to torch 2.13,
+    `pinned_max_round_threshold_mb` hands out blocks that are smaller than asked for
+    (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb` page-locks each
+    gradient again in every step.
     """
-    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    settings = ",".join(
+        os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    )
     limits_mb = re.findall(r"\bpinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", settings)
     if any(size_bytes > int(limit_mb) * 2**20 for limit_mb in limits_mb):
         return size_bytes
@@ -73,7 +83,8 @@ def pinned_bytes(size_bytes: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory instead of returning it to the kernel; other C libraries are left as they are.
+    """Let glibc keep freed memory instead of returning it to the kernel; other C libraries are left
+    as they are.
 
     On a CPU every large tensor would be mapped and unmapped anew, page by page.
     """

@@ -1,9 +1,10 @@
 """`evaluations.jsonl` of a run: what was scored of which checkpoint (floor 1, no torch).
 
-One object a line. Kind "sample": `name` and `step` of the evaluation, its `key`, `index`, `prompt`, `answer`,
-`completion`, `score`, `reason`. Kind "summary", once all its samples are there or for a result from elsewhere: `name`
-(as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`,
-`engine`, and how it was made. Of each name and step the last summary counts.
+One object a line. Kind "sample": `name` and `step` of the evaluation, its `key`, `index`, `prompt`,
+`answer`, `completion`, `score`, `reason`. Kind "summary", once all its samples are there or for a
+result from elsewhere: `name` (as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the
+checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was made. Of each name
+and step the last summary counts.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,15 @@ EXEC = "exec"
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Samples and summaries in the order written, torn and foreign lines passed over; none without the file."""
+    """Samples and summaries in the order written, torn and foreign lines passed over; none
+    without the file.
+    """
     rows = (row for _, row in JsonLines(run_dir / FILE_NAME))
-    return [row for row in rows if row.get("kind") in (SAMPLE, SUMMARY) and isinstance(row.get("step"), int)]
+    return [
+        row
+        for row in rows
+        if row.get("kind") in (SAMPLE, SUMMARY) and isinstance(row.get("step"), int)
+    ]
 
 
 def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
@@ -36,9 +43,15 @@ def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 
 def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]], best_metric: str) -> str | None:
-    """Which evaluation tells the best checkpoint: the one asked for, else the only one (of programs)."""
+    """Which evaluation tells the best checkpoint: the one asked for, else the only one (of
+    programs).
+    """
     if best_metric in names:
         return best_metric
-    programs = [name for name, rows in names.items() if all(row.get("scorer") == EXEC for row in rows.values())]
+    programs = [
+        name
+        for name, rows in names.items()
+        if all(row.get("scorer") == EXEC for row in rows.values())
+    ]
     found = programs if len(programs) == 1 else list(names)
     return found[0] if len(found) == 1 else None

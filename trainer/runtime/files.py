@@ -1,4 +1,6 @@
-"""Files and directories that appear whole or not at all; locks (floor 1, no torch). Checkpoints have their `fsio`."""
+"""Files and directories that appear whole or not at all; locks (floor 1, no torch). Checkpoints
+have their `fsio`.
+"""
 
 import errno
 import fcntl
@@ -15,9 +17,11 @@ SMALL_FILE_BYTES = 2**28
 
 
 def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, int], int]:
-    """An `opener` for `open` that refuses all but regular files, at once: a FIFO without a writer would block.
+    """An `opener` for `open` that refuses all but regular files, at once: a FIFO without a writer
+    would block.
 
-    What it opens raises `OSError` for directories, FIFOs, devices and sockets, and for links unless they are followed.
+    What it opens raises `OSError` for directories, FIFOs, devices and sockets, and for links unless
+    they are followed.
     """
     extra = flags | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
 
@@ -34,18 +38,28 @@ def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, i
     return opener
 
 
-def open_regular(path: Path, *, limit_bytes: int | None = None, follow_links: bool = True) -> BinaryIO:
-    """A regular file of at most `limit_bytes`, open for reading. Raises `OSError` for anything else."""
+def open_regular(
+    path: Path, *, limit_bytes: int | None = None, follow_links: bool = True
+) -> BinaryIO:
+    """A regular file of at most `limit_bytes`, open for reading. Raises `OSError` for anything
+    else.
+    """
     file = open(path, "rb", opener=regular_opener(0, follow_links=follow_links))  # noqa: SIM115  the caller closes it
     size_bytes = os.fstat(file.fileno()).st_size
     if limit_bytes is not None and size_bytes > limit_bytes:
         file.close()
-        raise OSError(errno.EFBIG, f"has {size_bytes} bytes; at most {limit_bytes} are read", str(path))
+        raise OSError(
+            errno.EFBIG, f"has {size_bytes} bytes; at most {limit_bytes} are read", str(path)
+        )
     return file
 
 
-def read_regular(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_links: bool = True) -> bytes:
-    """The content of a small regular file. Raises `OSError` for anything else, without waiting for it."""
+def read_regular(
+    path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_links: bool = True
+) -> bytes:
+    """The content of a small regular file. Raises `OSError` for anything else, without waiting
+    for it.
+    """
     with open_regular(path, limit_bytes=limit_bytes, follow_links=follow_links) as file:
         return file.read(limit_bytes)
 
@@ -53,9 +67,9 @@ def read_regular(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_link
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace `path` by `text`: a reader sees the old or the new content, never a part.
 
-    Durable, the same holds for the machine after a power loss. A file has one writer: what a kill leaves in
-    `<path>.tmp` the next write removes; one that fails leaves nothing. A link of that name is removed, never followed.
-    Raises `OSError`.
+    Durable, the same holds for the machine after a power loss. A file has one writer: what a kill
+    leaves in `<path>.tmp` the next write removes; one that fails leaves nothing. A link of that
+    name is removed, never followed. Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
     partial.unlink(missing_ok=True)
@@ -75,7 +89,8 @@ def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
 
 
 def publish(staging: Path, directory: Path) -> bool:
-    """Give a finished directory its name, once all in it would survive a power loss; False if another was first.
+    """Give a finished directory its name, once all in it would survive a power loss; False if
+    another was first.
 
     Raises `OSError`.
     """
@@ -110,7 +125,8 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Hold the lock file `path`, made if absent; False where the file system has no locks.
 
-    `on_wait` is called again and again while another process holds it. Raises `OSError` when it cannot be opened.
+    `on_wait` is called again and again while another process holds it. Raises `OSError` when it
+    cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -121,7 +137,8 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Take the lock on an open file or directory: None while another holds it, False where the file system has none.
+    """Take the lock on an open file or directory: None while another holds it, False where the file
+    system has none.
 
     Raises `OSError` for anything else.
     """

@@ -1,4 +1,5 @@
-"""JSON on disk: files of one object a line, appended whole and read while they grow; objects; numbers (floor 1).
+"""JSON on disk: files of one object a line, appended whole and read while they grow; objects;
+numbers (floor 1).
 
 No torch.
 """
@@ -48,11 +49,17 @@ def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): strict(item, nonfinite=nonfinite) for key, item in value.items()}
-    return [strict(item, nonfinite=nonfinite) for item in value] if isinstance(value, list | tuple) else str(value)
+    return (
+        [strict(item, nonfinite=nonfinite) for item in value]
+        if isinstance(value, list | tuple)
+        else str(value)
+    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; {} without the file, or where it holds or is anything else."""
+    """The object in a small JSON file; {} without the file, or where it holds or is anything
+    else.
+    """
     with suppress(OSError):
         content = parsed(read_regular(path))
         return content if isinstance(content, dict) else {}
@@ -79,12 +86,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
 
 
 class JsonLines:
-    """(offset in bytes, JSON object) of the lines of a file, each time those that were added since the last.
+    """(offset in bytes, JSON object) of the lines of a file, each time those that were added since
+    the last.
 
     Blank lines are passed over, others that are no object are counted, too. Of a line
-    that begins with a torn one the whole one at its end is read: lines of a file begin alike. A last line without its
-    end waits for it, unless `is_final` says that it is all there will be. None without the file. Raises `OSError` for
-    anything but a regular file of at most `MAX_FILE_BYTES`.
+    that begins with a torn one the whole one at its end is read: lines of a file begin alike. A
+    last line without its end waits for it, unless `is_final` says that it is all there will be.
+    None without the file. Raises `OSError` for anything but a regular file of at most
+    `MAX_FILE_BYTES`.
     """
 
     def __init__(self, path: Path, *, is_final: bool = False) -> None:
@@ -93,7 +102,10 @@ class JsonLines:
         self.num_unparsed = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        with suppress(FileNotFoundError), open_regular(self._path, limit_bytes=MAX_FILE_BYTES) as file:
+        with (
+            suppress(FileNotFoundError),
+            open_regular(self._path, limit_bytes=MAX_FILE_BYTES) as file,
+        ):
             file.seek(self._offset)
             block, begin = [], self._offset
             for place in self._lines(file):
@@ -117,7 +129,9 @@ class JsonLines:
                 yield start, line
 
     def _objects(self, block: list[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """All lines at once as one JSON array, which takes half the time; line by line where one of them is odd."""
+        """All lines at once as one JSON array, which takes half the time; line by line where
+        one of them is odd.
+        """
         contents = parsed(b"[" + b",".join([line for _, line in block]) + b"]")
         if contents is None or len(contents) != len(block):
             contents = [parsed(line) for _, line in block]
@@ -132,16 +146,20 @@ class JsonLines:
 
 
 class AppendFile:
-    """JSON objects as lines, each by one `write` on an O_APPEND descriptor: a kill of the process loses none.
+    """JSON objects as lines, each by one `write` on an O_APPEND descriptor: a kill of the process
+    loses none.
 
-    A separate thread syncs them to the disk, every `SYNC_INTERVAL_S` and when asked: a slow disk delays nobody.
-    Raises `CannotWriteError` when the file cannot be opened, or is a link or anything but a regular file.
+    A separate thread syncs them to the disk, every `SYNC_INTERVAL_S` and when asked: a slow disk
+    delays nobody. Raises `CannotWriteError` when the file cannot be opened, or is a link or
+    anything but a regular file.
 
-    While lines cannot be written (disk full) training goes on. They wait in memory, at most `MAX_WAITING_BYTES`, and
-    are written in order with the first one that fits; `close` names the steps of those that are lost. Where the file
-    is moved away or removed, the lines go on in a new file at the path.
+    While lines cannot be written (disk full) training goes on. They wait in memory, at most
+    `MAX_WAITING_BYTES`, and are written in order with the first one that fits; `close` names the
+    steps of those that are lost. Where the file is moved away or removed, the lines go on in a new
+    file at the path.
 
-    `is_guest`: the file is another process's, which alone takes torn lines back: what seems torn may be its own.
+    `is_guest`: the file is another process's, which alone takes torn lines back: what seems torn
+    may be its own.
     """
 
     def __init__(self, path: Path, *, is_guest: bool = False) -> None:
@@ -197,7 +215,11 @@ class AppendFile:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes > MAX_FILE_BYTES:
             os.close(descriptor)
-            raise OSError(errno.EFBIG, f"has {size_bytes} bytes; at most {MAX_FILE_BYTES} are read", str(self._path))
+            raise OSError(
+                errno.EFBIG,
+                f"has {size_bytes} bytes; at most {MAX_FILE_BYTES} are read",
+                str(self._path),
+            )
         if not self._is_guest:
             _drop_torn_tail(descriptor)
         return descriptor
@@ -214,13 +236,17 @@ class AppendFile:
                 self._num_waiting_bytes -= len(line)
         except OSError as error:
             if self._error is None:
-                logger.warning("cannot write %s: %s; training goes on, rows wait in memory", self._path, error)
+                logger.warning(
+                    "cannot write %s: %s; training goes on, rows wait in memory", self._path, error
+                )
             self._error = error
             while self._num_waiting_bytes > MAX_WAITING_BYTES:
                 self._drop_oldest()
             return
         if self._error is not None:
-            logger.info("%s can be written again: %d rows that waited are in it", self._path, num_before - 1)
+            logger.info(
+                "%s can be written again: %d rows that waited are in it", self._path, num_before - 1
+            )
         self._error = None
 
     def _write(self, line: bytes) -> None:
@@ -232,7 +258,8 @@ class AppendFile:
             raise OSError(errno.ENOSPC, f"only {num_written} of {len(line)} bytes fitted")
 
     def _stay_at_path(self) -> None:
-        """Open a new file where the path no longer names the one that is open, as after a rotation of logs.
+        """Open a new file where the path no longer names the one that is open, as after a rotation
+        of logs.
 
         Where the whole directory is gone, the open file is all there is. Raises `OSError`.
         """
@@ -246,8 +273,8 @@ class AppendFile:
         self._moved_away.append(self._descriptor)
         self._descriptor = descriptor
         logger.warning(
-            "%s was moved away or removed while this run was training: rows go on in a new file; the rows before are "
-            "in the one that was moved",
+            "%s was moved away or removed while this run was training: rows go on in a new file; "
+            "the rows before are in the one that was moved",
             self._path,
         )
 
@@ -263,7 +290,12 @@ class AppendFile:
             self._drop_oldest()
         if self._num_dropped:
             steps = f" of steps {as_ranges(self._lost_steps)}" if self._lost_steps else ""
-            logger.warning("%s lacks %d rows%s, which could not be written", self._path, self._num_dropped, steps)
+            logger.warning(
+                "%s lacks %d rows%s, which could not be written",
+                self._path,
+                self._num_dropped,
+                steps,
+            )
 
     def _sync(self) -> None:
         is_last = has_failed = False
@@ -285,12 +317,18 @@ class AppendFile:
                 has_failed = False
             except OSError as error:
                 if not has_failed:
-                    logger.warning("cannot sync %s: %s; a crash of the machine may lose rows", self._path, error)
+                    logger.warning(
+                        "cannot sync %s: %s; a crash of the machine may lose rows",
+                        self._path,
+                        error,
+                    )
                 has_failed = True
 
 
 def _drop_torn_tail(descriptor: int) -> None:
-    """Cut what follows the last newline: no row is complete without it, and the next one must not glue to a part."""
+    """Cut what follows the last newline: no row is complete without it, and the next one must
+    not glue to a part.
+    """
     end = keep = os.fstat(descriptor).st_size
     while keep > 0:
         start = max(0, keep - 65536)

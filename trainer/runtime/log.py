@@ -1,4 +1,6 @@
-"""Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr (floor 1)."""
+"""Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr
+(floor 1).
+"""
 
 import contextlib
 import io
@@ -10,9 +12,11 @@ from typing import IO, Any, TextIO
 
 
 class SafeStream:
-    """A standard stream whose loss costs its text alone: a pipe without reader, a full disk, a closed terminal.
+    """A standard stream whose loss costs its text alone: a pipe without reader, a full disk, a
+    closed terminal.
 
-    The first write that fails lets the descriptor lead to /dev/null from then on, also for libraries and children.
+    The first write that fails lets the descriptor lead to /dev/null from then on, also for
+    libraries and children.
     """
 
     def __init__(self, stream: IO[str], *, name: str, says_so: bool) -> None:
@@ -37,24 +41,30 @@ class SafeStream:
         os.close(null)
         self._stream.flush()  # what it still holds can go now
         if self._says_so:
-            say(f"{self._name} can no longer be written ({error.strerror}): nothing is shown there from now on\n")
+            say(
+                f"{self._name} can no longer be written ({error.strerror}): nothing is shown there "
+                f"from now on\n"
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def escape_unprintable() -> None:
-    """Show characters that the terminal's encoding lacks as escapes: a Latin-1 locale has no `│`."""
+    """Show characters that the terminal's encoding lacks as escapes: a Latin-1 locale has no
+    `│`.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def keep_streams_safe(*, says_so: bool = True) -> None:
-    """To be called first in a process: closed standard streams lead to /dev/null, and broken ones do no harm.
+    """To be called first in a process: closed standard streams lead to /dev/null, and broken ones
+    do no harm.
 
-    Else a file opened later would get the free number, and receive what is meant for the terminal. With `says_so` the
-    loss of stdout is told on stderr.
+    Else a file opened later would get the free number, and receive what is meant for the terminal.
+    With `says_so` the loss of stdout is told on stderr.
     """
     escape_unprintable()
     for number, mode in enumerate(("r", "w", "w")):
@@ -69,7 +79,9 @@ def keep_streams_safe(*, says_so: bool = True) -> None:
         name = ("stdin", "stdout", "stderr")[number]
         stream = getattr(sys, name) or open(number, mode, closefd=False)  # noqa: SIM115
         is_told = says_so and name == "stdout"
-        setattr(sys, name, stream if mode == "r" else SafeStream(stream, name=name, says_so=is_told))
+        setattr(
+            sys, name, stream if mode == "r" else SafeStream(stream, name=name, says_so=is_told)
+        )
 
 
 def say(text: str) -> None:
@@ -96,7 +108,9 @@ class _Stdout(logging.StreamHandler):
 
 
 def configure(rank: int) -> None:
-    """Send `trainer.*` to the terminal. Other ranks than 0 speak only in errors, and say who they are."""
+    """Send `trainer.*` to the terminal. Other ranks than 0 speak only in errors, and say who
+    they are.
+    """
     prefix = "" if rank == 0 else f"[rank {rank}] "
     out = _Stdout()
     out.addFilter(lambda record: record.levelno < logging.WARNING)

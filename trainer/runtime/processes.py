@@ -1,4 +1,5 @@
-"""Processes of this machine: what one does, that it ends with its parent, another interpreter (floor 1, no torch).
+"""Processes of this machine: what one does, that it ends with its parent, another interpreter
+(floor 1, no torch).
 
 And work in a thread that may never end.
 """
@@ -22,7 +23,9 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def status_of(process: psutil.Process) -> str:
-    """What the process does in psutil's words; empty when it has ended, reaped or not, or is another by now."""
+    """What the process does in psutil's words; empty when it has ended, reaped or not, or is
+    another by now.
+    """
     try:
         status = str(process.status()) if process.is_running() else ""
     except psutil.Error:
@@ -38,19 +41,25 @@ def is_alive(pid: int) -> bool:
 
 
 def born_at(pid: int) -> int | None:
-    """Clock ticks from the boot of the machine to the start of a process: with its number, which others are given once
-    it has ended, and after a restart of a container soon, that tells it from them. None where nothing says it.
+    """Clock ticks from the boot of the machine to the start of a process: with its number, which
+    others are given once it has ended, and after a restart of a container soon, that tells it from
+    them. None where nothing says it.
     """
     try:
         return int(
-            Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()[19]
+            Path(f"/proc/{pid}/stat")
+            .read_text(errors="replace", encoding="utf-8")
+            .rpartition(")")[2]
+            .split()[19]
         )
     except (OSError, LookupError, ValueError):
         return None
 
 
 def die_with_parent(parent_pid: int, *, code: int) -> None:
-    """Have this process killed when its parent ends, however that ends; leave with `code` if it has ended already."""
+    """Have this process killed when its parent ends, however that ends; leave with `code` if it
+    has ended already.
+    """
     pr_set_pdeathsig = 1
     with contextlib.suppress(OSError, AttributeError):  # no Linux
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -62,12 +71,19 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Another interpreter, to its end; what PYTHONPATH and its like say is meant for this one."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return subprocess.run(
-        [python, *words], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        [python, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
 
 
 def begun(work: Callable[[], T]) -> Future[T]:
-    """In a thread of its own that holds up no end of the process: a storage, or a stopped process, may never answer."""
+    """In a thread of its own that holds up no end of the process: a storage, or a stopped
+    process, may never answer.
+    """
     answer = Future[T]()
 
     def in_thread() -> None:

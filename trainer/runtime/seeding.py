@@ -10,13 +10,16 @@ import torch
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit seed from its parts: equal parts, equal seed; on every machine and Python version."""
+    """A 63-bit seed from its parts: equal parts, equal seed; on every machine and Python
+    version.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed every generator for one optimizer step, from 1: dropout of step k does not depend on how the run got there.
+    """Seed every generator for one optimizer step, from 1: dropout of step k does not depend on how
+    the run got there.
 
     The key counts the steps before this one, as the runs of all earlier versions do.
     """
@@ -27,7 +30,8 @@ def seed_step(seed: int, *, step: int, rank: int) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """What adds up in no fixed order on a GPU (attention's backward pass, cuBLAS, NCCL) does so in one from here on.
+    """What adds up in no fixed order on a GPU (attention's backward pass, cuBLAS, NCCL) does so in
+    one from here on.
 
     To be called before the first CUDA call. Torch raises where an operation has no such kernel.
     """
@@ -51,10 +55,18 @@ class GeneratorState:
         version, internal, gauss_next = random.getstate()
         state: dict[str, Any] = {
             "cpu": torch.get_rng_state(),
-            "numpy": [name, torch.from_numpy(np.int64(keys)), int(position), int(has_gauss), float(cached)],
+            "numpy": [
+                name,
+                torch.from_numpy(np.int64(keys)),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            ],
             "random": [version, list(internal), gauss_next],
         }
-        return state | ({"cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
+        return state | (
+            {"cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["cpu"])

@@ -1,7 +1,8 @@
 """Stop signals, and the rank's side of the launcher's protocol (floor 1).
 
-A rank writes its pid into the status of its launcher (`trainer/runtime/status.py`), so that a signal reaches it
-directly, and the exit code of the run, because torchrun folds every failure into 1.
+A rank writes its pid into the status of its launcher (`trainer/runtime/status.py`), so that a
+signal reaches it directly, and the exit code of the run, because torchrun folds every failure into
+1.
 """
 
 import contextlib
@@ -34,14 +35,17 @@ PEER_GONE_S = 1.0
 
 
 def heeded_signals() -> frozenset[signal.Signals]:
-    """The signals that ask this process to stop: all but a SIGHUP that `nohup` told it to ignore."""
+    """The signals that ask this process to stop: all but a SIGHUP that `nohup` told it to
+    ignore.
+    """
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
 
 def become_worker(parent_pid: int, *, code: int) -> None:
-    """Stop signals are the business of the process that this one, just forked, works for. It lives until it is no
-    longer needed, and no longer: one that waits for room in its pipe would never see that the other is gone.
+    """Stop signals are the business of the process that this one, just forked, works for. It lives
+    until it is no longer needed, and no longer: one that waits for room in its pipe would never see
+    that the other is gone.
     """
     die_with_parent(parent_pid, code=code)
     for number in STOP_SIGNALS:
@@ -51,8 +55,9 @@ def become_worker(parent_pid: int, *, code: int) -> None:
 class StopRequest:
     """Remembers that someone asked the run to stop.
 
-    While `deferred()` is active a signal only sets the flag, for the loop to save at its next step boundary; outside,
-    nothing is worth saving and the process leaves at once. A second, later signal always leaves at once.
+    While `deferred()` is active a signal only sets the flag, for the loop to save at its next step
+    boundary; outside, nothing is worth saving and the process leaves at once. A second, later
+    signal always leaves at once.
     """
 
     def __init__(self, *, max_time_s: float = math.inf) -> None:
@@ -96,7 +101,9 @@ class StopRequest:
         self.signal_name, self._first_at = signal.Signals(number).name, now
 
     def _stand_in(self, reader: int) -> None:
-        """Leave for a main thread that cannot: inside C code, as in a wait for ranks to come, it runs no handler."""
+        """Leave for a main thread that cannot: inside C code, as in a wait for ranks to come,
+        it runs no handler.
+        """
         while numbers := os.read(reader, 1):
             if numbers[0] not in STOP_SIGNALS:
                 continue  # loader workers that end are told of by a handler of torch's
@@ -107,7 +114,10 @@ class StopRequest:
 
 def _leave_unsaved(number: int) -> NoReturn:
     if report_exit_code(EXIT_RESUMABLE):
-        say(f"stopped by {signal.Signals(number).name}; the same command goes on from the last checkpoint\n")
+        say(
+            f"stopped by {signal.Signals(number).name}; the same command goes on from the last "
+            f"checkpoint\n"
+        )
     os._exit(EXIT_RESUMABLE)
 
 
@@ -116,9 +126,11 @@ def has_launcher() -> bool:
 
 
 def join_launcher() -> None:
-    """Register this rank with the launcher, and die with the parent process so that no rank outlives its job.
+    """Register this rank with the launcher, and die with the parent process so that no rank
+    outlives its job.
 
-    SIGUSR2 from now on writes the stacks of all threads, by a handler in C that does not wait for the interpreter.
+    SIGUSR2 from now on writes the stacks of all threads, by a handler in C that does not wait for
+    the interpreter.
     """
     if (status := launcher_status()) is None:
         return
@@ -129,7 +141,9 @@ def join_launcher() -> None:
 
 
 def lost_ranks() -> list[int]:
-    """Ranks of this machine whose process is gone, after a moment in which one may be seen to go."""
+    """Ranks of this machine whose process is gone, after a moment in which one may be seen to
+    go.
+    """
     status = launcher_status()
     try:
         pids = {} if status is None else status.pids()
@@ -146,7 +160,8 @@ def lost_ranks() -> list[int]:
 def report_exit_code(code: int) -> bool:
     """Tell the launcher how the run ended; whether this rank is the first of its machine to do so.
 
-    The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to the user.
+    The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to
+    the user.
     """
     status = launcher_status()
     try:
@@ -156,7 +171,9 @@ def report_exit_code(code: int) -> bool:
 
 
 def reported_exit_code() -> int | None:
-    """The exit code that the first rank of this machine to fail reported to the launcher; None if none has."""
+    """The exit code that the first rank of this machine to fail reported to the launcher; None
+    if none has.
+    """
     status = launcher_status()
     try:
         return None if status is None else status.exit_code()
@@ -167,11 +184,13 @@ def reported_exit_code() -> int | None:
 def leave(code: int) -> None:
     """End this process with the run's exit code.
 
-    Under the launcher an orderly end (all ranks agree) leaves with 0, so that torchrun does not report it as a crash.
+    Under the launcher an orderly end (all ranks agree) leaves with 0, so that torchrun does not
+    report it as a crash.
     """
     report_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # else the interpreter takes a second to free one by one what the system frees at once
+    # else the interpreter takes a second to free one by one what the system frees at once
+    gc.freeze()
     is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and has_launcher()
     sys.exit(EXIT_DONE if is_orderly else code)

@@ -1,9 +1,10 @@
 """What the ranks of a machine tell their launcher, in files without a name (floor 1, no torch).
 
-Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent closes inherited
-descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the launcher>/fd/<descriptor>, which ranks open: first the
-file of exit codes, then one file for each rank. A rank's file holds its pid, its heartbeat, and after these the stacks
-that it appends on SIGUSR2.
+Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent
+closes inherited descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the
+launcher>/fd/<descriptor>, which ranks open: first the file of exit codes, then one file for each
+rank. A rank's file holds its pid, its heartbeat, and after these the stacks that it appends on
+SIGUSR2.
 """
 
 import os
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 
 VARIABLE = "SFT_STATUS"
 LOST_RANK = 70
-"""Internal: the exit code of a rank that ends because another rank of its machine is gone; the agent says why."""
+"""Internal: the exit code of a rank that ends because another rank of its machine is gone; the
+agent says why.
+"""
 ABORTED = 134
 """Internal: the exit code of the agent when SIGABRT ended a rank, and nothing else ended one."""
 _PID = struct.Struct("<Q")
@@ -35,7 +38,10 @@ class Status:
 
     def pids(self) -> dict[int, int]:
         """By number on this machine, the ranks that have registered."""
-        found = {number: _PID.unpack(_read(path)[:_BEAT_AT])[0] for number, path in enumerate(self._ranks)}
+        found = {
+            number: _PID.unpack(_read(path)[:_BEAT_AT])[0]
+            for number, path in enumerate(self._ranks)
+        }
         return {number: pid for number, pid in found.items() if pid}
 
     def open_beat(self, number: int) -> int:
@@ -75,11 +81,14 @@ def write_beat(descriptor: int, record: bytes) -> None:
 
 @contextmanager
 def new_status(num_ranks: int) -> Iterator[Status]:
-    """The files of a launcher that starts `num_ranks` ranks on this machine; they are gone after the block."""
+    """The files of a launcher that starts `num_ranks` ranks on this machine; they are gone
+    after the block.
+    """
     descriptors = [os.memfd_create("sft-status") for _ in range(1 + num_ranks)]
     try:
         for descriptor in descriptors[1:]:
-            os.write(descriptor, bytes(_STACKS_AT))  # takes the memory now: a heartbeat cannot fail later
+            # takes the memory now: a heartbeat cannot fail later
+            os.write(descriptor, bytes(_STACKS_AT))
         yield Status(":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors))
     finally:
         for descriptor in descriptors:

@@ -13,7 +13,8 @@ def readable(size_bytes: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Names come from files anyone may have written: no control characters reach a terminal or a page.
+    """Names come from files anyone may have written: no control characters reach a terminal or a
+    page.
 
     Whatever prints or draws text calls this; what holds it keeps it as it was read.
     """

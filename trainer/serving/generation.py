@@ -1,4 +1,6 @@
-"""What an exported model writes behind prompts: in transformers, in vLLM, or at a server's address (floor 2)."""
+"""What an exported model writes behind prompts: in transformers, in vLLM, or at a server's
+address (floor 2).
+"""
 
 import json
 import urllib.error
@@ -19,7 +21,9 @@ from trainer.config import ConfigError
 from trainer.serving import engines
 
 BATCH = 32
-"""Prompts that are continued together in transformers, by their number: the same ones also after a kill."""
+"""Prompts that are continued together in transformers, by their number: the same ones also
+after a kill.
+"""
 NUM_REQUESTS = 8
 REQUEST_TIMEOUT_S = 600.0
 
@@ -29,7 +33,9 @@ Turns = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 is greedy. What generation_config.json says of it does not count, its end tokens do."""
+    """`temperature` 0 is greedy. What generation_config.json says of it does not count, its end
+    tokens do.
+    """
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -41,8 +47,12 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
-        """(number, text) of every prompt, as they come. Raises `ConfigError` where the export cannot be served."""
+    def generate(
+        self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling
+    ) -> Iterator[tuple[int, str]]:
+        """(number, text) of every prompt, as they come. Raises `ConfigError` where the export
+        cannot be served.
+        """
 
 
 def make_engine(word: str, python: str) -> Engine:
@@ -72,20 +82,28 @@ class _Chat:
         if self.tokenizer.chat_template is None:
             if len(turns) > 1:
                 text = "the model has no chat template: it continues a text, and cannot answer several messages"
-                raise ConfigError(f"{text}; ask with rows of `prompt`, or train with data.chat_template")
+                raise ConfigError(
+                    f"{text}; ask with rows of `prompt`, or train with data.chat_template"
+                )
             return list(self.tokenizer(turns[0]["content"]).input_ids)
-        rendered = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)
+        rendered = self.tokenizer.apply_chat_template(
+            list(turns), add_generation_prompt=True, return_dict=True
+        )
         return list(rendered["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
 
 class TransformersEngine:
     name = f"transformers {transformers.__version__}"
 
     @torch.no_grad()
-    def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    def generate(
+        self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling
+    ) -> Iterator[tuple[int, str]]:
         transformers.logging.disable_progress_bar()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         chat, model = _Chat(export), engines.load_model(export, dtype="auto").to(device)
@@ -105,7 +123,9 @@ class TransformersEngine:
             rows = [chat.ids(prompts[index]) for index in indices]
             width = max(map(len, rows))
             ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+            mask = torch.tensor(
+                [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device
+            )
             torch.manual_seed(sampling.seed + number)
             written = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
             yield from zip(indices, map(chat.text, written[:, width:].tolist()), strict=True)
@@ -115,7 +135,9 @@ class VllmEngine:
     def __init__(self, python: str) -> None:
         self._python, self.name = python, engines.VLLM
 
-    def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    def generate(
+        self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling
+    ) -> Iterator[tuple[int, str]]:
         chat = _Chat(export)
         wanted = {**asdict(sampling), "stop_ids": chat.stop_ids}
         job = {"ids": [chat.ids(turns) for turns in prompts.values()], "sampling": wanted}
@@ -131,10 +153,16 @@ class ServerEngine:
         self._address = address.rstrip("/").removesuffix("/v1") + "/v1"
         self.name = self._address
 
-    def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    def generate(
+        self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling
+    ) -> Iterator[tuple[int, str]]:
         model = self._model(export)
         self.name = f"{model} at {self._address}"
-        limits = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
+        limits = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+        }
 
         def ask(turns: Turns) -> str:
             body = {"model": model, "messages": list(turns), **limits}
@@ -144,13 +172,17 @@ class ServerEngine:
             yield from zip(prompts, pool.map(ask, prompts.values()), strict=True)
 
     def _model(self, export: Path) -> str:
-        """The one that lies where the export does, or the only one, unless that is the export of another step.
+        """The one that lies where the export does, or the only one, unless that is the export of
+        another step.
 
-        vLLM says where its models lie; beside an adapter it serves the base, which is not to be scored in its place.
+        vLLM says where its models lie; beside an adapter it serves the base, which is not to be
+        scored in its place.
         """
         models = self._ask("models", None, "data")
         served = {str(model["id"]): Path(model.get("root") or model["id"]) for model in models}
-        lone = [name for name, root in served.items() if len(served) == 1 and root.name != export.name]
+        lone = [
+            name for name, root in served.items() if len(served) == 1 and root.name != export.name
+        ]
         own = [name for name, root in served.items() if root.parts[-2:] == export.parts[-2:]]
         if (settings := export / engines.PEFT_CONFIG).exists():
             base = Path(json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"])
@@ -160,7 +192,9 @@ class ServerEngine:
         if found := own or lone:
             return max(found, key=lambda name: _num_alike(served[name], export.resolve()))
         said = ", ".join(f"{name} ({root})" for name, root in served.items()) or "nothing"
-        raise ConfigError(f"the server at {self._address} serves {said}, which is not {export}: serve that there")
+        raise ConfigError(
+            f"the server at {self._address} serves {said}, which is not {export}: serve that there"
+        )
 
     def _ask(self, path: str, body: Mapping[str, Any] | None, *keys: str | int) -> Any:
         """What stands below `keys` in the answer."""
@@ -171,7 +205,11 @@ class ServerEngine:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
                 return reduce(getitem, keys, json.load(answer))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            said = error.read(500).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+            said = (
+                error.read(500).decode(errors="replace")
+                if isinstance(error, urllib.error.HTTPError)
+                else ""
+            )
             why = f"{type(error).__name__}: {error} {said}".rstrip()
             raise ConfigError(
                 f"the server at {request.full_url} does not answer as OpenAI's API does: {why}"

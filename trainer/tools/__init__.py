@@ -1,1 +1,3 @@
-"""Optional commands: each measures or reads what the trainer makes, and none knows another (floor 5)."""
+"""Optional commands: each measures or reads what the trainer makes, and none knows another
+(floor 5).
+"""

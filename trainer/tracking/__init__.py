@@ -1,4 +1,6 @@
-"""Where metrics go: `metrics.jsonl` always, the chosen trackers beside it; none of them can stop or delay a run."""
+"""Where metrics go: `metrics.jsonl` always, the chosen trackers beside it; none of them can
+stop or delay a run.
+"""
 
 from trainer.tracking.facade import Tracking
 from trainer.tracking.metrics_file import read_metrics

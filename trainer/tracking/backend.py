@@ -28,7 +28,9 @@ class Backend(Protocol):
             self.log(row)
 
     def rewind(self, step: int) -> None:
-        """The run went back to finished step `step`: rows of later steps come again with other values."""
+        """The run went back to finished step `step`: rows of later steps come again with other
+        values.
+        """
         return
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
@@ -46,11 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class Sink:
-    """Hands calls on to a backend: in a daemon thread behind a bounded queue, which starts with `open`.
+    """Hands calls on to a backend: in a daemon thread behind a bounded queue, which starts with
+    `open`.
 
-    The backend is dropped, once and for all and with one warning, when a call raises, when one lasts longer than
-    `stall_timeout_s`, when `capacity` calls wait, or when it has not closed within `close_timeout_s` of `finish`.
-    `is_inline` calls it in the caller's thread instead: for the console, whose order among other output matters.
+    The backend is dropped, once and for all and with one warning, when a call raises, when one
+    lasts longer than `stall_timeout_s`, when `capacity` calls wait, or when it has not closed
+    within `close_timeout_s` of `finish`. `is_inline` calls it in the caller's thread instead: for
+    the console, whose order among other output matters.
     """
 
     def __init__(
@@ -102,7 +106,9 @@ class Sink:
             return
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._drop(f"{self._call_name or 'close'}() did not finish within {self._close_timeout_s:g} s")
+            self._drop(
+                f"{self._call_name or 'close'}() did not finish within {self._close_timeout_s:g} s"
+            )
 
     def _hand_on(self, call: str, *args: Any) -> None:
         if self.is_dropped:
@@ -113,7 +119,9 @@ class Sink:
             else:
                 self._queue.put_nowait((call, args))
         except queue.Full:
-            self._drop(f"{self._call_name}() hangs or is too slow, {self._queue.maxsize} calls wait")
+            self._drop(
+                f"{self._call_name}() hangs or is too slow, {self._queue.maxsize} calls wait"
+            )
         except Exception as error:
             self._drop_for(error)
 
@@ -124,7 +132,8 @@ class Sink:
             while call != "close" and not self.is_dropped:
                 call, args = self._queue.get()
                 self._call(call, *args)
-        except BaseException as error:  # a library may even raise SystemExit; nothing leaves this thread
+        # a library may even raise SystemExit; nothing leaves this thread
+        except BaseException as error:
             self._drop_for(error)
 
     def _call(self, call: str, *args: Any) -> None:
@@ -141,4 +150,8 @@ class Sink:
             if self.is_dropped:
                 return
             self.is_dropped = True
-        logger.warning("tracker '%s' dropped: %s; training goes on, metrics.jsonl has every row", self._name, cause)
+        logger.warning(
+            "tracker '%s' dropped: %s; training goes on, metrics.jsonl has every row",
+            self._name,
+            cause,
+        )

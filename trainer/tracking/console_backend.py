@@ -11,11 +11,15 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
-FIELDS = {key: (metric.console, metric.factor) for key, metric in METRICS.items() if metric.console} | {
+FIELDS = {
+    key: (metric.console, metric.factor) for key, metric in METRICS.items() if metric.console
+} | {
     "train/reward_mean": ("reward {:.3f}", 1),
     "train/accuracy_mean": ("accuracy {:.3f}", 1),
 }
-"""What a line shows of a row, in this order: of our own metrics, and of those that callers often log."""
+"""What a line shows of a row, in this order: of our own metrics, and of those that callers
+often log.
+"""
 JOINED = ("±", "at step")
 """What belongs to the part before it."""
 
@@ -36,12 +40,18 @@ class ConsoleBackend(Backend):
                 console=Console(file=sys.stdout),
                 auto_refresh=False,
             )
-            self._progress.add_task("", total=self._total_steps, completed=max(0, self._info.resume_step))
+            self._progress.add_task(
+                "", total=self._total_steps, completed=max(0, self._info.resume_step)
+            )
             self._progress.start()
 
     def log(self, row: MetricsRow) -> None:
         data, step = row.data, row.step
-        parts = [_shown(words, data[key] * factor) for key, (words, factor) in FIELDS.items() if key in data]
+        parts = [
+            _shown(words, data[key] * factor)
+            for key, (words, factor) in FIELDS.items()
+            if key in data
+        ]
         if not parts:
             return
         if data.get("optim/skipped_steps"):
@@ -66,7 +76,9 @@ class ConsoleBackend(Backend):
 
 
 def _shown(words: str, value: float) -> str:
-    return words.format(value, duration=timedelta(seconds=round(value)) if "{duration}" in words else "")
+    return words.format(
+        value, duration=timedelta(seconds=round(value)) if "{duration}" in words else ""
+    )
 
 
 def _joined(parts: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""A tracker run that goes on over kills, restarts and rollbacks, from the last step that `run.json` says it has."""
+"""A tracker run that goes on over kills, restarts and rollbacks, from the last step that
+`run.json` says it has.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,15 +11,18 @@ from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 RECORD_INTERVAL_S = 10.0
-"""How often the last step sent is recorded. A kill in between makes the next attempt send some steps twice."""
+"""How often the last step sent is recorded. A kill in between makes the next attempt send some
+steps twice.
+"""
 
 
 class Continued(Backend):
     """Sends a tracker what it lacks of earlier attempts, then the rows of this one.
 
-    A killed attempt has sent more steps than its checkpoint holds. The next one repeats them, and they are not sent
-    again. Trackers keep rows for a moment before they write them: what is recorded as sent is what was handed over at
-    least `RECORD_INTERVAL_S` earlier, so a kill loses no row.
+    A killed attempt has sent more steps than its checkpoint holds. The next one repeats them, and
+    they are not sent again. Trackers keep rows for a moment before they write them: what is
+    recorded as sent is what was handed over at least `RECORD_INTERVAL_S` earlier, so a kill loses
+    no row.
     """
 
     def __init__(self, backend: Backend, info: RunInfo, *, name: str) -> None:
@@ -28,8 +33,8 @@ class Continued(Backend):
     def open(self) -> None:
         """Open the tracker and send it the rows of earlier attempts that it lacks.
 
-        A run whose last step was never recorded has everything up to where this attempt goes on: it is known by an id
-        of a checkpoint alone.
+        A run whose last step was never recorded has everything up to where this attempt goes on: it
+        is known by an id of a checkpoint alone.
         """
         self._backend.open()
         resume_step = self._info.resume_step
@@ -38,7 +43,9 @@ class Continued(Backend):
         if self._backend.takes_back:
             self._sent_before = min(self._sent_before, resume_step)
         self._set_all(self._sent_before)
-        self._backend.log_all(row for row in self._info.earlier_rows() if row.step > self._sent_before)
+        self._backend.log_all(
+            row for row in self._info.earlier_rows() if row.step > self._sent_before
+        )
         self._set_all(max(self._sent_before, resume_step))
         self._recorded_s = time.monotonic()
 

@@ -1,8 +1,8 @@
 """`events.jsonl`: what happened to a run beside its metrics.
 
-One JSON object a line: `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn, error), `message`, and
-what else belongs to that kind. Every attempt begins with an event of kind "start" and ends with "end", which holds
-`exit_code`; one that was killed has no end.
+One JSON object a line: `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn, error),
+`message`, and what else belongs to that kind. Every attempt begins with an event of kind "start"
+and ends with "end", which holds `exit_code`; one that was killed has no end.
 """
 
 import time
@@ -31,9 +31,14 @@ class Event:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise ValueError(f"event '{self.kind}' has level '{self.level}': it must be any of {', '.join(LEVELS)}")
+            raise ValueError(
+                f"event '{self.kind}' has level '{self.level}': it must be any of "
+                f"{', '.join(LEVELS)}"
+            )
         if taken := COLUMNS & self.fields.keys():
-            raise ValueError(f"event '{self.kind}': '{min(taken)}' is a column of {FILE_NAME}: rename that field")
+            raise ValueError(
+                f"event '{self.kind}': '{min(taken)}' is a column of {FILE_NAME}: rename that field"
+            )
 
 
 class EventsFile(AppendFile):
@@ -42,7 +47,12 @@ class EventsFile(AppendFile):
         self._attempt = attempt
 
     def write(self, event: Event) -> None:
-        columns = {"ts": round(time.time(), 3), "attempt": self._attempt, "step": event.step, "kind": event.kind}
+        columns = {
+            "ts": round(time.time(), 3),
+            "attempt": self._attempt,
+            "step": event.step,
+            "kind": event.kind,
+        }
         columns |= {"level": event.level, "message": event.message}
         self.append(columns | strict(event.fields))
 
@@ -53,7 +63,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def last_exit_code(path: Path) -> int | None:
-    """Of the last attempt: that of a crash if it was killed or is still under way; None without any attempt."""
+    """Of the last attempt: that of a crash if it was killed or is still under way; None without
+    any attempt.
+    """
     ends = [event for event in read_events(path) if event["kind"] in ("start", "end")]
     if not ends:
         return None

@@ -1,4 +1,6 @@
-"""The one object the loop logs to: writes rows and events to files and hands them to the chosen backends."""
+"""The one object the loop logs to: writes rows and events to files and hands them to the chosen
+backends.
+"""
 
 import importlib
 import importlib.util
@@ -100,20 +102,23 @@ HISTORIES = BackendSpec(HistoryBackend)
 
 
 class Tracking:
-    """Metrics and events of one attempt of a run; rank 0 builds it, and its owner calls `finish` in a `finally`.
+    """Metrics and events of one attempt of a run; rank 0 builds it, and its owner calls `finish` in
+    a `finally`.
 
-    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with the attempt.
-    `USE_WANDB=true` in the environment adds "wandb" to the backends and `USE_WANDB=false` takes it away;
-    `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
-    from any thread.
+    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with
+    the attempt. `USE_WANDB=true` in the environment adds "wandb" to the backends and
+    `USE_WANDB=false` takes it away; `WANDB_PROJECT` replaces the project name there, so that
+    training and evaluation runs share one. Calls may come from any thread.
 
-    `group`, or `WANDB_RUN_GROUP` before it, names the run that this one belongs to, by default itself: trackers show
-    them together.
-    `run_dir` is by default `trainer.default_local_dir` of `config`, else `checkpoints/<project>/<experiment>`.
+    `group`, or `WANDB_RUN_GROUP` before it, names the run that this one belongs to, by default
+    itself: trackers show them together.
+    `run_dir` is by default `trainer.default_local_dir` of `config`, else
+    `checkpoints/<project>/<experiment>`.
 
-    Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory that holds another
-    run or in which another process trains, `CannotWriteError` when a file of its own cannot be opened. After that no
-    failure of a disk, a network or a tracker reaches the caller.
+    Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory
+    that holds another run or in which another process trains, `CannotWriteError` when a file of its
+    own cannot be opened. After that no failure of a disk, a network or a tracker reaches the
+    caller.
     """
 
     state_of = MAIN
@@ -130,15 +135,23 @@ class Tracking:
         group: str | None = None,
     ) -> None:
         config = config or {}
-        run_dir = Path(run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name))
-        names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
+        run_dir = Path(
+            run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name)
+        )
+        names = (
+            [default_backend]
+            if isinstance(default_backend, str)
+            else list(dict.fromkeys(default_backend))
+        )
         self._specs = {name: importable(name) for name in with_environment(names)}
         run_file = RunFile(run_dir / run_info.FILE_NAME)
         run_file.require(project_name, experiment_name)
         if (pid := heartbeat.trainer_pid(run_dir)) not in (None, os.getpid()):
             raise ConfigError(f"'{run_dir}' is being trained in by pid {pid}: {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
-        self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self._metrics_file.attempt)
+        self._events_file = EventsFile(
+            run_dir / events_file.FILE_NAME, attempt=self._metrics_file.attempt
+        )
         self._info = RunInfo(
             project_name=project_name,
             experiment_name=experiment_name,
@@ -150,7 +163,10 @@ class Tracking:
             run_file=run_file,
             group=os.environ.get("WANDB_RUN_GROUP") or group or experiment_name,
         )
-        self._sinks = [_sink(name, spec, self._info) for name, spec in {"csv": HISTORIES, **self._specs}.items()]
+        self._sinks = [
+            _sink(name, spec, self._info)
+            for name, spec in {"csv": HISTORIES, **self._specs}.items()
+        ]
         self._lock = threading.RLock()
         self._last_step = 0
         self._has_started = self._has_finished = self._is_closed = False
@@ -166,10 +182,14 @@ class Tracking:
         return self._metrics_file.past
 
     def start(self, step: int) -> None:
-        """Say that this attempt goes on from finished step `step`, before its first row, which else says it."""
+        """Say that this attempt goes on from finished step `step`, before its first row, which
+        else says it.
+        """
         with self._lock:
             if self._has_started:
-                raise RuntimeError(f"Tracking.start({step}) comes too late: attempt {self.attempt} has started")
+                raise RuntimeError(
+                    f"Tracking.start({step}) comes too late: attempt {self.attempt} has started"
+                )
             self._has_started = True
             self._info.resume_step = self._last_step = step
             self._metrics_file.mark(metrics_file.START, step)
@@ -180,30 +200,36 @@ class Tracking:
                 sink.open()
 
     def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
-        """Record the metrics of a step. Values are plain int or float; a suffix such as `@sum` of a key is dropped.
+        """Record the metrics of a step. Values are plain int or float; a suffix such as `@sum` of a
+        key is dropped.
 
-        Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as "system" or "epoch" may
-        be added. Of each kind, step and metric the last value counts.
+        Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as
+        "system" or "epoch" may be added. Of each kind, step and metric the last value counts.
         """
         row = MetricsRow.of(data, step, kind)
         with self._lock:
             self._require_open("log", step)
             if not self._has_started:
-                # only a training row says where the run goes on; a result may be of any of its steps
+                # only a training row says where the run goes on; a result may be of any of its
+                # steps
                 self.start(step - 1 if row.kind == "train" else max(step, self.past.last_step))
             self._last_step = step
             self._metrics_file.write(row)
             self._send("log", row)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
-        """Show rows of equal columns, such as generated samples, in trackers that have tables; kept nowhere else."""
+        """Show rows of equal columns, such as generated samples, in trackers that have tables;
+        kept nowhere else.
+        """
         with self._lock:
             self._require_open("table", step)
             if rows:
                 self._send("table", name, step, rows)
 
     def rewind(self, step: int) -> None:
-        """The run went back to finished step `step` inside this attempt: rows of later steps no longer count."""
+        """The run went back to finished step `step` inside this attempt: rows of later steps no
+        longer count.
+        """
         with self._lock:
             self._require_open("rewind", step)
             self._last_step = step
@@ -211,21 +237,29 @@ class Tracking:
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
-        """Record what happened. Level "warn" and "error" are shown on the console, "error" also alerts in W&B."""
+        """Record what happened. Level "warn" and "error" are shown on the console, "error" also
+        alerts in W&B.
+        """
         event = Event(kind, step, message, level, fields)
         with self._lock:
             if self._is_closed:  # backends tell some while they close
                 raise RuntimeError(f"Tracking.event called after finish (step {step})")
             self._events_file.write(event)
-            if level == "error" and self._has_started:  # backends open once the resume step is known
+            # backends open once the resume step is known
+            if level == "error" and self._has_started:
                 self._send("alert", event)
         if level in LOG_LEVELS:
             logger.log(LOG_LEVELS[level], "step %d: %s", step, message)
 
     def health(self) -> dict[str, float]:
-        """Metrics of the logging itself: calls that wait for a tracker, and trackers that were dropped."""
+        """Metrics of the logging itself: calls that wait for a tracker, and trackers that were
+        dropped.
+        """
         depths = [sink.depth for sink in self._sinks]
-        return {"obs/queue_depth": max(depths), "obs/dropped_trackers": sum(sink.is_dropped for sink in self._sinks)}
+        return {
+            "obs/queue_depth": max(depths),
+            "obs/dropped_trackers": sum(sink.is_dropped for sink in self._sinks),
+        }
 
     def flush(self) -> None:
         """Make what was logged survive a crash of the machine soon, without waiting for it."""
@@ -233,7 +267,8 @@ class Tracking:
         self._events_file.sync_soon()
 
     def finish(self, exit_code: int = EXIT_DONE) -> None:
-        """Close all backends at once, waiting for each at most its `close_timeout_s`, then record the attempt's end.
+        """Close all backends at once, waiting for each at most its `close_timeout_s`, then record
+        the attempt's end.
 
         A second call does nothing.
         """
@@ -249,7 +284,9 @@ class Tracking:
         if self._has_started or exit_code != EXIT_DONE:
             level = "info" if exit_code == EXIT_DONE else "warn"
             message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
-            self._events_file.write(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
+            self._events_file.write(
+                Event("end", self._last_step, message, level, {"exit_code": exit_code})
+            )
         self._is_closed = True
         self._events_file.close()
 
@@ -260,8 +297,8 @@ class Tracking:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the tracker runs of a checkpoint where `run.json` names none.
 
-        Ids of another project or experiment are left alone: a branched run is a run of its own. So are trackers that
-        are open already: a rollback goes on in them.
+        Ids of another project or experiment are left alone: a branched run is a run of its own. So
+        are trackers that are open already: a rollback goes on in them.
         """
         if not self._has_started and self._info.identity.items() <= state_dict.items():
             self._info.run_file.adopt(state_dict["run_ids"])
@@ -286,7 +323,10 @@ def _local_dir(config: Mapping[str, Any]) -> str | None:
     """`trainer.default_local_dir` of a configuration, nested as verl's and ours or flat."""
     trainer = config.get("trainer")
     places = [trainer] if isinstance(trainer, Mapping) else []
-    return next((str(found) for place in (*places, config) if (found := place.get("default_local_dir"))), None)
+    return next(
+        (str(found) for place in (*places, config) if (found := place.get("default_local_dir"))),
+        None,
+    )
 
 
 def with_environment(names: list[str]) -> list[str]:
@@ -301,12 +341,16 @@ def with_environment(names: list[str]) -> list[str]:
 def _where_logs_are(info: RunInfo, specs: Mapping[str, BackendSpec]) -> str:
     files = (metrics_file.FILE_NAME, events_file.FILE_NAME, *FILE_NAMES.values())
     lines = [f"logs in {info.run_dir}: {', '.join(files)}"]
-    lines += [f"  {name:<12} {spec.where(info)}" for name, spec in specs.items() if spec.where is not None]
+    lines += [
+        f"  {name:<12} {spec.where(info)}" for name, spec in specs.items() if spec.where is not None
+    ]
     return "\n".join(lines)
 
 
 def require_installed(names: Sequence[str]) -> None:
-    """The packages of all backends chosen are there, asked without importing them. Raises `ConfigError`."""
+    """The packages of all backends chosen are there, asked without importing them. Raises
+    `ConfigError`.
+    """
     for name in with_environment(list(names)):
         spec = _spec(name)
         for module in spec.modules:
@@ -315,7 +359,9 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 def importable(name: str) -> BackendSpec:
-    """The spec of a backend whose packages import; in the caller's thread, as imports from two threads can clash."""
+    """The spec of a backend whose packages import; in the caller's thread, as imports from two
+    threads can clash.
+    """
     spec = _spec(name)
     for key, value in spec.environment.items():
         os.environ.setdefault(key, value)
@@ -335,6 +381,6 @@ def _spec(name: str) -> BackendSpec:
 
 def _cannot_import(name: str, spec: BackendSpec, reason: str) -> ConfigError:
     return ConfigError(
-        f"'trainer.logger' has '{name}', but its package cannot be imported ({reason}): pip install {spec.install}, or "
-        f"remove '{name}' from 'trainer.logger'"
+        f"'trainer.logger' has '{name}', but its package cannot be imported ({reason}): pip "
+        f"install {spec.install}, or remove '{name}' from 'trainer.logger'"
     )

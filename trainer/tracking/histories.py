@@ -1,8 +1,10 @@
-"""`training_history.csv` and `validation_history.csv`: one row per epoch, from 1, for spreadsheets and quick looks.
+"""`training_history.csv` and `validation_history.csv`: one row per epoch, from 1, for spreadsheets
+and quick looks.
 
-`loss` of training is the mean over the epoch's tokens, of validation the last one in the epoch. Rewards, accuracies,
-latencies and budget violations that a user logs appear as mean and standard deviation over the epoch's steps. Values
-that are not finite are left out; `nonfinite_steps` counts the losses among them.
+`loss` of training is the mean over the epoch's tokens, of validation the last one in the epoch.
+Rewards, accuracies, latencies and budget violations that a user logs appear as mean and standard
+deviation over the epoch's steps. Values that are not finite are left out; `nonfinite_steps` counts
+the losses among them.
 """
 
 import csv
@@ -117,7 +119,11 @@ class HistoryBackend(Backend):
         """The newest epoch in a line."""
         for cells in self._epochs.history("train")[-1:]:
             parts = [f"{name} {cells[name]:.6g}" for name in SHOWN if name in cells]
-            parts += [f"val/loss {val['loss']:.6g}" for val in self._epochs.history("val")[-1:] if "loss" in val]
+            parts += [
+                f"val/loss {val['loss']:.6g}"
+                for val in self._epochs.history("val")[-1:]
+                if "loss" in val
+            ]
             logger.info("epoch %d: %s", cells["epoch"], " | ".join(parts))
 
 
@@ -163,7 +169,9 @@ def _plain(data: Mapping[str, float]) -> dict[str, float]:
 
 def _training_line(rows: Mapping[int, Mapping[str, float]]) -> Cells:
     values = list(rows.values())
-    losses = [(row["loss"], row.get("total_valid_token_count", 1)) for row in values if "loss" in row]
+    losses = [
+        (row["loss"], row.get("total_valid_token_count", 1)) for row in values if "loss" in row
+    ]
     finite = [(loss, num_tokens) for loss, num_tokens in losses if math.isfinite(loss)]
     cells: Cells = {}
     if num_tokens := sum(num_tokens for _, num_tokens in finite):
@@ -182,7 +190,11 @@ def _validation_line(rows: Mapping[int, Mapping[str, float]]) -> Cells:
 
 def _columns(kind: str, rows: Sequence[Mapping[str, float]]) -> Cells:
     values = {column: _finite(rows, column.metric) for column in COLUMNS[kind]}
-    return {column.name: column.reduce(found) * column.factor for column, found in values.items() if found}
+    return {
+        column.name: column.reduce(found) * column.factor
+        for column, found in values.items()
+        if found
+    }
 
 
 def _spreads(rows: Sequence[Mapping[str, float]]) -> Cells:

@@ -1,12 +1,13 @@
 """`metrics.jsonl`, the source of truth of a run: its writer and its reader.
 
-One flat JSON object a line: `step`, `attempt`, `kind`, `ts` (Unix seconds), then the metrics. JSON has no NaN: such a
-value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are "train", "val", "end" (what became
-known after the last step) and what else is logged ("system", "epoch"), and two markers without metrics: "start",
-written by every attempt before its first row, and "rollback", written inside an attempt. Rows are appended and never
-rewritten. A marker of step s says that the run goes on from finished step s: rows of later steps before it no longer
-count. Of what counts, the last row of each (kind, step) does, and of several without a marker between them the last
-value of each metric.
+One flat JSON object a line: `step`, `attempt`, `kind`, `ts` (Unix seconds), then the metrics. JSON
+has no NaN: such a value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are
+"train", "val", "end" (what became known after the last step) and what else is logged ("system",
+"epoch"), and two markers without metrics: "start", written by every attempt before its first row,
+and "rollback", written inside an attempt. Rows are appended and never rewritten. A marker of step s
+says that the run goes on from finished step s: rows of later steps before it no longer count. Of
+what counts, the last row of each (kind, step) does, and of several without a marker between them
+the last value of each metric.
 """
 
 import json
@@ -34,7 +35,9 @@ _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier attempts left: their number, time, how many steps were trained again, the last that counts."""
+    """What earlier attempts left: their number, time, how many steps were trained again, the
+    last that counts.
+    """
 
     num_attempts: int = 0
     duration_s: float = 0.0
@@ -53,12 +56,16 @@ class MetricsRow:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "MetricsRow":
-        """A row of now. Without `kind` it is "val" as soon as one key starts with `val/` or `eval/`, else "train".
+        """A row of now. Without `kind` it is "val" as soon as one key starts with `val/` or
+        `eval/`, else "train".
 
-        Raises `TypeError` or `ValueError` naming the key for anything but plain numbers under unique names.
+        Raises `TypeError` or `ValueError` naming the key for anything but plain numbers under
+        unique names.
         """
         if kind in MARKERS:
-            raise ValueError(f"rows of kind '{kind}' are written by Tracking alone: choose another kind")
+            raise ValueError(
+                f"rows of kind '{kind}' are written by Tracking alone: choose another kind"
+            )
         numbers = _checked(data)
         return cls(step, kind or _kind(numbers), round(time.time(), 3), numbers)
 
@@ -73,14 +80,19 @@ def _checked(data: Mapping[str, Any]) -> dict[str, float]:
     for key, value in data.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(
-                f"metric '{key}' is a {type(value).__name__}, not an int or float: reduce it and read it back "
-                f"(.item()) before logging"
+                f"metric '{key}' is a {type(value).__name__}, not an int or float: reduce it and "
+                f"read it back (.item()) before logging"
             )
         name, _ = split_reducer(key)
         if name in RESERVED:
-            raise ValueError(f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. 'train/{name}'")
+            raise ValueError(
+                f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. "
+                f"'train/{name}'"
+            )
         if name in numbers:
-            raise ValueError(f"metric '{key}' is given twice in one row, without its reducer: rename one of them")
+            raise ValueError(
+                f"metric '{key}' is given twice in one row, without its reducer: rename one of them"
+            )
         numbers[name] = int(value) if isinstance(value, int) else float(value)
     return numbers
 
@@ -114,7 +126,8 @@ class MetricsFile(AppendFile):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows that count, sorted by step and kind, as written; values named in `nonfinite` are floats again.
+    """The rows that count, sorted by step and kind, as written; values named in `nonfinite` are
+    floats again.
 
     Torn or foreign lines are passed over.
     """
@@ -127,14 +140,18 @@ def restored(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[MetricsRow]:
-    """The same one by one, however long the run; with `before_attempt` only those that earlier attempts wrote."""
+    """The same one by one, however long the run; with `before_attempt` only those that earlier
+    attempts wrote.
+    """
     for content in _contents(path, before_attempt):
         data = {key: value for key, value in content.items() if key not in RESERVED}
         yield MetricsRow(content["step"], content["kind"], content.get("ts", 0.0), data)
 
 
 def read_past(path: Path) -> Past:
-    """Reads only the columns every line begins with: a second for a million rows. Other lines are passed over."""
+    """Reads only the columns every line begins with: a second for a million rows. Other lines
+    are passed over.
+    """
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = num_lost_steps = 0
@@ -154,7 +171,8 @@ def read_past(path: Path) -> Past:
 
 
 def missing_steps(path: Path, last_step: int) -> list[int]:
-    """Steps up to `last_step` that have no training row, as after a full disk; those before the run began are none.
+    """Steps up to `last_step` that have no training row, as after a full disk; those before the run
+    began are none.
 
     As fast as `read_past`. Raises `OSError`.
     """

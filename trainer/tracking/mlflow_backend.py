@@ -27,7 +27,10 @@ def where(info: RunInfo) -> str:
 
 
 def _store(info: RunInfo) -> str:
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(info.run_dir / 'mlflow').resolve()}/mlflow.db"
+    return (
+        os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{(info.run_dir / 'mlflow').resolve()}/mlflow.db"
+    )
 
 
 class MetricNames:
@@ -38,7 +41,11 @@ class MetricNames:
 
     def __init__(self, tags: Mapping[str, str]) -> None:
         """`tags` are those of the run so far."""
-        self._new_names = {name: tag.removeprefix(NAME_TAG) for tag, name in tags.items() if tag.startswith(NAME_TAG)}
+        self._new_names = {
+            name: tag.removeprefix(NAME_TAG)
+            for tag, name in tags.items()
+            if tag.startswith(NAME_TAG)
+        }
 
     def convert(self, name: str) -> tuple[str, bool]:
         """The name to use, and whether it is a changed one seen for the first time."""
@@ -52,7 +59,8 @@ class MetricNames:
 
 
 class MlflowBackend(Backend):
-    """One run continued over all attempts; its status follows from the exit code, and is RUNNING after a kill.
+    """One run continued over all attempts; its status follows from the exit code, and is RUNNING
+    after a kill.
 
     After a rollback the repeated steps have two values: MLflow cannot take points back.
     """
@@ -114,7 +122,10 @@ class MlflowBackend(Backend):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("mlflow does not know run %s of this directory (other tracking URI?): new run", run_id)
+            logger.warning(
+                "mlflow does not know run %s of this directory (other tracking URI?): new run",
+                run_id,
+            )
             return None
 
     def _new_run(self, artifacts: str | None) -> Any:
@@ -122,9 +133,18 @@ class MlflowBackend(Backend):
 
         name = self._info.project_name
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(name, artifacts)
+        )
         run = self._client.create_run(experiment_id, run_name=self._info.experiment_name)
-        params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in flat(self._info.config).items()]
+        params = [
+            Param(key, str(value)[:MAX_PARAM_CHARS])
+            for key, value in flat(self._info.config).items()
+        ]
         for start in range(0, len(params), MAX_PARAMS_PER_CALL):
-            self._client.log_batch(run.info.run_id, params=params[start : start + MAX_PARAMS_PER_CALL])
+            self._client.log_batch(
+                run.info.run_id, params=params[start : start + MAX_PARAMS_PER_CALL]
+            )
         return run

@@ -1,4 +1,6 @@
-"""What a backend knows about the run it reports on, and `run.json`: names, configuration, tracker ids, steps sent."""
+"""What a backend knows about the run it reports on, and `run.json`: names, configuration,
+tracker ids, steps sent.
+"""
 
 import json
 import logging
@@ -22,7 +24,8 @@ ELSEWHERE = "log into a directory of its own (run_dir, trainer.default_local_dir
 
 
 class RunFile:
-    """`run.json`: what a run is, its ids in trackers and what they have of it, so that a restart continues there.
+    """`run.json`: what a run is, its ids in trackers and what they have of it, so that a restart
+    continues there.
 
     Thread-safe.
     """
@@ -36,12 +39,14 @@ class RunFile:
         self._sent: dict[str, int] = dict(sent) if isinstance(sent, dict) else {}
 
     def require(self, project_name: str, experiment_name: str) -> None:
-        """Two runs in one directory would take back each other's rows: raises `ConfigError` where it holds another."""
+        """Two runs in one directory would take back each other's rows: raises `ConfigError`
+        where it holds another.
+        """
         holder = (self._content.get("project_name"), self._content.get("experiment_name"))
         if None not in holder and holder != (project_name, experiment_name):
             raise ConfigError(
-                f"'{self._path.parent}' holds the run '{holder[1]}' of project '{holder[0]}', not '{experiment_name}' "
-                f"of '{project_name}': keep its names, or {ELSEWHERE}"
+                f"'{self._path.parent}' holds the run '{holder[1]}' of project '{holder[0]}', not "
+                f"'{experiment_name}' of '{project_name}': keep its names, or {ELSEWHERE}"
             )
 
     def get(self, backend: str) -> str | None:
@@ -49,7 +54,9 @@ class RunFile:
             return self._ids.get(backend)
 
     def set(self, backend: str, run_id: str) -> None:
-        """Keep the id of a tracker run; nothing has been sent to one with another id than before."""
+        """Keep the id of a tracker run; nothing has been sent to one with another id than
+        before.
+        """
         with self._lock:
             if self._ids.get(backend) != run_id:
                 self._ids[backend] = run_id
@@ -68,7 +75,9 @@ class RunFile:
                 self._update({"last_sent": self._sent})
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Keep what a run is beside the ids, such as its configuration; values that JSON lacks are kept as text."""
+        """Keep what a run is beside the ids, such as its configuration; values that JSON lacks
+        are kept as text.
+        """
         with self._lock:
             self._update(description)
 
@@ -87,7 +96,9 @@ class RunFile:
             merged = read_run_file(self._path) | dict(content)
             atomic_write(self._path, json.dumps(merged, indent=2, default=str) + "\n")
         except OSError as error:
-            logger.warning("cannot write %s: %s; a restart may start new tracker runs", self._path, error)
+            logger.warning(
+                "cannot write %s: %s; a restart may start new tracker runs", self._path, error
+            )
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -127,10 +138,14 @@ class RunInfo:
     group: str
     """Runs that trackers show together: a training and its evaluations."""
     resume_step: int = 0
-    """Steps already done when this attempt starts, known before a backend opens; -1 if the first row is of step 0."""
+    """Steps already done when this attempt starts, known before a backend opens; -1 if the
+    first row is of step 0.
+    """
 
     def earlier_rows(self) -> Iterator[MetricsRow]:
-        """Rows of earlier attempts that count, which are those up to the resume step; complete when a backend opens."""
+        """Rows of earlier attempts that count, which are those up to the resume step; complete
+        when a backend opens.
+        """
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
 
     def description(self) -> dict[str, Any]:

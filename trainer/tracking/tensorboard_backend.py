@@ -18,15 +18,22 @@ Layout = dict[str, dict[str, list[str | list[str]]]]
 
 
 def layout() -> Layout:
-    """Of the tab "Custom Scalars", from the table of metrics: its groups, training and validation in one chart."""
+    """Of the tab "Custom Scalars", from the table of metrics: its groups, training and
+    validation in one chart.
+    """
     return {
-        group: {title: ["Multiline", [f"^{re.escape(key)}$" for key in keys]] for title, keys in charts.items()}
+        group: {
+            title: ["Multiline", [f"^{re.escape(key)}$" for key in keys]]
+            for title, keys in charts.items()
+        }
         for group, charts in metrics.charts().items()
     }
 
 
 class TensorboardBackend(Backend):
-    """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn once."""
+    """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn
+    once.
+    """
 
     takes_back: ClassVar[bool] = True
 
@@ -37,7 +44,8 @@ class TensorboardBackend(Backend):
 
     def open(self) -> None:
         run_file, resume_step = self._info.run_file, self._info.resume_step
-        if not any(self._directory.glob("*tfevents*")):  # never switched on before, or removed since
+        # never switched on before, or removed since
+        if not any(self._directory.glob("*tfevents*")):
             run_file.set_last_sent("tensorboard", NOTHING_SENT)
         recorded = run_file.last_sent("tensorboard")
         # also purges what a killed attempt wrote but did not record: those rows are sent again
@@ -56,8 +64,14 @@ class TensorboardBackend(Backend):
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
         """As text, in a table of Markdown."""
-        lines = [[*rows[0]], ["---"] * len(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-        cells = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines)
+        lines = [
+            [*rows[0]],
+            ["---"] * len(rows[0]),
+            *([str(value) for value in row.values()] for row in rows),
+        ]
+        cells = (
+            [cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines
+        )
         self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         self._writer.flush()
 

@@ -1,4 +1,6 @@
-"""Trackio, on this machine: the database of the project in TRACKIO_DIR, one run continued over all attempts."""
+"""Trackio, on this machine: the database of the project in TRACKIO_DIR, one run continued over
+all attempts.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,9 +26,11 @@ class TrackioBackend(Backend):
         import huggingface_hub
         import trackio
 
-        # The Hub's library reads the environment when it is imported, and transformers imports it earlier.
+        # The Hub's library reads the environment when it is imported, and transformers imports it
+        # earlier.
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
-        # Not trackio.init: that finds a run by its name, which runs of other directories may have too.
+        # Not trackio.init: that finds a run by its name, which runs of other directories may have
+        # too.
         self._run = trackio.Run(
             url=None,
             client=None,

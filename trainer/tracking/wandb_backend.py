@@ -22,7 +22,9 @@ ROWS_PER_ATTEMPT = 10**9
 
 
 def project(info: RunInfo) -> str:
-    """WANDB_PROJECT puts training and evaluation runs of several configurations into one project."""
+    """WANDB_PROJECT puts training and evaluation runs of several configurations into one
+    project.
+    """
     return os.environ.get("WANDB_PROJECT") or info.project_name
 
 
@@ -33,7 +35,9 @@ def where(info: RunInfo) -> str:
 
 
 def require_login() -> None:
-    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, or wandb's error of a bad one."""
+    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, or wandb's
+    error of a bad one.
+    """
     import wandb
 
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
@@ -41,7 +45,8 @@ def require_login() -> None:
 
 
 class WandbBackend(Backend):
-    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never go back.
+    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never
+    go back.
 
     After a rollback the repeated steps appear a second time: wandb cannot take rows back.
     """
@@ -67,22 +72,29 @@ class WandbBackend(Backend):
             dir=str(self._info.run_dir),
             id=run_id,
             resume="allow",
-            # The finish timeout also bounds wandb's exit hook: a dead network must not hold the process.
+            # The finish timeout also bounds wandb's exit hook: a dead network must not hold the
+            # process.
             settings=wandb.Settings(
-                console="off", quiet=True, init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S
+                console="off",
+                quiet=True,
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=FINISH_TIMEOUT_S,
             ),
         )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            # Nobody says how far earlier attempts counted; their files are uploaded one after the other as one run.
+            # Nobody says how far earlier attempts counted; their files are uploaded one after the
+            # other as one run.
             self._next_step = (self._info.attempt - 1) * ROWS_PER_ATTEMPT
         else:
             logger.info("wandb: %s", self._run.url)
             self._next_step = self._run.step
 
     def log(self, row: MetricsRow) -> None:
-        self._run.log({**row.data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True)
+        self._run.log(
+            {**row.data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True
+        )
         self._next_step += 1
 
     def _name(self) -> str:
@@ -99,11 +111,14 @@ class WandbBackend(Backend):
         self._next_step += 1
 
     def alert(self, event: Event) -> None:
-        self._run.alert(f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS], event.message, level="ERROR")
+        self._run.alert(
+            f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS], event.message, level="ERROR"
+        )
 
     def close(self, exit_code: int) -> None:
         import wandb
 
         self._run.finish(exit_code=exit_code)
-        # finish() returns before wandb's service has written its file; a container that ends now would cut it.
+        # finish() returns before wandb's service has written its file; a container that ends now
+        # would cut it.
         wandb.teardown(exit_code=exit_code)

@@ -9,8 +9,9 @@ from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES
 
 FIX = (
-    "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, training_history.csv, "
-    "a CSV with a step column, TensorBoard event files, JSON lines with a step, or the captured console of verl or ROLL"
+    "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, "
+    "training_history.csv, a CSV with a step column, TensorBoard event files, JSON lines with a "
+    "step, or the captured console of verl or ROLL"
 )
 MAX_TRIED = 40
 """Files of a directory; one with more is no run directory."""
@@ -29,7 +30,8 @@ FORMATS: tuple[tuple[Callable[[Path], object], Callable[[Path], RunLog]], ...] =
 def read_run(path: Path) -> RunLog:
     """The log at `path`, a file or a run directory, whoever wrote it.
 
-    Damaged parts are passed over and counted. Raises `UnreadableLogError` where nothing can be read.
+    Damaged parts are passed over and counted. Raises `UnreadableLogError` where nothing can be
+    read.
     """
     tried: list[str] = []
     try:
@@ -41,7 +43,9 @@ def read_run(path: Path) -> RunLog:
                 continue
             if log.series:
                 return log
-            tried.append(f"{candidate.name}: no metrics in it ({log.num_unparsed} lines unreadable)")
+            tried.append(
+                f"{candidate.name}: no metrics in it ({log.num_unparsed} lines unreadable)"
+            )
     except OSError as error:
         tried.append(str(error))
     what = "; ".join(tried) if tried else "it is empty" if path.exists() else "it does not exist"
@@ -63,11 +67,19 @@ def _candidates(path: Path) -> Iterator[Path]:
         return
     yield from (path / name for name in KNOWN_NAMES if (path / name).exists())
     # ms-swift makes a directory v<N>-<time> for each start.
-    versions = [log for log in path.glob("v*-*/logging.jsonl") if log.parent.name[1:].partition("-")[0].isdecimal()]
-    yield from sorted(versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True)
+    versions = [
+        log
+        for log in path.glob("v*-*/logging.jsonl")
+        if log.parent.name[1:].partition("-")[0].isdecimal()
+    ]
+    yield from sorted(
+        versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True
+    )
     yield from json_logs.state_files(path)
     yield from [path / name for name in tables.PAIR if (path / name).is_file()][:1]
     if tensorboard.event_dir(path):
         yield path
-    others = [file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES]
+    others = [
+        file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES
+    ]
     yield from sorted(others, key=lambda file: (OTHERS.index(file.suffix), file.name))[:MAX_TRIED]

@@ -21,8 +21,11 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
             is_own = path.name.startswith("global_step_")
             faults = tuple(_own_faults(path) if is_own else _transformers_faults(path))
             found.append(CheckpointState(int(match[1]), path, tree_bytes(path), faults))
-    # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
-    if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
+    # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a
+    # damaged one.
+    if all(
+        [entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found
+    ):
         return ()
     return tuple(sorted(found, key=lambda state: state.step))
 
@@ -39,20 +42,33 @@ def _own_faults(path: Path) -> list[str]:
     names_there = {entry.name for entry in path.iterdir()}
     if world_size > len(names_there):
         return [f"files of its {world_size} ranks are missing"]
-    names = [f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")]
+    names = [
+        f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")
+    ]
     wanted = [name.format(rank) for name in names for rank in range(world_size)]
     return [f"{name} is missing" for name in wanted if name not in names_there]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:
-    name, expected = (item.get("path"), item.get("size_bytes")) if isinstance(item, dict) else (None, None)
-    if not isinstance(name, str) or not name.isprintable() or ".." in Path(name).parts or Path(name).is_absolute():
+    name, expected = (
+        (item.get("path"), item.get("size_bytes")) if isinstance(item, dict) else (None, None)
+    )
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or ".." in Path(name).parts
+        or Path(name).is_absolute()
+    ):
         return f"{MANIFEST} lists a file that is none"
     try:
         size_bytes = (path / name).stat().st_size
     except OSError:
         return f"{name} is missing"
-    return None if size_bytes == expected else f"{name} has {size_bytes} bytes, {expected} were written"
+    return (
+        None
+        if size_bytes == expected
+        else f"{name} has {size_bytes} bytes, {expected} were written"
+    )
 
 
 def _transformers_faults(path: Path) -> list[str]:
@@ -62,8 +78,16 @@ def _transformers_faults(path: Path) -> list[str]:
         shards = read_object(path / index).get("weight_map")
         wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
         faults += [f"{shard} is missing" for shard in sorted(wanted - names)]
-    weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]
-    sharded = [name for name in names if name.startswith(("global_step", "pytorch_model_fsdp", "iter_"))]
+    weights = [
+        name
+        for name in names
+        if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"
+    ]
+    sharded = [
+        name for name in names if name.startswith(("global_step", "pytorch_model_fsdp", "iter_"))
+    ]
     if not weights and not sharded:
         faults.append("no weights")
-    return faults + [f"{name} is empty" for name in sorted(weights) if (path / name).stat().st_size == 0]
+    return faults + [
+        f"{name} is empty" for name in sorted(weights) if (path / name).stat().st_size == 0
+    ]

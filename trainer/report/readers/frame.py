@@ -21,7 +21,9 @@ from trainer.runtime.json_lines import JsonLines, flat
 
 BLOCK_ROWS = 16384
 MAX_COLUMNS = 20000
-"""More different keys than any run has; a damaged file must not make one array for each of its rows."""
+"""More different keys than any run has; a damaged file must not make one array for each of its
+rows.
+"""
 CLOCK = "ts"
 """The column with the wall time of a row in seconds, where a format has one; it is no metric."""
 _ABSENT_BITS = 0x7FF8_0000_0000_0ABC
@@ -36,17 +38,23 @@ Rows = NDArray[np.int32]
 
 @dataclass
 class _Table:
-    """The rows with the same keys. Arrays grow in place: one block of memory each, and no holes of small ones."""
+    """The rows with the same keys. Arrays grow in place: one block of memory each, and no holes
+    of small ones.
+    """
 
     columns: dict[str, "array[float]"]
     rows: "array[int]" = field(default_factory=lambda: array("i"))
     waiting: list[tuple[Any, ...]] = field(default_factory=list)
     top: tuple[int, int] = (0, -1)
-    """The number of restarts before the newest row, and the largest step since the last of these."""
+    """The number of restarts before the newest row, and the largest step since the last of
+    these.
+    """
 
     def flush(self) -> None:
         """Rows that wait become arrays many at a time, which makes it fast."""
-        for column, cells in zip(self.columns.values(), zip(*self.waiting, strict=True), strict=False):
+        for column, cells in zip(
+            self.columns.values(), zip(*self.waiting, strict=True), strict=False
+        ):
             column.frombytes(_numbers(cells).tobytes())
         self.waiting.clear()
 
@@ -60,7 +68,8 @@ class _Table:
 class Frame:
     """Takes rows one by one.
 
-    Numbers inside strings count (`parse_number`), nested objects become `outer/inner`, everything else is left out.
+    Numbers inside strings count (`parse_number`), nested objects become `outer/inner`, everything
+    else is left out.
     """
 
     def __init__(self) -> None:
@@ -92,13 +101,17 @@ class Frame:
         self.num_unparsed += lines.num_unparsed
 
     def add(self, step: Any, row: Mapping[str, Any]) -> None:
-        """A row that was logged at `step`, a cell or JSON value; without one it counts as unparsed."""
+        """A row that was logged at `step`, a cell or JSON value; without one it counts as
+        unparsed.
+        """
         if (at := as_step(step)) is None:
             self.num_unparsed += 1
             return
         if self._is_open:
             self._go_on(at - 1)
-        is_repeated = self._put(flat(row, separator="/") if dict in map(type, row.values()) else row, at)
+        is_repeated = self._put(
+            flat(row, separator="/") if dict in map(type, row.values()) else row, at
+        )
         self._num_disordered_rows += is_repeated or at < self._top
         self._top, self._reached = max(self._top, at), max(self._reached, at)
         self._steps.append(at)
@@ -106,9 +119,11 @@ class Frame:
             self._flush()
 
     def restart(self, step: int | None = None, *, rewinds: bool = False) -> None:
-        """What is added from here on was trained after a restart from `step`; None = the step before the next row's.
+        """What is added from here on was trained after a restart from `step`; None = the step
+        before the next row's.
 
-        `rewinds`: earlier rows of later steps no longer count, even those that are not written again.
+        `rewinds`: earlier rows of later steps no longer count, even those that are not written
+        again.
         """
         self._restarts.append(self.num_rows)
         self._top, self._is_open = -1, step is None
@@ -121,7 +136,8 @@ class Frame:
         self._reached, self._is_open = step, False
 
     def log(self, path: Path, source: str, run_dir: Path, **facts: Any) -> RunLog:
-        """Sorted series under our keys, of each step the last row, and nothing that a rewind took back.
+        """Sorted series under our keys, of each step the last row, and nothing that a rewind took
+        back.
 
         `facts`: the fields of `RunLog` that the format tells besides.
         """
@@ -140,9 +156,11 @@ class Frame:
         return RunLog(path=path, source=source, series=self._series(), **(known | facts))
 
     def _put(self, row: Mapping[str, Any], step: int) -> bool:
-        """Whether rows with the same keys had the step since the last restart: a validation row has others.
+        """Whether rows with the same keys had the step since the last restart: a validation row has
+        others.
 
-        Beyond the limit sets of keys get a column for each key instead of one for each set, and no new key any.
+        Beyond the limit sets of keys get a column for each key instead of one for each set, and no
+        new key any.
         """
         keys = tuple(row)
         table = self._tables.get(keys)
@@ -172,17 +190,26 @@ class Frame:
         series: dict[str, Series] = {}
         all_steps = np.array(self._steps, np.int64)
         is_stale = self._stale_rows(all_steps)
-        rows, picks, steps, is_whole = np.empty(0, np.int32), np.empty(0, np.intp), np.empty(0, np.int64), False
+        rows, picks, steps, is_whole = (
+            np.empty(0, np.int32),
+            np.empty(0, np.intp),
+            np.empty(0, np.int64),
+            False,
+        )
         ours = {name: canonical(name) for name in homes}
-        places = {key: place for place, key in enumerate(dict.fromkeys(key for key, _ in ours.values()))}
-        # Keys as the log has them; a column that has our name comes before its mirrors in other units.
+        places = {
+            key: place for place, key in enumerate(dict.fromkeys(key for key, _ in ours.values()))
+        }
+        # Keys as the log has them; a column that has our name comes before its mirrors in other
+        # units.
         for name in sorted(homes, key=lambda name: (places[ours[name][0]], ours[name][0] != name)):
             key, factor = ours[name]
             if key in series:
                 continue
             parts = [table.pop(name) for table in homes[name]]
             own_rows, values = map(_joined, zip(*parts, strict=True))
-            if not np.array_equal(own_rows, rows):  # else it shares the steps of the metric before it
+            # else it shares the steps of the metric before it
+            if not np.array_equal(own_rows, rows):
                 rows, steps = own_rows, all_steps[own_rows]
                 is_whole = not is_stale[rows].any() and bool((np.diff(steps) > 0).all())
                 if not is_whole:
@@ -206,7 +233,9 @@ class Frame:
 
 
 def _joined(parts: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-    """A copy only where there is more than one: a copy of each column would cost a fifth of the memory."""
+    """A copy only where there is more than one: a copy of each column would cost a fifth of the
+    memory.
+    """
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

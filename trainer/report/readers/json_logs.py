@@ -1,4 +1,6 @@
-"""Logs in JSON: our own run directory, and those of others: an object a line, trainer_state.json, printed lines."""
+"""Logs in JSON: our own run directory, and those of others: an object a line,
+trainer_state.json, printed lines.
+"""
 
 import math
 import re
@@ -18,7 +20,14 @@ from trainer.runtime.evaluations import FILE_NAME as EVALUATIONS
 from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.files import open_regular, read_regular
 from trainer.runtime.heartbeat import is_live
-from trainer.runtime.json_lines import MAX_FILE_BYTES, MAX_LINE_BYTES, JsonLines, flat, parsed, read_object
+from trainer.runtime.json_lines import (
+    MAX_FILE_BYTES,
+    MAX_LINE_BYTES,
+    JsonLines,
+    flat,
+    parsed,
+    read_object,
+)
 from trainer.tracking import events_file, run_info
 from trainer.tracking.metrics_file import MARKERS
 
@@ -40,7 +49,11 @@ def read_own(path: Path) -> RunLog:
         evaluations = read_summaries(run_dir)
     except OSError as error:
         notes.append(f"{EVALUATIONS} cannot be read: {error.strerror or error}")
-    ends = [event.get("exit_code") for event in events if event.get("kind") == "start" or "exit_code" in event]
+    ends = [
+        event.get("exit_code")
+        for event in events
+        if event.get("kind") == "start" or "exit_code" in event
+    ]
     run = read_object(run_dir / run_info.FILE_NAME)
     config = run.get("config")
     config = flat(config) if isinstance(config, dict) else {}
@@ -50,7 +63,9 @@ def read_own(path: Path) -> RunLog:
         run_dir,
         config=config,
         events=tuple(map(_event, events)),
-        total_steps=as_step(run.get("total_steps")) or as_step(config.get("trainer.total_training_steps")) or None,
+        total_steps=as_step(run.get("total_steps"))
+        or as_step(config.get("trainer.total_training_steps"))
+        or None,
         evaluations=evaluations,
         notes=tuple(notes),
         num_attempts=num_attempts,
@@ -65,9 +80,14 @@ def _fill(frame: Frame, rows: Iterable[Row]) -> int:
     """Takes the rows apart; returns the number of attempts."""
     attempt, num_attempts = None, 1
     for row in rows:
-        step, kind, own_attempt = row.pop("step", None), row.pop("kind", None), row.pop("attempt", None)
+        step, kind, own_attempt = (
+            row.pop("step", None),
+            row.pop("kind", None),
+            row.pop("attempt", None),
+        )
         if own_attempt != attempt:
-            # A start marker says where the attempt goes on; files from before there were markers leave it open.
+            # A start marker says where the attempt goes on; files from before there were markers
+            # leave it open.
             if attempt is not None and kind not in MARKERS:
                 frame.restart()
             attempt = own_attempt
@@ -83,7 +103,12 @@ def _fill(frame: Frame, rows: Iterable[Row]) -> int:
 
 def _event(row: Row) -> LogEvent:
     level = row.get("level") if row.get("level") in events_file.LEVELS else "info"
-    return LogEvent(as_step(row.get("step")) or 0, str(row.get("kind", "")), str(row.get("message", "")), str(level))
+    return LogEvent(
+        as_step(row.get("step")) or 0,
+        str(row.get("kind", "")),
+        str(row.get("message", "")),
+        str(level),
+    )
 
 
 def _proofs(run_dir: Path) -> Iterator[ServingCheck]:
@@ -91,21 +116,33 @@ def _proofs(run_dir: Path) -> Iterator[ServingCheck]:
         proof = read_object(path)
         losses = (proof.get(name) for name in ("val_loss", "served_loss", "tolerance"))
         with suppress(KeyError, TypeError, ValueError):
-            val_loss, served_loss, tolerance = (math.nan if loss is None else float(loss) for loss in losses)
-            step, engine, causes = int(proof["step"]), str(proof["engine"]), tuple(map(str, proof["causes"]))
-            yield ServingCheck(step, engine, val_loss, served_loss, tolerance, bool(proof["is_equal"]), causes)
+            val_loss, served_loss, tolerance = (
+                math.nan if loss is None else float(loss) for loss in losses
+            )
+            step, engine, causes = (
+                int(proof["step"]),
+                str(proof["engine"]),
+                tuple(map(str, proof["causes"])),
+            )
+            yield ServingCheck(
+                step, engine, val_loss, served_loss, tolerance, bool(proof["is_equal"]), causes
+            )
 
 
 def _foretold(log: RunLog) -> int | None:
     """How many steps 100 % are, for runs whose `run.json` does not say it."""
     shares = log.series.get("progress/pct")
-    return round(100 * int(shares.steps[-1]) / shares.values[-1]) if shares and shares.values[-1] > 0 else None
+    return (
+        round(100 * int(shares.steps[-1]) / shares.values[-1])
+        if shares and shares.values[-1] > 0
+        else None
+    )
 
 
 FILE_NAME = "trainer_state.json"
 NAN_NOTE = (
-    "transformers replaces a NaN or infinite loss by the mean of the interval unless logging_nan_inf_filter is off: "
-    "a loss of 0 or a grad_norm of NaN are the only traces"
+    "transformers replaces a NaN or infinite loss by the mean of the interval unless "
+    "logging_nan_inf_filter is off: a loss of 0 or a grad_norm of NaN are the only traces"
 )
 MEAN_NOTE = "the loss is the mean over a logging interval, grad_norm and the learning rate are those of its last step"
 SUMMARY = "train_runtime"
@@ -115,8 +152,14 @@ _HISTORY = re.compile(r'"log_history"\s*:\s*\[([^]]*)')
 
 
 def state_files(run_dir: Path) -> list[Path]:
-    """The state in the run directory, which the end of the training wrote, then those of checkpoints, newest first."""
-    checkpoints = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
+    """The state in the run directory, which the end of the training wrote, then those of
+    checkpoints, newest first.
+    """
+    checkpoints = [
+        (int(match[1]), path)
+        for path in run_dir.iterdir()
+        if (match := _CHECKPOINT.fullmatch(path.name))
+    ]
     directories = [run_dir, *(path for _, path in sorted(checkpoints, reverse=True))]
     return [directory / FILE_NAME for directory in directories if (directory / FILE_NAME).is_file()]
 
@@ -127,9 +170,13 @@ def read_transformers(path: Path) -> RunLog:
     if (tree := parsed(text)) is None:
         frame.num_unparsed += 1
         history = _HISTORY.search(text)
-        tree = {"log_history": [*map(parsed, re.findall(r"\{[^{}]*\}", history[1]))] if history else []}
+        tree = {
+            "log_history": [*map(parsed, re.findall(r"\{[^{}]*\}", history[1]))] if history else []
+        }
     if not isinstance(tree, dict) or not isinstance(tree.get("log_history"), list):
-        raise UnreadableLogError(f"{path} has no log_history: give a {FILE_NAME} that transformers wrote")
+        raise UnreadableLogError(
+            f"{path} has no log_history: give a {FILE_NAME} that transformers wrote"
+        )
     config = {key: value for key, value in tree.items() if not isinstance(value, dict | list)}
     for row in tree["log_history"]:
         if not isinstance(row, dict):
@@ -140,7 +187,9 @@ def read_transformers(path: Path) -> RunLog:
             frame.add(row.pop("step", None), row)
     is_in_checkpoint = _CHECKPOINT.fullmatch(path.parent.name) is not None
     run_dir = path.parent.parent if is_in_checkpoint else path.parent
-    late = (f"read from {path.parent.name}: what came after that checkpoint is not in it",) * is_in_checkpoint
+    late = (
+        f"read from {path.parent.name}: what came after that checkpoint is not in it",
+    ) * is_in_checkpoint
     return frame.log(
         path,
         "transformers",
@@ -158,7 +207,9 @@ _METRIC = re.compile(r"\s*(.*):(?:(?:np\.)?[a-z]+\d*\((.*)\)|(.*?))\s*")
 
 
 def read_console(path: Path) -> RunLog:
-    """Lines of both kinds count; the source is the kind there are more of. Other lines are not counted as unparsed."""
+    """Lines of both kinds count; the source is the kind there are more of. Other lines are not
+    counted as unparsed.
+    """
     frame, num_roll = Frame(), 0
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         while raw := file.readline(MAX_LINE_BYTES):
@@ -170,8 +221,13 @@ def read_console(path: Path) -> RunLog:
                 pairs = filter(None, map(_METRIC.fullmatch, match[2].split(" - ")))
                 frame.add(match[1], {pair[1]: pair[2] or pair[3] for pair in pairs})
     if not frame.num_rows:
-        raise UnreadableLogError(f"{path} holds no line like 'step:1 - train/loss:0.5' or '{ROLL_MARK}...}}'")
-    source, notes = ("roll" if 2 * num_roll > frame.num_rows else "verl"), ("the console prints few digits",)
+        raise UnreadableLogError(
+            f"{path} holds no line like 'step:1 - train/loss:0.5' or '{ROLL_MARK}...}}'"
+        )
+    source, notes = (
+        ("roll" if 2 * num_roll > frame.num_rows else "verl"),
+        ("the console prints few digits",),
+    )
     return frame.log(path, source, path.parent, notes=() if num_roll else notes)
 
 
@@ -203,14 +259,17 @@ def step_key(names: Any) -> str | None:
 
 KINDS: Mapping[str, Callable[[Row], bool]] = {
     "fsdp-sft": lambda row: row.keys() >= {"step", "attempt", "kind"},
-    "ms-swift": lambda row: any(fraction_total(row.get(key)) for key in ("global_step/max_steps", "iteration")),
+    "ms-swift": lambda row: any(
+        fraction_total(row.get(key)) for key in ("global_step/max_steps", "iteration")
+    ),
     "verl": lambda row: isinstance(row.get("data"), dict) and "step" in row,
 }
 """Who wrote a file -> how a row of it is told."""
 
 
 def json_source(path: Path) -> str | None:
-    """Who wrote a file, by the first row that is surely of one kind; None for what is no table of JSON rows.
+    """Who wrote a file, by the first row that is surely of one kind; None for what is no table of
+    JSON rows.
 
     A console may print a JSON object, too.
     """
@@ -234,7 +293,11 @@ def read_json_lines(path: Path) -> RunLog:
     place, total_steps, last_s = None, None, 0.0
     for row in frame.lines(path):
         if not ABOUT_THE_END.isdisjoint(row):
-            summary |= {f"summary.{key}": value for key, value in row.items() if isinstance(value, str | int | float)}
+            summary |= {
+                f"summary.{key}": value
+                for key, value in row.items()
+                if isinstance(value, str | int | float)
+            }
             continue
         name = step_key(row)
         step = as_step(row[name]) if name else None
@@ -255,17 +318,23 @@ def read_json_lines(path: Path) -> RunLog:
 
 
 def _with_step_times(log: RunLog) -> RunLog:
-    """Seconds a step from the differences of the elapsed time; none over a restart, where the clock begins again."""
+    """Seconds a step from the differences of the elapsed time; none over a restart, where the
+    clock begins again.
+    """
     elapsed = log.series.get(ELAPSED)
     if elapsed is None or len(elapsed) < 2 or STEP_TIME in log.series:
         return log
     step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
     times = Series(elapsed.steps[1:], step_s)[step_s >= 0]
-    return replace(log, series={**log.series, STEP_TIME: times}, span_s=float(np.ptp(elapsed.values)))
+    return replace(
+        log, series={**log.series, STEP_TIME: times}, span_s=float(np.ptp(elapsed.values))
+    )
 
 
 def _with_files_beside(log: RunLog) -> RunLog:
     """The arguments and the summary."""
     directory = log.path.parent
-    beside = flat(read_object(directory / "args.json")) | flat(read_object(directory / "all_results.json"), "summary.")
+    beside = flat(read_object(directory / "args.json")) | flat(
+        read_object(directory / "all_results.json"), "summary."
+    )
     return replace(log, config={**beside, **log.config}, notes=(MEAN_NOTE, NAN_NOTE, ELAPSED_NOTE))

@@ -16,7 +16,9 @@ _FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
 @lru_cache(maxsize=4096)
 def parse_number(text: str) -> float | None:
-    """The number in a string: "0.5", "46.67%", "2800/6000" (2800), "1h 2m 3s" and "1:02:03" (seconds); else None."""
+    """The number in a string: "0.5", "46.67%", "2800/6000" (2800), "1h 2m 3s" and "1:02:03"
+    (seconds); else None.
+    """
     text = text.strip()
     try:
         if text[-1:] in _UNITS_S:
@@ -24,7 +26,10 @@ def parse_number(text: str) -> float | None:
         if "/" in text and (match := _FRACTION.fullmatch(text)):
             return float(match[1])
         if ":" in text and (match := _CLOCK.fullmatch(text)):
-            return sum(float(part or 0) * unit for part, unit in zip(match.groups(), _UNITS_S.values(), strict=True))
+            return sum(
+                float(part or 0) * unit
+                for part, unit in zip(match.groups(), _UNITS_S.values(), strict=True)
+            )
         return float(text.removesuffix("%"))
     except (ValueError, KeyError):
         return None
@@ -58,7 +63,8 @@ def fraction_total(value: Any) -> int | None:
 
 ALIASES = {name: (key, 1.0) for key, names in NAMES_OF.items() for name in names} | {
     "mfu(%)": ("throughput/train/mfu", 0.01),
-    # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean the name.
+    # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean
+    # the name.
     "train/lr(1e-3)": ("train/lr", 1e-3),
     "train/lr_1e-3": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
@@ -66,8 +72,14 @@ ALIASES = {name: (key, 1.0) for key, names in NAMES_OF.items() for name in names
 _SPELLINGS = (
     (re.compile(r"(eval/|eval_|validation/)"), "val/"),
     (re.compile(r"token/"), "tokens/"),
-    # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard; without it is their name.
-    (re.compile(r"train/(?=kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)"), ""),
+    # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard; without
+    # it is their name.
+    (
+        re.compile(
+            r"train/(?=kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)"
+        ),
+        "",
+    ),
 )
 """How names begin elsewhere -> how ours do."""
 

@@ -42,7 +42,9 @@ def _read_table(path: Path) -> RunLog:
     header = [name.strip() for name in next(rows, [])]
     x_axis = step_key(header)
     if x_axis is None:
-        raise UnreadableLogError(f"{path} has no column step or epoch, only {', '.join(header)[:200]}: add one")
+        raise UnreadableLogError(
+            f"{path} has no column step or epoch, only {', '.join(header)[:200]}: add one"
+        )
     names = _metric_names(path, header, x_axis)
     attempt = None
     for cells in filter(None, rows):
@@ -51,7 +53,10 @@ def _read_table(path: Path) -> RunLog:
             if attempt not in (None, own.get("attempt")):
                 frame.restart()
             attempt = own.get("attempt")
-        frame.add(own.get(x_axis), {name: own[column] for column, name in names.items() if own.get(column)})
+        frame.add(
+            own.get(x_axis),
+            {name: own[column] for column, name in names.items() if own.get(column)},
+        )
     return frame.log(path, "csv", path.parent, notes=(EPOCH_NOTE,) if x_axis == "epoch" else ())
 
 

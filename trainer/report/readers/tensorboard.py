@@ -1,4 +1,6 @@
-"""TensorBoard event files: all points of all scalars. TensorBoard's own loader ends at the first wrong checksum."""
+"""TensorBoard event files: all points of all scalars. TensorBoard's own loader ends at the
+first wrong checksum.
+"""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*?(?:\.(\d+))?(?:\.v2)?$")
 
 
 def event_dir(root: Path) -> tuple[Path, int] | None:
-    """The directory with the newest event file in or below `root`, and how many others there are."""
+    """The directory with the newest event file in or below `root`, and how many others there
+    are.
+    """
     files = list(islice(root.rglob("*tfevents*"), MAX_FILES))
     if not files:
         return None
@@ -26,15 +30,25 @@ def event_dir(root: Path) -> tuple[Path, int] | None:
 
 
 def read_tensorboard(path: Path) -> RunLog:
-    """All event files of a directory (that of the newest one), or the directory of the file given."""
+    """All event files of a directory (that of the newest one), or the directory of the file
+    given.
+    """
     directory, num_others = (path.parent, 0) if path.is_file() else (event_dir(path) or (path, 0))
     if find_spec("tensorboard") is None:
         raise UnreadableLogError("event files need tensorboard: pip install 'tensorboard>=2.18'")
     frame = Frame()
     for file in sorted(directory.glob("*tfevents*"), key=_age):
         _read_file(file, frame)
-    run_dir = directory.parent if directory.name == "tensorboard" else path if path.is_dir() else directory
-    others = f"{num_others} other directories with event files are left out: name one of them to read it"
+    run_dir = (
+        directory.parent
+        if directory.name == "tensorboard"
+        else path
+        if path.is_dir()
+        else directory
+    )
+    others = (
+        f"{num_others} other directories with event files are left out: name one of them to read it"
+    )
     notes = ("TensorBoard keeps scalars as 32-bit floats", others)
     return frame.log(directory, "tensorboard", run_dir, notes=notes if num_others else notes[:1])
 
@@ -42,11 +56,15 @@ def read_tensorboard(path: Path) -> RunLog:
 def _age(path: Path) -> tuple[int, int, str]:
     """Order of writing: the seconds in the name, then the writer's counter."""
     match = _NAME.match(path.name)
-    return (int(match[1][:18]), int((match[2] or "0")[:18]), path.name) if match else (0, 0, path.name)
+    return (
+        (int(match[1][:18]), int((match[2] or "0")[:18]), path.name) if match else (0, 0, path.name)
+    )
 
 
 def _read_file(path: Path, frame: Frame) -> None:
-    """A start takes back its step and what was written of later ones; TensorBoard itself reads the messages."""
+    """A start takes back its step and what was written of later ones; TensorBoard itself reads
+    the messages.
+    """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -91,10 +109,11 @@ def _scalar(value: Any) -> float | None:
 
 
 def read_records(path: Path) -> Iterator[bytes | None]:
-    """The messages of an event file, each a protobuf `Event`; None at last for one that was cut short.
+    """The messages of an event file, each a protobuf `Event`; None at last for one that was cut
+    short.
 
-    A record is a length (8 bytes), its checksum (4), the message, its checksum (4). No checksum is proven: a damaged
-    length ends the file, a damaged message is for who reads it.
+    A record is a length (8 bytes), its checksum (4), the message, its checksum (4). No checksum is
+    proven: a damaged length ends the file, a damaged message is for who reads it.
     """
     with path.open("rb") as file:
         while head := file.read(12):

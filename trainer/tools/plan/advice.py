@@ -13,7 +13,9 @@ PUT_AWAY = f"{RECOMPUTE}={OFFLOAD}"
 STATE_ON_HOST = "model.fsdp_config.cpu_offload=true"
 
 
-def smallest_change(config: Config, plan: Planner, now: MemoryPlan, limit_gib: float) -> Change | None:
+def smallest_change(
+    config: Config, plan: Planner, now: MemoryPlan, limit_gib: float
+) -> Change | None:
     """The first change that fits, in the order of `change_series`; None if none does."""
 
     def fits(change: Change) -> bool:
@@ -36,7 +38,8 @@ def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
     how = config.model.enable_gradient_checkpointing
     num_documents = math.ceil(now.workload.num_tokens / max_length)
     shorter = [
-        f"{MAX_TOKENS}={math.ceil(number * max_length / sharing)}" for number in reversed(range(1, num_documents))
+        f"{MAX_TOKENS}={math.ceil(number * max_length / sharing)}"
+        for number in reversed(range(1, num_documents))
     ]
     recompute = [] if how in (True, OFFLOAD) else [RECOMPUTED]
     both = (*recompute, *shorter[-1:])

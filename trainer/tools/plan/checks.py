@@ -18,12 +18,16 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
     config = launch.config
     plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
     limit_gib = memory.default_memory_gib(config, launch.num_ranks)
-    yield check_memory(plan, limit_gib, fix="`plan` with the same arguments names the smallest change that fits")
+    yield check_memory(
+        plan, limit_gib, fix="`plan` with the same arguments names the smallest change that fits"
+    )
     host_bytes = int(plan.host_gib * launch.num_ranks * GIB)
     total_bytes = memory.host_memory_bytes()
     if launch.num_gpus and host_bytes > total_bytes:
         what = f"the run needs {readable(host_bytes)} of host memory, and this machine has {readable(total_bytes)}"
-        yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
+        yield Checked(
+            "fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines"
+        )
     yield from check_disk(config, plan)
 
 
@@ -41,7 +45,11 @@ def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes
     number = disk.num_to_come(len(layout.committed(run_dir)))
-    kept = "all are kept" if disk.num_checkpoints is None else f"at most {disk.num_checkpoints} at a time"
+    kept = (
+        "all are kept"
+        if disk.num_checkpoints is None
+        else f"at most {disk.num_checkpoints} at a time"
+    )
     what = f"checkpoints of {readable(one_bytes)} ({readable(disk.export_bytes)} of it huggingface/), {kept}"
     yield _room(run_dir, what, least_bytes=one_bytes, most_bytes=number * one_bytes)
     if disk.token_bytes:

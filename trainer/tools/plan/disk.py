@@ -33,7 +33,9 @@ class DiskPlan:
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """Tensors that pass through untrained, and copies in the run directory, are not counted: no weights are read."""
+    """Tensors that pass through untrained, and copies in the run directory, are not counted: no
+    weights are read.
+    """
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
         export_bytes=_export_bytes(config, plan),

@@ -1,6 +1,8 @@
-"""One training step of the trainer's own model on tensors without memory, among ranks that do not exist (floor 5).
+"""One training step of the trainer's own model on tensors without memory, among ranks that do not
+exist (floor 5).
 
-For a GPU the fake tensors are CPU tensors too, so that no GPU is needed; attention behaves as the GPU's kernel does.
+For a GPU the fake tensors are CPU tensors too, so that no GPU is needed; attention behaves as the
+GPU's kernel does.
 """
 
 import itertools
@@ -81,8 +83,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step on `num_layers` layers: bytes by category at the fullest moment of each phase, counted for
-    all tensors, for those on the device, and for all with page-locked memory as the host has it.
+    """A step on `num_layers` layers: bytes by category at the fullest moment of each phase, counted
+    for all tensors, for those on the device, and for all with page-locked memory as the host has
+    it.
     """
 
     num_layers: int
@@ -133,7 +136,13 @@ def measure(job: Job, num_layers: int) -> Measured:
 
 @register_op_impl(lambda func: func is torch.ops.aten._grouped_mm.default)
 def _grouped_product(
-    mode: FakeTensorMode, func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any
+    mode: FakeTensorMode,
+    func: Any,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> Any:
     """Shape of the experts' product in float32, which torch's own shape function refuses.
 
@@ -146,7 +155,9 @@ def _grouped_product(
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> Callable[[], None]:
+def follow(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages
+) -> Callable[[], None]:
     """Hook `live` into a step, so that it knows each phase and what the tensors are for.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
@@ -193,7 +204,9 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
         layer.register_forward_hook(partial(forward_ends, index))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED))
+            module.register_forward_pre_hook(
+                lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED)
+            )
     return update_begins
 
 
@@ -216,7 +229,9 @@ def run_step(
     update_begins()
     total_norm = clip.local_square_sum(parameters).sqrt()
     never = total_norm < 0
-    clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=never, max_norm=1.0, rounding_key=0)
+    clip.clipped_step(
+        optimizer, total_norm=total_norm, is_skipped=never, max_norm=1.0, rounding_key=0
+    )
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -260,6 +275,8 @@ def _fake_world(job: Job) -> Iterator[World]:
     dimensions = mesh_dimensions(job.num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
     try:
-        yield make_world(torch.device("cpu"), dimensions, sequence_size=model.ulysses_sequence_parallel_size)
+        yield make_world(
+            torch.device("cpu"), dimensions, sequence_size=model.ulysses_sequence_parallel_size
+        )
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""The GPU's one kernel for an RMS norm, and its two backward, on fake tensors: a build of torch for CPUs computes them
-in pieces (floor 5).
+"""The GPU's one kernel for an RMS norm, and its two backward, on fake tensors: a build of torch for
+CPUs computes them in pieces (floor 5).
 """
 
 import types
@@ -12,7 +12,9 @@ from trainer.model import norm
 
 _OPERATIONS = torch.library.Library("planner", "DEF")
 _OPERATIONS.define("rms_norm(Tensor hidden, Tensor weight) -> (Tensor, Tensor)")
-_OPERATIONS.define("rms_norm_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor scale) -> (Tensor, Tensor)")
+_OPERATIONS.define(
+    "rms_norm_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor scale) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.impl(_OPERATIONS, "rms_norm", "Meta")
@@ -43,4 +45,6 @@ def fuse_norms(model: nn.Module) -> None:
     """Of every norm that a GPU would compute with torch's own kernels."""
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is norm.forward:
-            module.forward = types.MethodType(lambda self, hidden: FusedNorm.apply(hidden, self.weight), module)
+            module.forward = types.MethodType(
+                lambda self, hidden: FusedNorm.apply(hidden, self.weight), module
+            )

@@ -1,8 +1,10 @@
-"""Which tensor storages live at every moment of a training step, and what for: on real and on fake tensors (floor 5).
+"""Which tensor storages live at every moment of a training step, and what for: on real and on fake
+tensors (floor 5).
 
-Every operation is watched for the storages it makes; a weak reference tells when one dies. What a storage is for often
-shows only later (a matrix product turns out to be a gradient), so births and deaths are written down and read
-afterwards. Memory that a kernel takes and gives back inside one operation is not seen, except that of fused attention.
+Every operation is watched for the storages it makes; a weak reference tells when one dies. What a
+storage is for often shows only later (a matrix product turns out to be a gradient), so births and
+deaths are written down and read afterwards. Memory that a kernel takes and gives back inside one
+operation is not seen, except that of fused attention.
 
 Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
 """
@@ -23,7 +25,11 @@ from trainer.runtime.environment import pinned_bytes
 PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
 FROZEN = "frozen parameters"
 SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
-ACTIVATIONS, HEAD, HOST_INPUTS = "activations", "head: logits and loss", "inputs of the layers, put away"
+ACTIVATIONS, HEAD, HOST_INPUTS = (
+    "activations",
+    "head: logits and loss",
+    "inputs of the layers, put away",
+)
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """What a rank holds of the whole state: in host memory with CPU offload."""
 PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
@@ -63,7 +69,9 @@ class LiveStorages(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
-        """From here on the step is in `phase`; what is made in it is for `default` unless something tells better."""
+        """From here on the step is in `phase`; what is made in it is for `default` unless
+        something tells better.
+        """
         self.phase, self._default = phase, default
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
@@ -78,8 +86,9 @@ class LiveStorages(TorchDispatchMode):
     ) -> dict[Phase, Counter[str]]:
         """For each phase, in order, bytes by category at its fullest moment.
 
-        `elsewhere` lists categories that live in other memory: they count here only at the moment they are made.
-        `pinned` lists those in page-locked memory, which each tensor takes more of than it has bytes.
+        `elsewhere` lists categories that live in other memory: they count here only at the moment
+        they are made. `pinned` lists those in page-locked memory, which each tensor takes more of
+        than it has bytes.
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()
@@ -98,7 +107,8 @@ class LiveStorages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors that nobody has
+        # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors
+        # that nobody has
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._see(tensor)
@@ -113,7 +123,11 @@ class LiveStorages(TorchDispatchMode):
         storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         if key not in self._living:
-            self._living[key] = len(self._categories), 0, weakref.ref(storage, lambda _: self._resized(key, 0))
+            self._living[key] = (
+                len(self._categories),
+                0,
+                weakref.ref(storage, lambda _: self._resized(key, 0)),
+            )
             self._categories.append(self._default)
             self._resized(key, storage.nbytes())
         return self._living[key][0]
@@ -127,7 +141,9 @@ class LiveStorages(TorchDispatchMode):
             del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP frees and refills gathered parameters by resizing their storages, which is no operation."""
+        """FSDP frees and refills gathered parameters by resizing their storages, which is no
+        operation.
+        """
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -140,7 +156,9 @@ class LiveStorages(TorchDispatchMode):
     def _flash_backward(self, *tensors: Any) -> None:
         _, query_TNK, key_TMK, _, _, _, cu_seqlens_D1 = tensors[:7]
         size_bytes = flash_backward_bytes(query_TNK, key_TMK, num_documents=len(cu_seqlens_D1) - 1)
-        self._events += [(len(self._categories), change, self.phase) for change in (size_bytes, -size_bytes)]
+        self._events += [
+            (len(self._categories), change, self.phase) for change in (size_bytes, -size_bytes)
+        ]
         self._categories.append(self._default)
 
 
@@ -155,8 +173,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:
-    """What FlashAttention 2 takes inside its backward pass over packed documents: the queries' gradients in fp32, a
-    number per row, and the keys' and values' gradients per query head where several share one.
+    """What FlashAttention 2 takes inside its backward pass over packed documents: the queries'
+    gradients in fp32, a number per row, and the keys' and values' gradients per query head where
+    several share one.
     """
     num_tokens, num_heads, head_size = query_TNK.shape
     num_rows = (num_tokens + FLASH_BLOCK_TOKENS * num_documents) * num_heads

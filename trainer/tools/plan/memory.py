@@ -158,7 +158,8 @@ def _not_planned(config: Config, error: Exception) -> ConfigError:
     return ConfigError(
         f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
         f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Fix: measure it: "
-        "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in metrics.jsonl"
+        "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in "
+        "metrics.jsonl"
     )
 
 
@@ -186,7 +187,9 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
     def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
         return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
 
-    def all_grown(a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]) -> dict[Phase, Counter[str]]:
+    def all_grown(
+        a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]
+    ) -> dict[Phase, Counter[str]]:
         return {phase: grown(a[phase], b[phase]) for phase in a}
 
     return Measured(
@@ -197,10 +200,16 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
     )
 
 
-def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]) -> MemoryPlan:
+def _plan(
+    job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]
+) -> MemoryPlan:
     device = max(measured.on_device.values(), key=lambda held: held.total())
     most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
-    on_host = {name: max(held[name] for held in measured.on_host.values()) for name in NAMES if name in job.elsewhere}
+    on_host = {
+        name: max(held[name] for held in measured.on_host.values())
+        for name in NAMES
+        if name in job.elsewhere
+    }
     saved = most[PARAMETERS] + most[OPTIMIZER]
     if not job.config.model.has_adapters:  # the shards of adapters do not hold the base model
         saved += most[FROZEN]
@@ -226,13 +235,16 @@ def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_lay
 
 
 def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
-    """Bytes of the float32 gradients that FSDP copies to page-locked memory one after the other; on the
-    device that the plan runs on they are parts of one tensor for each layer.
+    """Bytes of the float32 gradients that FSDP copies to page-locked memory one after the other; on
+    the device that the plan runs on they are parts of one tensor for each layer.
     """
     fsdp_size = job.config.model.fsdp_config.fsdp_size
     num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
     trained = (parameter.shape for parameter in model.parameters() if parameter.requires_grad)
-    return sum(pinned_bytes(4 * math.ceil(shape[0] / num_shards) * math.prod(shape[1:])) for shape in trained)
+    return sum(
+        pinned_bytes(4 * math.ceil(shape[0] / num_shards) * math.prod(shape[1:]))
+        for shape in trained
+    )
 
 
 def _job(config: Config, num_ranks: int) -> Job:
@@ -275,7 +287,9 @@ def source_of(config: Config) -> ModelSource:
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
     def kind(layer: nn.Module) -> tuple[object, ...]:
-        return type(layer), *((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+        return type(layer), *(
+            (name, p.shape, p.requires_grad) for name, p in layer.named_parameters()
+        )
 
     layer_types = getattr(model.config, "layer_types", None) or [""]
     return len({kind(layer) for layer in layers}) == 1 and len(set(layer_types)) == 1

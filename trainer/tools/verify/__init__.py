@@ -1,1 +1,3 @@
-"""Checks of a machine and of what was trained on it: `doctor`, `doctor --run`, `prove` (floor 5)."""
+"""Checks of a machine and of what was trained on it: `doctor`, `doctor --run`, `prove` (floor
+5).
+"""

@@ -41,7 +41,11 @@ def cards(launch: Launch) -> Iterator[Checked]:
     elif launch.num_gpus:
         yield from _cards(launch.num_ranks)
     elif launch.config.trainer.device == "cuda":
-        yield Checked("warn", "trainer.device=cuda, but there is no card here", "ask again on the machine that trains")
+        yield Checked(
+            "warn",
+            "trainer.device=cuda, but there is no card here",
+            "ask again on the machine that trains",
+        )
     else:
         yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
 
@@ -53,21 +57,35 @@ def _cards(num_ranks: int) -> Iterator[Checked]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
             what = f"card {number} has {readable(free_bytes)} of {readable(total_bytes)} free: another process uses it"
-            yield Checked("warn", what, "end it (nvidia-smi lists it), or choose cards with CUDA_VISIBLE_DEVICES")
+            yield Checked(
+                "warn",
+                what,
+                "end it (nvidia-smi lists it), or choose cards with CUDA_VISIBLE_DEVICES",
+            )
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(num_ranks)}))
-    yield Checked("ok", f"{names}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    yield Checked(
+        "ok", f"{names}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    )
 
 
 def directories(launch: Launch) -> Iterator[Checked]:
-    """Every kind of operation that a save, a lock and a cache need, tried where they will happen."""
+    """Every kind of operation that a save, a lock and a cache need, tried where they will
+    happen.
+    """
     config = launch.config
     needs_lock = config.trainer.checkpoint.require_lock
-    yield from _tried("trainer.default_local_dir", Path(config.trainer.default_local_dir), needs_lock=needs_lock)
-    yield from _tried("data.cache_dir", Path(config.data.cache_dir), needs_links=bool(config.model.new_tokens))
+    yield from _tried(
+        "trainer.default_local_dir", Path(config.trainer.default_local_dir), needs_lock=needs_lock
+    )
+    yield from _tried(
+        "data.cache_dir", Path(config.data.cache_dir), needs_links=bool(config.model.new_tokens)
+    )
 
 
-def _tried(key: str, directory: Path, *, needs_links: bool = False, needs_lock: bool = False) -> Iterator[Checked]:
+def _tried(
+    key: str, directory: Path, *, needs_links: bool = False, needs_lock: bool = False
+) -> Iterator[Checked]:
     try:
         with TemporaryDirectory(prefix=".sft-", dir=existing_parent(directory)) as name:
             made = Path(name)
@@ -77,10 +95,15 @@ def _tried(key: str, directory: Path, *, needs_links: bool = False, needs_lock: 
             fsio.rename(made / "staged", made / "final")
             if needs_links:
                 (made / "link").symlink_to(made / "file")
-            with (made / "file").open("ab") as file:  # NFS locks exclusively only what is open for writing
+            # NFS locks exclusively only what is open for writing
+            with (made / "file").open("ab") as file:
                 has_locks = try_lock(file.fileno())
     except OSError as error:
-        yield Checked("fail", f"{key}={directory}: {error}", "choose a directory that can be written, on another disk")
+        yield Checked(
+            "fail",
+            f"{key}={directory}: {error}",
+            "choose a directory that can be written, on another disk",
+        )
         return
     if has_locks is False:
         what = f"{key}={directory} is on a file system without locks: two processes may do the same work there"
@@ -103,7 +126,9 @@ def resume(launch: Launch) -> Iterator[Checked]:
         yield Checked("ok", f"{run_dir} is new")
     else:
         read, is_alone = preflight.find_files(launch.config), launch.layout.num_nodes == 1
-        message = already_said(launch.config, read, num_ranks=launch.num_ranks) if is_alone else None
+        message = (
+            already_said(launch.config, read, num_ranks=launch.num_ranks) if is_alone else None
+        )
         yield Checked("ok", message or f"continues from {chosen.path}")
 
 
@@ -137,14 +162,27 @@ def serving(launch: Launch) -> Iterator[Checked]:
     from trainer.model import packed_lm
     from trainer.run.inputs import source_without_weights
 
-    names = getattr(packed_lm.read_config(source_without_weights(launch.config)), "architectures", None) or []
+    names = (
+        getattr(packed_lm.read_config(source_without_weights(launch.config)), "architectures", None)
+        or []
+    )
     known = served_by_vllm(launch.vllm_python)
     if known is None or not names:
-        why = f"{launch.vllm_python} has no vLLM" if known is None else "config.json names no architecture"
-        yield Checked("ok", f"whether vLLM serves it was not looked at: {why} (--python names an interpreter)")
+        why = (
+            f"{launch.vllm_python} has no vLLM"
+            if known is None
+            else "config.json names no architecture"
+        )
+        yield Checked(
+            "ok", f"whether vLLM serves it was not looked at: {why} (--python names an interpreter)"
+        )
     elif missing := sorted(set(names) - known):
         what = f"{', '.join(missing)} is not among the architectures of the vLLM of {launch.vllm_python}"
-        yield Checked("warn", what, "try a tiny run and `prove RUN_DIR --engine vllm`, or serve it with transformers")
+        yield Checked(
+            "warn",
+            what,
+            "try a tiny run and `prove RUN_DIR --engine vllm`, or serve it with transformers",
+        )
     else:
         yield Checked("ok", f"vLLM serves {', '.join(names)}")
 
@@ -160,12 +198,20 @@ def rows(launch: Launch) -> Iterator[Checked]:
     for row, result, tokenizer in found:
         place = location(row.file, row.line)
         if isinstance(result, UnusableError):
-            fix = "mend it, or leave such rows out with data.on_bad_row=skip" if is_strict else "it is left out"
+            fix = (
+                "mend it, or leave such rows out with data.on_bad_row=skip"
+                if is_strict
+                else "it is left out"
+            )
             yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
         elif result and not described:
             described, sample = True, result[0]
-            shown = " ".join(preview(sample.input_ids, sample.loss_mask, tokenizer, color=False).split())
-            yield Checked("ok", f"{place}, its end, with what is supervised in [[ ]]: …{shown[-SHOWN_CHARS:]}")
+            shown = " ".join(
+                preview(sample.input_ids, sample.loss_mask, tokenizer, color=False).split()
+            )
+            yield Checked(
+                "ok", f"{place}, its end, with what is supervised in [[ ]]: …{shown[-SHOWN_CHARS:]}"
+            )
 
 
 def cache(launch: Launch) -> Iterator[Checked]:
@@ -178,9 +224,13 @@ def cache(launch: Launch) -> Iterator[Checked]:
     except NotPreparedError:
         yield Checked("ok", "not prepared yet: the first start does it, or `data stats` now")
         return
-    yield Checked("ok", f"prepared: {len(data.train)} samples, {len(data.validation or ())} for validation")
+    yield Checked(
+        "ok", f"prepared: {len(data.train)} samples, {len(data.validation or ())} for validation"
+    )
     if (found := validation_in_train(data)) and found["count"]:
-        places = "; ".join(f"{where} equals {other}" for where, other in found["places"][:NUM_SHOWN])
+        places = "; ".join(
+            f"{where} equals {other}" for where, other in found["places"][:NUM_SHOWN]
+        )
         what = f"{found['count']} of {found['num_samples']} samples of validation are trained on: {places}"
         yield Checked("warn", what, "take them out of one side: val/loss is too good with them")
 
@@ -192,12 +242,16 @@ TABLE = "_VLLM_MODELS"
 
 
 def served_by_vllm(python: str) -> set[str] | None:
-    """The architectures that the vLLM of an interpreter knows, read from its own list without importing it, which takes
-    half a minute; None where there is no vLLM, or no list as we know it.
+    """The architectures that the vLLM of an interpreter knows, read from its own list without
+    importing it, which takes half a minute; None where there is no vLLM, or no list as we know it.
     """
     try:
         found = run_in(python, "-c", FIND).stdout.strip()
-        body = ast.parse((Path(found).parent / REGISTRY).read_text(encoding="utf-8")).body if found else []
+        body = (
+            ast.parse((Path(found).parent / REGISTRY).read_text(encoding="utf-8")).body
+            if found
+            else []
+        )
     except (OSError, SyntaxError):
         return None
     tables = {
@@ -209,7 +263,9 @@ def served_by_vllm(python: str) -> set[str] | None:
     }
     parts = tables[TABLE].values if TABLE in tables else []
     named = [tables[part.id] for part in parts if isinstance(part, ast.Name) and part.id in tables]
-    return {str(ast.literal_eval(key)) for table in named for key in table.keys if key is not None} or None
+    return {
+        str(ast.literal_eval(key)) for table in named for key in table.keys if key is not None
+    } or None
 
 
 CHECKS: dict[str, Check] = {

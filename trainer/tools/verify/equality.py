@@ -34,7 +34,8 @@ class Comparison:
         if isinstance(left, Tensor) and isinstance(right, Tensor):
             self.num_tensors += 1
             difference = _tensor_difference(left, right)
-        elif left is MISSING or right is MISSING or repr(left) != repr(right):  # repr is exact, and NaN equals NaN
+        # repr is exact, and NaN equals NaN
+        elif left is MISSING or right is MISSING or repr(left) != repr(right):
             difference = f"{_shown(left)} and {_shown(right)}"
         else:
             difference = ""
@@ -43,7 +44,9 @@ class Comparison:
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
-    """Compare the newest attempt of each step and validation, and the checkpoint of the last step."""
+    """Compare the newest attempt of each step and validation, and the checkpoint of the last
+    step.
+    """
     found = Comparison()
     both = [_rows(run_dir, "train") for run_dir in (left, right)]
     found.num_steps = len(both[0].keys() & both[1].keys())
@@ -55,7 +58,9 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
             continue
         for key in STEP_KEYS:
             found.add(f"step {step}, {key}", *(row.get(key, MISSING) for row in rows if row))
-    _compare_checkpoints(found, *(run_dir / layout.step_dir_name(steps) for run_dir in (left, right)))
+    _compare_checkpoints(
+        found, *(run_dir / layout.step_dir_name(steps) for run_dir in (left, right))
+    )
     both = [_rows(run_dir, "val") for run_dir in (left, right)]
     found.num_validations = len(both[0].keys() & both[1].keys())
     for step in sorted({*both[0], *both[1]}):
@@ -76,7 +81,9 @@ def _compare_checkpoints(found: Comparison, left: Path, right: Path) -> None:
     name = left.name
     for info in infos:
         if info.manifest is None:
-            found.differences.append(f"{name}: {info.path.parent.name} has none: {info.reason or info.status}")
+            found.differences.append(
+                f"{name}: {info.path.parent.name} has none: {info.reason or info.status}"
+            )
     sizes = [info.manifest.world_size for info in infos if info.manifest]
     if len(sizes) < 2:
         return

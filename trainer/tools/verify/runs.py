@@ -1,4 +1,5 @@
-"""Short runs of a recipe in a temporary directory: straight, with other settings, or killed and resumed (floor 5).
+"""Short runs of a recipe in a temporary directory: straight, with other settings, or killed and
+resumed (floor 5).
 
 No torch. Every process that is started here ends with its block, or with this process.
 """
@@ -78,7 +79,9 @@ class KilledRun(ShortRun):
 class Runs:
     """Runs of a recipe on `num_ranks` ranks. Everything they write is in `directory`."""
 
-    def __init__(self, overrides: Sequence[str], num_ranks: int, directory: Path, *, is_on_gpu: bool) -> None:
+    def __init__(
+        self, overrides: Sequence[str], num_ranks: int, directory: Path, *, is_on_gpu: bool
+    ) -> None:
         self.num_ranks = num_ranks
         self.is_on_gpu = is_on_gpu
         self.directory = directory
@@ -101,15 +104,19 @@ class Runs:
             return self.straight
         return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
 
-    def train(self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None) -> ShortRun:
+    def train(
+        self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None
+    ) -> ShortRun:
         """Train to the end, or until step `until` is logged. Raises `RunFailedError`."""
         run = ShortRun(self.directory / name)
-        self._start(run, overrides, num_ranks, lambda: until is not None and run.last_step() >= until)
+        self._start(
+            run, overrides, num_ranks, lambda: until is not None and run.last_step() >= until
+        )
         return run
 
     def train_killed(self) -> KilledRun | None:
-        """Kill a run in the middle with SIGKILL and start it again; None if it was always too fast. Raises
-        `RunFailedError`.
+        """Kill a run in the middle with SIGKILL and start it again; None if it was always too fast.
+        Raises `RunFailedError`.
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
@@ -124,10 +131,20 @@ class Runs:
         return None
 
     def _start(
-        self, run: ShortRun, overrides: Sequence[str], num_ranks: int | None, is_due: Callable[[], bool]
+        self,
+        run: ShortRun,
+        overrides: Sequence[str],
+        num_ranks: int | None,
+        is_due: Callable[[], bool],
     ) -> bool:
         """Start the run; True if it was killed because `is_due`, False if it ended by itself."""
-        command = ["-m", "trainer.launch", str(num_ranks or self.num_ranks), *self._overrides, *overrides]
+        command = [
+            "-m",
+            "trainer.launch",
+            str(num_ranks or self.num_ranks),
+            *self._overrides,
+            *overrides,
+        ]
         command += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
         with _started(command, run.log, self.directory) as process:
             while process.poll() is None:
@@ -135,13 +152,17 @@ class Runs:
                     return True
                 time.sleep(POLL_S)
         if process.returncode != EXIT_DONE:
-            lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+            lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[
+                -NUM_LOG_LINES:
+            ]
             text = f"the {run.run_dir.name} run ended with exit code {process.returncode}; the end of its log:"
             raise RunFailedError("\n  ".join([text, *lines]))
         return False
 
     def _first_overrides(self, overrides: Sequence[str]) -> list[str]:
-        """Settings that the user's overrides may replace: only as many rows as the steps need, an own cache."""
+        """Settings that the user's overrides may replace: only as many rows as the steps need,
+        an own cache.
+        """
         batch_size = load_config(list(overrides)).data.train_batch_size
         words = [
             f"data.train_max_samples={2 * NUM_STEPS * batch_size}",

@@ -1,11 +1,14 @@
-"""Served loss = trained loss: what an engine makes of an export, against the validation of its step (floor 5).
+"""Served loss = trained loss: what an engine makes of an export, against the validation of its step
+(floor 5).
 
-The tokens that the run validated on are given to the engine; the loss of the supervised ones, weighted as `val/loss`,
-must be that of the step. How far apart two right answers may be is measured, not guessed: the export is computed twice,
-in the dtype it is served in and in a wider one. Where the run computed with wider weights than it is served with, the
-trained model is computed with its own weights and with rounded ones too. With D_i the difference of sample i's summed
-log-probability, a row for each cause, and N the supervised tokens of all, the tolerance is (the sum over causes of
-|sum D_i| + 4 sqrt(sum D_i^2)) / N, the last sum over all, and at least 1e-6 of the loss.
+The tokens that the run validated on are given to the engine; the loss of the supervised ones,
+weighted as `val/loss`, must be that of the step. How far apart two right answers may be is
+measured, not guessed: the export is computed twice, in the dtype it is served in and in a wider
+one. Where the run computed with wider weights than it is served with, the trained model is computed
+with its own weights and with rounded ones too. With D_i the difference of sample i's summed
+log-probability, a row for each cause, and N the supervised tokens of all, the tolerance is (the sum
+over causes of |sum D_i| + 4 sqrt(sum D_i^2)) / N, the last sum over all, and at least 1e-6 of the
+loss.
 """
 
 import json
@@ -53,7 +56,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class ServedLoss:
-    """Loss of the export, how far from it the trained one may be, the loss of an adapter's base without it."""
+    """Loss of the export, how far from it the trained one may be, the loss of an adapter's base
+    without it.
+    """
 
     loss: float
     tolerance: float
@@ -86,7 +91,9 @@ class Certificate:
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
-    """The certificate and where it was written. Raises `ConfigError`, `DataError` where nothing can be compared."""
+    """The certificate and where it was written. Raises `ConfigError`, `DataError` where nothing
+    can be compared.
+    """
     if engine == engines.VLLM:
         engines.require_vllm(python)
     trained = read_trained(checkpoint)
@@ -100,7 +107,9 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     except Exception as error:  # what was found may be why it cannot even be loaded
         if not found:
             raise
-        found.append(f"{engine} does not load it: {type(error).__name__}: {str(error).splitlines()[0]}")
+        found.append(
+            f"{engine} does not load it: {type(error).__name__}: {str(error).splitlines()[0]}"
+        )
     certificate = _certificate(trained, measured, found)
     path = checkpoint.resolve().parent / PROOFS / f"step_{trained.info.step}_{engine}.json"
     path.parent.mkdir(exist_ok=True)
@@ -110,8 +119,14 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
 
 def _certificate(trained: Trained, measured: ServedLoss, causes: list[str]) -> Certificate:
     is_near = abs(measured.loss - trained.loss) <= measured.tolerance
-    if measured.base_loss is not None and abs(measured.base_loss - measured.loss) <= measured.tolerance:
-        causes = [*causes, "adapter: served is the loss of the base model, as if there were no adapter"]
+    if (
+        measured.base_loss is not None
+        and abs(measured.base_loss - measured.loss) <= measured.tolerance
+    ):
+        causes = [
+            *causes,
+            "adapter: served is the loss of the base model, as if there were no adapter",
+        ]
     first = None
     if measured.sums is not None and (causes or not is_near):
         info, config, validation = trained.info, trained.config, trained.validation
@@ -119,7 +134,9 @@ def _certificate(trained: Trained, measured: ServedLoss, causes: list[str]) -> C
             info, config, validation, trained.samples, measured.sums, rounding=measured.rounding
         )
     if not causes and not is_near:
-        causes = ["not known: every file of the export is as it was written, and says what was trained"]
+        causes = [
+            "not known: every file of the export is as it was written, and says what was trained"
+        ]
     return Certificate(
         checkpoint=trained.info.path.name,
         step=trained.info.step,
@@ -147,8 +164,8 @@ def read_trained(checkpoint: Path) -> Trained:
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
     if not rows:
         raise ConfigError(
-            f"no validation at step {info.step} in '{log}': set trainer.test_freq so that the steps "
-            f"that are saved are validated, or prove another checkpoint"
+            f"no validation at step {info.step} in '{log}': set trainer.test_freq so that the "
+            f"steps that are saved are validated, or prove another checkpoint"
         )
     data = prepare_data_of_run(config, run_dir)
     if data.validation is None:
@@ -157,25 +174,36 @@ def read_trained(checkpoint: Path) -> Trained:
     num_loss_tokens = sum(int(sample.mask[1:].sum()) for sample in samples)
     if num_loss_tokens != int(rows[-1]["val/total_valid_token_count"]):
         raise ConfigError(
-            f"the validation data are no longer those of step {info.step}: {num_loss_tokens} supervised tokens, "
-            f"{int(rows[-1]['val/total_valid_token_count'])} were validated; give back the files as they were"
+            f"the validation data are no longer those of step {info.step}: {num_loss_tokens} "
+            f"supervised tokens, {int(rows[-1]['val/total_valid_token_count'])} were validated; "
+            f"give back the files as they were"
         )
-    return Trained(info, config, data, data.validation, samples, float(rows[-1]["val/loss"]), num_loss_tokens)
+    return Trained(
+        info, config, data, data.validation, samples, float(rows[-1]["val/loss"]), num_loss_tokens
+    )
 
 
 def validation_samples(validation: Samples) -> list[Sample]:
-    return [Sample(*validation.sample(index), validation.location(index)) for index in range(len(validation))]
+    return [
+        Sample(*validation.sample(index), validation.location(index))
+        for index in range(len(validation))
+    ]
 
 
 def _dtypes(config: Config) -> tuple[torch.dtype, torch.dtype]:
     """What it is served in, no wider than what it was validated in; and a wider one."""
-    exact = (config.trainer.checkpoint.export_dtype, config.model.fsdp_config.param_dtype) == ("float32", "float32")
+    exact = (config.trainer.checkpoint.export_dtype, config.model.fsdp_config.param_dtype) == (
+        "float32",
+        "float32",
+    )
     return (torch.float32, torch.float64) if exact else (torch.bfloat16, torch.float32)
 
 
 def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedLoss:
     narrow, wide = _dtypes(trained.config)
-    exact, rounded = (engines.in_transformers(export, trained.samples, dtype=dtype) for dtype in (wide, narrow))
+    exact, rounded = (
+        engines.in_transformers(export, trained.samples, dtype=dtype) for dtype in (wide, narrow)
+    )
     served, program = rounded, f"transformers {transformers.__version__}"
     if engine == engines.VLLM:
         served, program = engines.in_vllm(export, trained.samples, python=python)
@@ -193,7 +221,9 @@ def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedL
 
 
 def _of_rounded_weights(trained: Trained, narrow: torch.dtype) -> Iterator[np.ndarray]:
-    """What the trained model's sums differ by when its weights are rounded, where it may have computed with others."""
+    """What the trained model's sums differ by when its weights are rounded, where it may have
+    computed with others.
+    """
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
         with serving_causes.trained_model(trained.info, trained.config) as model:
             own = np.array(list(serving_causes.sums_of(model, trained.validation)))

@@ -1,4 +1,6 @@
-"""Why an export does not give the loss of its step: its files against what was written, trained and said (floor 5)."""
+"""Why an export does not give the loss of its step: its files against what was written, trained
+and said (floor 5).
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,15 +33,27 @@ from trainer.serving.engines import PEFT_CONFIG, Sample, adapter_of
 from trainer.weights import stored_in
 
 RELATIVE = 1e-5
-"""Of a sample's log-probability, beside the rounding of its dtype: what another order of additions may change."""
+"""Of a sample's log-probability, beside the rounding of its dtype: what another order of
+additions may change.
+"""
 NUM_NAMED = 5
 NO_MATTER = frozenset(
-    ("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "auto_map")
+    (
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "architectures",
+        "use_cache",
+        "_name_or_path",
+        "auto_map",
+    )
 )
 """Keys of config.json that change no logit."""
 
 
-def causes(info: CheckpointInfo, config: Config, data: PreparedData, samples: Sequence[Sample]) -> list[str]:
+def causes(
+    info: CheckpointInfo, config: Config, data: PreparedData, samples: Sequence[Sample]
+) -> list[str]:
     """What is wrong with the files of an export, in words, the plainest first."""
     assert info.manifest is not None
     export = info.path / layout.HUGGINGFACE
@@ -62,7 +76,9 @@ def first_difference(
     `rounding`: how far apart two right ones may be.
     """
     with trained_model(info, config) as model:
-        for sample, expected, found in zip(samples, sums_of(model, validation), served, strict=True):
+        for sample, expected, found in zip(
+            samples, sums_of(model, validation), served, strict=True
+        ):
             if not abs(found - expected) <= rounding + RELATIVE * abs(expected):
                 count = int(sample.mask[1:].sum())
                 return f"{sample.place}: {-found / count:.4f} a token served, {-expected / count:.4f} trained"
@@ -93,10 +109,13 @@ def _base(info: CheckpointInfo, export: Path) -> Iterator[str]:
     if not (export / PEFT_CONFIG).exists():
         return
     base, _, _ = adapter_of(export)
-    if (trained_for := info.manifest.fingerprints.get(BASE_WEIGHTS)) and digest(base) != trained_for:
+    if (trained_for := info.manifest.fingerprints.get(BASE_WEIGHTS)) and digest(
+        base
+    ) != trained_for:
         yield f"base: '{base}' holds other weights than those the adapter was trained for"
     saved, exported = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (info.path / ADAPTER_CONFIG, export / PEFT_CONFIG)
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (info.path / ADAPTER_CONFIG, export / PEFT_CONFIG)
     )
     for key in ("r", "lora_alpha", "use_rslora"):
         if saved.get(key) != exported.get(key):
@@ -107,16 +126,22 @@ def _tensors(info: CheckpointInfo, export: Path) -> Iterator[str]:
     """Tensors that are not those of the shards, where both have the same names."""
     assert info.manifest is not None
     manifest = info.manifest
-    shapes = {name: torch.empty(found.shape, device="meta") for name, found in manifest.tensors.items()}
+    shapes = {
+        name: torch.empty(found.shape, device="meta") for name, found in manifest.tensors.items()
+    }
     size, num_shards = manifest.world_size, manifest.num_shards
-    reader = ShardReader(info.path, world_size=size, num_shards=num_shards, parameters=shapes, buffers={})
+    reader = ShardReader(
+        info.path, world_size=size, num_shards=num_shards, parameters=shapes, buffers={}
+    )
     others = []
     for file in sorted(export.glob("*.safetensors")):
         try:
             stored = stored_in(file)
             for name in sorted(set(stored) & set(shapes)):
                 exported, trained = stored[name].read(()), reader.whole(name)
-                if exported.shape != trained.shape or not torch.equal(trained.to(exported.dtype), exported):
+                if exported.shape != trained.shape or not torch.equal(
+                    trained.to(exported.dtype), exported
+                ):
                     others.append(name)
         except ConfigError as error:
             yield f"weights: {error}"
@@ -130,7 +155,8 @@ def _settings(source: Path, export: Path) -> Iterator[str]:
     if not (export / "config.json").exists():
         return
     trained, exported = (
-        flat(json.loads((path / "config.json").read_text(encoding="utf-8"))) for path in (source, export)
+        flat(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        for path in (source, export)
     )
     for key in sorted(trained.keys() & exported.keys()):
         if key.rpartition(".")[2] not in NO_MATTER and trained[key] != exported[key]:
@@ -140,10 +166,14 @@ def _settings(source: Path, export: Path) -> Iterator[str]:
 @contextmanager
 def trained_model(info: CheckpointInfo, config: Config) -> Iterator[Any]:
     """As a resume builds it, in a process group of its own."""
-    world = distributed.start(torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat())
+    world = distributed.start(
+        torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
+    )
     try:
         seed, max_length = config.trainer.seed, config.data.max_length
-        model: Any = build_model(config.model, resolve_source(config), world=world, seed=seed, max_length=max_length)
+        model: Any = build_model(
+            config.model, resolve_source(config), world=world, seed=seed, max_length=max_length
+        )
         load_state(info, {"model": ModelShards(model)}, contents=("model",), world=world)
         model.eval()
         yield model

@@ -1,4 +1,6 @@
-"""Checks of `doctor --run`: short runs of the recipe here, compared with each other and with the plan (floor 5)."""
+"""Checks of `doctor --run`: short runs of the recipe here, compared with each other and with
+the plan (floor 5).
+"""
 
 import math
 import re
@@ -8,11 +10,19 @@ from collections.abc import Callable
 from trainer.config import Config
 from trainer.launch.checks import Checked
 from trainer.tools.verify.equality import compare_runs
-from trainer.tools.verify.runs import NUM_COMPARED, NUM_STEPS, NUM_WARMUP_STEPS, RunFailedError, Runs, ShortRun
+from trainer.tools.verify.runs import (
+    NUM_COMPARED,
+    NUM_STEPS,
+    NUM_WARMUP_STEPS,
+    RunFailedError,
+    Runs,
+    ShortRun,
+)
 
 TOLERANCES = {"train/loss": 1e-6, "train/grad_norm": 1e-5}
-"""Largest relative difference between two ways to run a batch in float32. In bfloat16 it is `NUM_ROUNDINGS` times the
-difference between the same steps in bfloat16 and in float32, if that is larger.
+"""Largest relative difference between two ways to run a batch in float32. In bfloat16 it is
+`NUM_ROUNDINGS` times the difference between the same steps in bfloat16 and in float32, if that is
+larger.
 """
 NUM_ROUNDINGS = 4
 MEMORY_MARGIN = 1.1
@@ -47,7 +57,9 @@ def check_ranks(runs: Runs) -> Checked:
 
 def check_packing(runs: Runs) -> Checked:
     """Packed documents compute the same steps as documents alone."""
-    if "documents run packed" not in runs.straight.log.read_text(encoding="utf-8", errors="replace"):
+    if "documents run packed" not in runs.straight.log.read_text(
+        encoding="utf-8", errors="replace"
+    ):
         return Checked("skip", "documents of this model run one by one in any case")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
@@ -61,7 +73,9 @@ def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
     if dtype != "float32":
         precise = runs.train(f"float32_beside_{other.run_dir.name}", _FLOAT32, until=NUM_COMPARED)
         rounding = _differences(runs.straight, precise)
-        allowed = {key: max(least, NUM_ROUNDINGS * rounding[key]) for key, least in TOLERANCES.items()}
+        allowed = {
+            key: max(least, NUM_ROUNDINGS * rounding[key]) for key, least in TOLERANCES.items()
+        }
     texts = [
         f"{name} differ by {found[key]:.1e} (allowed {allowed[key]:.0e})"
         for name, key in (("losses", "train/loss"), ("gradient norms", "train/grad_norm"))
@@ -89,25 +103,35 @@ def check_resume(runs: Runs) -> Checked:
     straight = runs.straight
     killed = runs.train_killed()
     if killed is None:
-        return Checked("skip", "the run ended before it could be killed: check a larger model or batch")
+        return Checked(
+            "skip", "the run ended before it could be killed: check a larger model or batch"
+        )
     found = compare_runs(straight.run_dir, killed.run_dir, steps=NUM_STEPS)
     if killed.resumed_from < killed.saved_before:
         what = f"step {killed.saved_before} was saved before the kill, and the run resumed from {killed.resumed_from}"
-        return Checked("fail", what, "look at the directory's file system: `doctor` tries its operations")
+        return Checked(
+            "fail", what, "look at the directory's file system: `doctor` tries its operations"
+        )
     if not found.differences:
         what = f"killed, and resumed from step {killed.resumed_from}: {found.num_steps} steps, {found.num_tensors} "
-        return Checked("ok", f"{what}tensors and {found.num_validations} validations are equal bit for bit")
+        return Checked(
+            "ok", f"{what}tensors and {found.num_validations} validations are equal bit for bit"
+        )
     again = runs.train("straight_again")
     repeated = compare_runs(straight.run_dir, again.run_dir, steps=NUM_STEPS)
     if repeated.differences:
         what = f"training is not deterministic here: two straight runs differ, first at {repeated.differences[0]}"
         fix = "trainer.deterministic=true, model.compile=false, no code of the model's own that draws at random"
         return Checked("fail", what, fix)
-    return Checked("fail", f"a resumed run differs from a straight one, first at {found.differences[0]}")
+    return Checked(
+        "fail", f"a resumed run differs from a straight one, first at {found.differences[0]}"
+    )
 
 
 def check_memory(runs: Runs, planned_gib: PlannedGib) -> Checked:
-    """The fullest rank needs at most what was planned; micro-batches that are not full need less."""
+    """The fullest rank needs at most what was planned; micro-batches that are not full need
+    less.
+    """
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned = planned_gib(runs.config, runs.num_ranks)

@@ -1,4 +1,6 @@
-"""What the script `fsdp-sft` calls. Outside of `trainer`, to name another package that is found in its place."""
+"""What the script `fsdp-sft` calls. Outside of `trainer`, to name another package that is found
+in its place.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -11,7 +13,10 @@ def main() -> int:
     if not any(Path(place, "cli", "__main__.py").is_file() for place in places or ()):
         found = "no package" if spec is None else spec.origin or places
         fix = "take its directory out of PYTHONPATH, or uninstall it"
-        print(f"ERROR: Python finds {found} as 'trainer' in front of that of fsdp-sft: {fix}", file=sys.stderr)
+        print(
+            f"ERROR: Python finds {found} as 'trainer' in front of that of fsdp-sft: {fix}",
+            file=sys.stderr,
+        )
         return 2
     from trainer.cli.__main__ import main as run_command
 
