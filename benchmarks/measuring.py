@@ -119,18 +119,3 @@ def peak_bytes() -> int:
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-def write_bytes_per_s(directory: Path, size_bytes: int = 2**28) -> float:
-    """Rate of one plain file, written in blocks of 1 MiB and synced: the ceiling of a
-    checkpoint.
-    """
-    path, block = directory / "rate", os.urandom(2**20)
-    started = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(size_bytes // len(block)):
-            file.write(block)
-        os.fsync(file.fileno())
-    rate = size_bytes / (time.perf_counter() - started)
-    path.unlink()
-    return rate
