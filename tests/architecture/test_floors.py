@@ -61,7 +61,7 @@ ALLOWED_WAITS = {
     "the first step",
 }
 ALLOWED_LOADS = {
-    "trainer/evaluation/program_runner.py": "runs what a model wrote against tests: that is its "
+    "trainer/tools/evaluate/program_runner.py": "runs what a model wrote against tests: that is its "
     "purpose",
 }
 

@@ -20,7 +20,7 @@ from test_lora import words as words
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.config import ConfigError
 from trainer.report.readers import read_run
-from trainer.tools.verify.serving import Certificate, prove_serving
+from trainer.tools.evaluate.prove import Certificate, prove_serving
 
 STEP = "global_step_4"
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -171,7 +171,7 @@ SPOILED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no adapter": (
         "lora",
         tensors(ADAPTER, no_adapter),
-        "adapter: served is the loss of the base model",
+        "adapter: the served loss is that of the base model",
     ),
 }
 

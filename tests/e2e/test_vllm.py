@@ -40,7 +40,7 @@ from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
-from trainer.serving import engines
+from trainer.tools.evaluate import engines
 from trainer.tools.verify.checks import served_by_vllm
 from trainer.tracking import read_metrics
 
@@ -289,7 +289,7 @@ def test_evaluate_scores_what_vllm_wrote(
     (logged,) = read_metrics(root / "run" / "evaluation" / "held_out" / "metrics.jsonl")
     assert logged["exec_success_rate"] == solved / len(rows)
     (summary,) = read_summaries(root / "run")["eval/held_out"].values()
-    assert summary["engine"].startswith("vllm ")
+    assert summary["engine"] == "vllm"
     (root / "run" / FILE_NAME).unlink()
     noise = [random_ids(VOCAB) for _ in rows]
     assert evaluated(root / "run", lambda job: {**served["evaluate"], "ids": noise}) == 0

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     checkpoint, notes = checkpoint_to_export(arguments.checkpoint)
 
-    from trainer.tools.verify.serving import prove_serving
+    from trainer.tools.evaluate.prove import prove_serving
 
     for note in notes:
         print(note)

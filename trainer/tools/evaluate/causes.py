@@ -1,0 +1,223 @@
+"""Why an export has another loss than its step: its files against those of the training (floor 5)."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer
+
+from trainer.adapter_names import ADAPTER_CONFIG
+from trainer.checkpoint import layout
+from trainer.checkpoint.base_weights import digest
+from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.lineage import BASE_WEIGHTS
+from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.shards import ShardReader
+from trainer.checkpoint.state import ModelShards, load_state
+from trainer.config import Config, ConfigError
+from trainer.data.loader import pack
+from trainer.data.samples import Samples
+from trainer.model.assemble import build_model
+from trainer.run.inputs import resolve_source
+from trainer.runtime import distributed
+from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.json_lines import flat
+from trainer.tools.evaluate.engines import PEFT_CONFIG, Sample, adapter_of
+from trainer.weights import stored_in
+
+RELATIVE = 1e-5
+"""Part of a sample's log-probability that another order of additions may change."""
+NUM_NAMED = 5
+ADAPTER_KEYS = ("r", "lora_alpha", "use_rslora")
+NO_MATTER = frozenset(
+    (
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "architectures",
+        "use_cache",
+        "_name_or_path",
+        "auto_map",
+    )
+)
+"""Keys of config.json that change no logit."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint and the validation of its step."""
+
+    info: CheckpointInfo
+    config: Config
+    tokenizer: Any
+    validation: Samples
+    samples: list[Sample]
+    loss: float
+    num_loss_tokens: int
+
+    @property
+    def export(self) -> Path:
+        return self.info.path / layout.HUGGINGFACE
+
+    @property
+    def manifest(self) -> Manifest:
+        assert self.info.manifest is not None
+        return self.info.manifest
+
+
+def causes_of(trained: Trained) -> list[str]:
+    """Return what is wrong with the files of an export, the most obvious first."""
+    return [
+        *(f"files: {problem}" for problem in verify_files(trained.info.path, trained.manifest)),
+        *_tokenizer(trained),
+        *_adapter(trained),
+        *_tensors(trained),
+        *_settings(trained),
+    ]
+
+
+def _tokenizer(trained: Trained) -> Iterator[str]:
+    tokenizer = trained.tokenizer
+    try:
+        exported = AutoTokenizer.from_pretrained(trained.export)
+    except (OSError, ValueError) as error:
+        yield f"tokenizer: cannot be loaded: {error}"
+        return
+    if exported.chat_template != tokenizer.chat_template:
+        yield "chat template: it is not the one of the training"
+        return
+    if exported.get_vocab() != tokenizer.get_vocab():
+        yield "tokenizer: its vocabulary is not the one of the training"
+    for sample in trained.samples:
+        text = tokenizer.decode(sample.ids.tolist(), clean_up_tokenization_spaces=False)
+        if exported(text).input_ids != tokenizer(text).input_ids:
+            yield f"tokenizer: other tokens than in the training, first in {sample.place}"
+            return
+
+
+def _adapter(trained: Trained) -> Iterator[str]:
+    """Compare an adapter's base and settings with those of the training."""
+    file = trained.export / PEFT_CONFIG
+    if not file.exists():
+        return
+    base, _, _ = adapter_of(trained.export)
+    expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
+    if expected and digest(base) != expected:
+        yield f"base: '{base}' holds other weights than those the adapter was trained for"
+    saved = _read_json(trained.info.path / ADAPTER_CONFIG)
+    exported = _read_json(file)
+    for key in ADAPTER_KEYS:
+        if saved.get(key) != exported.get(key):
+            yield (
+                f"adapter: {PEFT_CONFIG} says {key}={exported.get(key)}, it was trained with "
+                f"{saved.get(key)}"
+            )
+
+
+def _tensors(trained: Trained) -> Iterator[str]:
+    """Name exported tensors that differ from those of the same name in the shards."""
+    manifest = trained.manifest
+    shapes = {
+        name: torch.empty(found.shape, device="meta") for name, found in manifest.tensors.items()
+    }
+    reader = ShardReader(
+        trained.info.path,
+        world_size=manifest.world_size,
+        num_shards=manifest.num_shards,
+        parameters=shapes,
+        buffers={},
+    )
+    others = []
+    for file in sorted(trained.export.glob("*.safetensors")):
+        try:
+            stored = stored_in(file)
+            for name in sorted(set(stored) & set(shapes)):
+                exported, saved = stored[name].read(()), reader.whole(name)
+                is_same_shape = exported.shape == saved.shape
+                if not is_same_shape or not torch.equal(saved.to(exported.dtype), exported):
+                    others.append(name)
+        except ConfigError as error:
+            yield f"weights: {error}"
+    if others:
+        more = f" and {len(others) - NUM_NAMED} more" if len(others) > NUM_NAMED else ""
+        yield f"weights: not the trained ones: {', '.join(others[:NUM_NAMED])}{more}"
+
+
+def _settings(trained: Trained) -> Iterator[str]:
+    """Name keys of config.json that differ from those of the trained model."""
+    name = "config.json"
+    if not (trained.export / name).exists():
+        return
+    source = flat(_read_json(Path(resolve_source(trained.config).path) / name))
+    exported = flat(_read_json(trained.export / name))
+    for key in sorted(source.keys() & exported.keys()):
+        if key.rpartition(".")[2] not in NO_MATTER and source[key] != exported[key]:
+            yield f"{name}: {key} is {exported[key]}, the model was trained with {source[key]}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return tree
+
+
+def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> str | None:
+    """Describe the first sample whose served log-probability is not the trained model's.
+
+    `rounding`: how far apart two right ones may be.
+    """
+    with trained_model(trained) as model:
+        expected_sums = sums_of(model, trained)
+    for sample, expected, served in zip(trained.samples, expected_sums, sums, strict=True):
+        # also true for NaN
+        if not abs(served - expected) <= rounding + RELATIVE * abs(expected):
+            count = int(sample.mask[1:].sum())
+            return (
+                f"{sample.place}: {-served / count:.4f} a token served, "
+                f"{-expected / count:.4f} trained"
+            )
+    return None
+
+
+@contextmanager
+def trained_model(trained: Trained) -> Iterator[Any]:
+    """Build the model as a resume does, in a process group of one rank."""
+    config = trained.config
+    world = distributed.start(
+        torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
+    )
+    try:
+        model: Any = build_model(
+            config.model,
+            resolve_source(config),
+            world=world,
+            seed=config.trainer.seed,
+            max_length=config.data.max_length,
+        )
+        parts = {"model": ModelShards(model)}
+        load_state(trained.info, parts, contents=("model",), world=world)
+        model.eval()
+        yield model
+    finally:
+        distributed.stop()
+
+
+@torch.no_grad()
+def sums_of(model: Any, trained: Trained) -> np.ndarray:
+    """Return each sample's summed log-probability in the trainer's own model."""
+    indices = range(len(trained.samples))
+    return np.array([-float(model(pack(trained.validation, [i])).loss_sum) for i in indices])
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered copies would be used once more
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))

@@ -1,0 +1,234 @@
+"""Score checkpoints of a run by their answers, each once, also beside its training (floor 5)."""
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.export import require_export
+from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.reading import pinned
+from trainer.config import ConfigError
+from trainer.errors import CannotWriteError
+from trainer.runtime.evaluations import (
+    EXEC,
+    FILE_NAME,
+    PREFIX,
+    SAMPLE,
+    SUCCESS_RATE,
+    SUMMARY,
+    read_evaluations,
+    read_summaries,
+)
+from trainer.runtime.json_lines import AppendFile, strict
+from trainer.tools.evaluate.engines import Generate
+from trainer.tools.evaluate.scorers import SCORERS, Question, digest_of_questions
+from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
+
+DIRECTORY = "evaluation"
+MAX_SAMPLES = 64
+"""Samples of one checkpoint in a tracker's table."""
+Z = 1.959964
+"""Half the width of a 95 % interval, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What every checkpoint is asked, and how its answers are scored."""
+
+    name: str
+    questions: Sequence[Question]
+    scorer: str
+    engine: str
+    generate: Generate
+    max_new_tokens: int
+
+    def key(self, nonce: str) -> str:
+        """Return what tells this evaluation of one checkpoint from every other."""
+        digest = digest_of_questions(self.questions)
+        parts = [nonce, self.name, digest, self.scorer, self.engine, self.max_new_tokens]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def interval(num_right: int, n: int) -> tuple[float, float, float]:
+    """Return (share, low, high): the share of right answers and Wilson's 95 % interval."""
+    share = num_right / n
+    middle = share + Z**2 / (2 * n)
+    spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    scale = 1 + Z**2 / n
+    return share, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str, Any] | None:
+    """Score one checkpoint, unless it is scored, and return its summary; None if it was deleted.
+
+    Raises `ConfigError` where it cannot be served, `DataError` for a question that cannot be
+    scored, `CannotWriteError`.
+    """
+    if info.manifest is None:
+        raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
+    key = asked.key(info.manifest.nonce)
+    rows = _rows_of(run_dir, key)
+    for row in rows:
+        if row["kind"] == SUMMARY:
+            return row
+    with pinned(info, layout.HUGGINGFACE) as directory:
+        if directory is None:
+            print(f"step {info.step}: was deleted before it could be scored")
+            return None
+        require_export(replace(info, path=directory))
+        about = {
+            "step": info.step,
+            "nonce": info.manifest.nonce,
+            "digest": fsio.sha256_of(directory / MANIFEST),
+            "checkpoint": info.path.name,
+        }
+        file = AppendFile(run_dir / FILE_NAME)
+        try:
+            done = {row["index"] for row in rows}
+            _ask(file, directory / layout.HUGGINGFACE, asked, done, {"step": info.step, "key": key})
+            summary = _summary(run_dir, asked, key) | about
+            file.append(summary)
+        finally:
+            file.close()
+    return summary
+
+
+def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
+    """Record a result that was measured elsewhere."""
+    info = layout.inspect(run_dir / layout.step_dir_name(step))
+    row = {
+        "kind": SUMMARY,
+        "name": PREFIX + name,
+        "step": step,
+        "nonce": info.manifest.nonce if info.manifest else None,
+        "mean": value,
+        "scorer": "attached",
+        "ts": time.time(),
+    }
+    file = AppendFile(run_dir / FILE_NAME)
+    file.append(strict(row))
+    file.close()
+
+
+def _rows_of(run_dir: Path, key: str) -> list[dict[str, Any]]:
+    return [row for row in read_evaluations(run_dir) if row.get("key") == key]
+
+
+def _ask(
+    file: AppendFile, export: Path, asked: Evaluation, done: set[int], about: dict[str, Any]
+) -> None:
+    """Append a sample for every question that has none."""
+    missing = [index for index in range(len(asked.questions)) if index not in done]
+    if not missing:
+        return
+    prompts = [asked.questions[index].turns for index in missing]
+    num_answered = 0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for answers in asked.generate(export, prompts, asked.max_new_tokens):
+            indices = missing[num_answered : num_answered + len(answers)]
+            num_answered += len(answers)
+            questions = [asked.questions[index] for index in indices]
+            reasons = pool.map(SCORERS[asked.scorer], questions, answers)
+            for index, question, answer, reason in zip(
+                indices, questions, answers, reasons, strict=True
+            ):
+                row = {
+                    "kind": SAMPLE,
+                    "name": asked.name,
+                    **about,
+                    "index": index,
+                    "prompt": question.turns,
+                    "answer": question.expected,
+                    "completion": answer,
+                    "score": 0.0 if reason else 1.0,
+                    "reason": reason,
+                }
+                file.append(strict(row))
+
+
+def _summary(run_dir: Path, asked: Evaluation, key: str) -> dict[str, Any]:
+    """Summarise the samples that are in the file. Raises `CannotWriteError` if one is missing."""
+    scores = {row["index"]: row["score"] for row in _rows_of(run_dir, key)}
+    if len(scores) != len(asked.questions):
+        raise CannotWriteError(
+            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples. Fix: free "
+            "space and run the same command again, which continues"
+        )
+    mean, low, high = interval(sum(score > 0 for score in scores.values()), len(scores))
+    return {
+        "kind": SUMMARY,
+        "name": PREFIX + asked.name,
+        "key": key,
+        "mean": mean,
+        "low": low,
+        "high": high,
+        "n": len(scores),
+        "scorer": asked.scorer,
+        "engine": asked.engine,
+        "max_new_tokens": asked.max_new_tokens,
+        "ts": round(time.time(), 3),
+    }
+
+
+def publish(run_dir: Path, name: str) -> None:
+    """Send the run's trackers every summary of this name that they lack, by rising step."""
+    metric, directory = PREFIX + name, run_dir / DIRECTORY / name
+    log = directory / metrics_file.FILE_NAME
+    sent = {row["step"]: row.get(metric) for row in read_metrics(log)} if log.exists() else {}
+    summaries = read_summaries(run_dir).get(metric, {})
+    missing = {step: row for step, row in summaries.items() if sent.get(step) != row["mean"]}
+    if not missing:
+        return
+    tracking = _tracking(run_dir, name, directory)
+    try:
+        for step, row in missing.items():
+            bounds = {
+                f"{metric}_{side}": row[side]
+                for side in ("low", "high")
+                if row.get(side) is not None
+            }
+            rate = {SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {}
+            tracking.log({metric: row["mean"], **rate, **bounds}, step)
+            tracking.table(f"{metric}/samples", step, _samples(run_dir, row.get("key")))
+    finally:
+        tracking.finish()
+
+
+def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
+    """Return a tracker run beside the training's: in its project and group, with its trackers."""
+    run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
+    logger = (run.get("config") or {}).get("trainer", {}).get("logger", ())
+    backends = [logger] if isinstance(logger, str) else list(logger)
+    experiment = str(run.get("experiment_name", run_dir.name))
+    return Tracking(
+        str(run.get("project_name", run_dir.parent.name)),
+        f"{experiment}_{name}",
+        [backend for backend in backends if backend != "console"],
+        {"evaluation": name, "of": experiment},
+        run_dir=directory,
+        group=str(run.get("group", experiment)),
+    )
+
+
+def _samples(run_dir: Path, key: str | None) -> list[dict[str, str | float]]:
+    rows = [row for row in read_evaluations(run_dir) if row["kind"] == SAMPLE]
+    return [
+        {
+            "prompt": str(row["prompt"][-1].get("content", "")),
+            "answer": str(row["answer"]),
+            "completion": row["completion"],
+            "score": row["score"],
+            "reason": row["reason"],
+        }
+        for row in rows
+        if row.get("key") == key
+    ][:MAX_SAMPLES]
