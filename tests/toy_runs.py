@@ -16,7 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
 
+from trainer.checkpoint import finished
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.layout import step_dir_name
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
@@ -215,6 +217,9 @@ def run(
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:
+        if code == 0:
+            last = run_dir / step_dir_name(parts.batches.step)
+            finished.write(last, finished.Finished(ended_early=False, message=""))
         start.lock.release()
     losses = {
         step: (row["train/loss"], row["train/grad_norm"])

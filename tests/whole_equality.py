@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import fsio, layout
+from trainer import mirror
+from trainer.checkpoint import finished, fsio, layout
+from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.lock import is_given_back
-from trainer.run.preflight import OUTSIDE
 from trainer.tools.verify import equality
 from trainer.tools.verify.equality import Comparison
 from trainer.tracking import events_file, histories
 
 TIMED = "seconds"
 """The column of the histories that no two runs share."""
+OUTSIDE = (mirror.STATE, READING_PREFIX)
+"""Beginnings of the names of files that are written after the end."""
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
@@ -49,4 +52,7 @@ _ENDS: dict[str, Callable[[Path], Any]] = {
         run_dir / events_file.FILE_NAME
     ),
     "lock given back": is_given_back,
+    "checkpoints that ended a run": lambda run_dir: [
+        info.step for info in layout.committed(run_dir) if finished.read(info.path) is not None
+    ],
 }

@@ -204,6 +204,7 @@ ENDS = {
     "before rotation": ("trainer.checkpoint.retention", "rotate"),
     "before the trackers close": ("trainer.tracking:Tracking", "finish"),
     "before the report": ("trainer.run.end", "write_final_report"),
+    "before the end is recorded": ("trainer.checkpoint.finished", "write"),
     "before the lock is given back": ("trainer.checkpoint.lock:RunLock", "release"),
 }
 
@@ -231,7 +232,7 @@ def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(
     code, output = start()
     assert (
         code == 0
-        and "was the last step, but the run did not end: its report is not written" in output
+        and "was the last step, but the run did not end: finished.json is not written" in output
     )
     assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == []
 

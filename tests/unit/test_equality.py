@@ -22,7 +22,6 @@ from finished_runs import (
 from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
-from trainer.run.preflight import RECORD
 from trainer.tools.verify.equality import Comparison
 from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
@@ -76,7 +75,6 @@ def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(
     """A run that was killed once it had ended has no record for the next start, which looks
     itself then.
     """
-    (runs[0] / RECORD).write_text("{}")
     (runs[1] / f".reading_{layout.step_dir_name(STEPS)}").touch()
     assert compare(runs).differences == []
     (runs[1] / ".staging_x").mkdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import save, write_unfinished
 
-from trainer.checkpoint import choice, rollback
+from trainer.checkpoint import choice, finished, rollback
 from trainer.checkpoint.layout import FSDP_CONFIG
 from trainer.checkpoint.lock import RunLock
 from trainer.cli import checkpoint, report
@@ -21,7 +21,7 @@ from trainer.errors import CannotWriteError
 from trainer.launch import mirroring
 from trainer.run import preflight
 from trainer.run.compose import load_config
-from trainer.run.end import lost_rows, unfinished
+from trainer.run.end import lost_rows
 from trainer.runtime import heartbeat
 from trainer.runtime.files import atomic_write, tree_bytes
 from trainer.tracking import Tracking
@@ -54,9 +54,11 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 IN_RUN = (
     "latest_checkpointed_iteration.txt", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "run.json",
-    ".mirror.json", "rollbacks.json", ".train.lock", preflight.RECORD,
+    ".mirror.json", "rollbacks.json", ".train.lock",
 )  # fmt: skip
-IN_CHECKPOINT = ("manifest.json", FSDP_CONFIG, "data.pt", "model_world_size_2_rank_0.pt")
+IN_CHECKPOINT = (
+    "manifest.json", finished.FILE_NAME, FSDP_CONFIG, "data.pt", "model_world_size_2_rank_0.pt",
+)  # fmt: skip
 NAMES = (
     *IN_RUN,
     *(f"global_step_4/{name}" for name in IN_CHECKPOINT),
@@ -108,12 +110,10 @@ def lock(run_dir: Path) -> None:
 
 def launch(run_dir: Path) -> None:
     """What the launcher reads of a run directory."""
-    preflight.recall(run_dir, "a stamp")
-    mirroring.is_up(
-        load_config(
-            [f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]
-        )
-    )
+    words = [f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]
+    config = load_config(words)
+    preflight.already_complete(config)
+    mirroring.is_up(config)
     heartbeat.is_live(run_dir)
 
 
@@ -129,7 +129,6 @@ PARTS: dict[str, Callable[[Path], object]] = {
     "the choice of a checkpoint": choice.select,
     "the rollbacks": rollback.read,
     "the lock": lock,
-    "what the end lacks": lambda run_dir: unfinished(run_dir, 4, owes_validation=True),
     "the rows that are lost": lambda run_dir: lost_rows(run_dir, 4),
     "tracking": open_tracking,
 }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout, lineage, rollback
+from trainer.checkpoint import finished, fsio, layout, lineage, rollback
 from trainer.checkpoint.choice import (
     NoUsableCheckpointError,
     candidates_of,
@@ -24,9 +24,9 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.state import saved_data, saved_loop
+from trainer.checkpoint.state import saved_data
 from trainer.config import ConfigError, TrainerConfig
-from trainer.progress import LoopState, Position, Rollbacks
+from trainer.progress import Position, Rollbacks
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -56,13 +56,11 @@ class Start:
 class RunShape:
     """What is known of a run before its model: how long it is, and what it descends from.
 
-    `total_steps` tells from a position how many steps the whole run has; `unfinished` lists what
-    the end of a run whose last step is saved still lacks beside checkpoints.
+    `total_steps` tells from a position how many steps the whole run has.
     """
 
     total_steps: Callable[[Position], int]
     lineage: Lineage
-    unfinished: Callable[[Position, LoopState], list[str]] = lambda position, loop: []
 
 
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
@@ -82,21 +80,12 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
         raise
 
 
-def find_complete(
-    config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool = False
-) -> Start | None:
-    """The start of a run that has ended; None of any other. Collective.
-
-    `at_end`: asked by the run itself, which need not read what it has written, nor say what a start
-    would.
-    """
+def find_complete(config: TrainerConfig, shape: RunShape, world: World) -> Start | None:
+    """The start of a run that has ended; None of any other. Collective."""
     selection = _on_main(partial(candidates_of, config), config, world)
-    if selection.chosen is None or not _is_complete(
-        selection.chosen, config, shape, world, at_end=at_end
-    ):
+    if selection.chosen is None or not _is_complete(selection.chosen, config, shape, world):
         return None
-    if not at_end:
-        _say(selection.notes)
+    _say(selection.notes)
     return Start(selection.chosen, _position(selection.chosen, config), is_complete=True, lock=None)
 
 
@@ -130,40 +119,35 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
 
 
 def _is_complete(
-    candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool
+    candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World
 ) -> bool:
     """Whether a run has ended and left all that it should. A manifest is asked before it is
     proven: that takes long.
     """
     position = _position(candidate, config)
-    loop = _on_main(partial(saved_loop, candidate), config, world)
-    has_ended = position.step >= shape.total_steps(position) or (
-        loop.has_stopped_early and position.step > 0
-    )
-    if not has_ended or (not at_end and verify(candidate, world)):
+    end = _on_main(partial(finished.read, candidate.path), config, world)
+    ended_early = end is not None and end.ended_early and position.step > 0
+    has_ended = ended_early or position.step >= shape.total_steps(position)
+    if not has_ended or verify(candidate, world):
         return False
-    missing = _on_main(
-        partial(_unfinished, candidate, position, loop, config, shape), config, world
-    )
-    if missing and not at_end:
+    missing = _on_main(partial(_missing_at_end, candidate, end, config), config, world)
+    if missing:
         logger.info(
             "%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing)
         )
     return not missing
 
 
-def _unfinished(
-    candidate: CheckpointInfo,
-    position: Position,
-    loop: LoopState,
-    config: TrainerConfig,
-    shape: RunShape,
+def _missing_at_end(
+    candidate: CheckpointInfo, end: finished.Finished | None, config: TrainerConfig
 ) -> list[str]:
     """What the end of a run in its own directory still lacks."""
     run_dir = Path(config.default_local_dir)
     if candidate.path.resolve().parent != run_dir.resolve():
         return []
-    missing = shape.unfinished(position, loop)
+    missing = []
+    if end is None:
+        missing.append(f"{finished.FILE_NAME} is not written")
     if not layout.is_published(run_dir, candidate):
         missing.append(f"{layout.POINTER} names another step")
     if not is_given_back(run_dir):

@@ -13,7 +13,6 @@ only continue on the same ranks, and is refused on others.
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
-from trainer.progress import ALL, MAIN, OWN, LoopState
+from trainer.progress import ALL, MAIN, OWN
 from trainer.runtime.distributed import World
 from trainer.weights import bytes_of
 
@@ -228,17 +227,3 @@ def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
             f"{path} holds no state of the data: it is a {type(state).__name__}"
         )
     return state
-
-
-def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
-    """What the loop remembered; as at the start of a run where a checkpoint has nothing of it
-    or is damaged.
-    """
-    assert checkpoint.manifest is not None, "it is committed"
-    loop = LoopState()
-    with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
-        extra = shards.read_torch(
-            checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0)
-        )
-        loop.load_state_dict(extra.get("loop", loop.state_dict()))
-    return loop

@@ -64,17 +64,15 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
         from trainer.launch import checks
-        from trainer.run.preflight import already_said, find_files
+        from trainer.run.preflight import already_complete
 
         checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
-        files = find_files(config)
         layout = node_layout(os.environ)
         num_gpus = gpus_for_run(config.trainer.device)
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
         launch = checks.Launch(config, num_ranks, num_gpus, layout)
-        said = already_said(config, files, num_ranks=num_ranks) if layout.num_nodes == 1 else None
-        if said:
-            print(said)
+        if layout.num_nodes == 1 and (message := already_complete(config)):
+            print(message)
             if not is_up(config):
                 say_behind(config)
             return EXIT_DONE

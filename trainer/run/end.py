@@ -3,25 +3,25 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.checkpoint import rollback
+from trainer.checkpoint import finished, rollback
+from trainer.checkpoint.finished import Finished
+from trainer.checkpoint.layout import step_dir_name
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.start import RunShape, Start, find_complete
-from trainer.config import ConfigError, TrainerConfig
-from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, CannotWriteError
-from trainer.run import preflight
+from trainer.config import ConfigError
+from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
 from trainer.runtime.distributed import World, await_main
 from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.files import atomic_write
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.runtime.text import as_ranges
-from trainer.tracking import Tracking, events_file, metrics_file
+from trainer.tracking import Tracking, metrics_file
 
 logger = logging.getLogger(__name__)
 REPORT = "report.html"
@@ -40,6 +40,9 @@ class RunResources:
     lock: RunLock | None
     tracking: Tracking | None = None
     checkpoints: CheckpointManager | None = None
+    end: Finished | None = None
+    """To be recorded in the checkpoint of `last_step` once all else is written."""
+    last_step: int = 0
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
@@ -51,6 +54,10 @@ class RunResources:
                 self.tracking.finish(self.exit_code)
             if self.world.is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
                 write_final_report(self.run_dir)
+            if self.world.is_main and self.end is not None:
+                lost = lost_rows(self.run_dir, self.last_step)
+                end = replace(self.end, message=self.end.message + lost)
+                finished.write(self.run_dir / step_dir_name(self.last_step), end)
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -86,50 +93,14 @@ def _code_of(error: Exception, stop: StopRequest) -> int:
     return explain(error, stop)[0]
 
 
-def remember_end(
-    config: TrainerConfig,
-    shape: RunShape,
-    world: World,
-    *,
-    stamp: str,
-    describe: Callable[[Start], str],
-) -> None:
-    """Let the launcher answer the next start of a complete run. Collective; it has ended,
-    whatever fails here.
-    """
-    # on all ranks alike, as for trainer.resume_mode=disable
-    with suppress(ConfigError, CannotWriteError):
-        end = find_complete(config, shape, world, at_end=True)
-        if end is not None and world.is_main:
-            preflight.remember(Path(config.default_local_dir), stamp, describe(end))
-
-
-def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
-    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never
-    logged.
-
-    Logs that cannot be read lack everything: the run goes on, and says so when it opens them.
-    """
-    try:
-        return _missing_at_end(run_dir, step, owes_validation=owes_validation)
-    except OSError as error:
-        return [f"its log cannot be read ({error})"]
-
-
-def _missing_at_end(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
-    missing = []
-    metrics_path = run_dir / metrics_file.FILE_NAME
-    rows = (
-        metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
+def already_complete(checkpoint: Path, step: int, *, total_steps: int) -> str:
+    """Return the message of a run that ended with the checkpoint of `step`."""
+    what = (
+        f"has all {total_steps} steps"
+        if step >= total_steps
+        else f"ended the run early, at step {step}"
     )
-    if owes_validation and not any(row["step"] == step and row["kind"] == "val" for row in rows):
-        missing.append("its last validation was put off")
-    exit_code = events_file.last_exit_code(run_dir / events_file.FILE_NAME)
-    if exit_code not in (None, EXIT_DONE):
-        missing.append("its log has no end")
-    if exit_code == EXIT_DONE and not (run_dir / REPORT).exists():
-        missing.append("its report is not written")
-    return missing
+    return f"already complete: {checkpoint} {what}; nothing to do"
 
 
 def lost_rows(run_dir: Path, step: int) -> str:

@@ -29,16 +29,15 @@ from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
-from trainer.run import preflight
 from trainer.run.preflight import (
     TEMPLATE_NAMES,
     DataFiles,
     Files,
+    file_states,
     find_files,
     find_model_dir,
     read_chat_template,
 )
-from trainer.runtime.environment import rank_and_size
 from trainer.weights import WholeCheckpoint
 
 Renderer = tuple[PreTrainedTokenizerBase, str]
@@ -231,8 +230,8 @@ class Inputs(PreparedData):
     """
     whole: WholeCheckpoint | None
     """Where the files of the model hold more than is trained."""
-    stamp: str
-    """Of all that, for `finished`."""
+    data_files: Mapping[str, list[int]]
+    """Size and modification time of each data file, before any of them was read."""
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -242,13 +241,19 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     `progress` is called while it goes on.
     """
     files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
-    stamp = preflight.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
+    data_files = file_states(files)
     source = source_at(config, model_dir)
     model_files = ModelFiles.read(Path(source.path))
     require_trainable(config, source)
     whole = whole_checkpoint(source)
     data = prepare_data(config, files, source, progress=progress)
-    return Inputs(**vars(data), source=source, model_files=model_files, whole=whole, stamp=stamp)
+    return Inputs(
+        **vars(data),
+        source=source,
+        model_files=model_files,
+        whole=whole,
+        data_files=data_files,
+    )
 
 
 def require_trainable(config: Config, source: ModelSource) -> str | None:

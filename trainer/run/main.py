@@ -5,7 +5,6 @@ loop (floor 4).
 import hashlib
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +14,8 @@ from transformers import PreTrainedModel
 from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.choice import contents_of
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.finished import Finished
+from trainer.checkpoint.layout import CheckpointInfo, step_dir_name
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import CONFIG
@@ -39,7 +39,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
 from trainer.run.agreement import facts_of, require_model_unchanged
-from trainer.run.end import RunResources, giving_back, lost_rows, remember_end, unfinished
+from trainer.run.end import RunResources, already_complete, giving_back, lost_rows
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter, make_tracking
 from trainer.runtime import distributed, seeding
@@ -80,46 +80,21 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     # from here to the first step no longer in silence than it takes to save, and to wait for each
     # other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
-
-    def missing_at_end(position: Position, loop: LoopState) -> list[str]:
-        owes_validation = loop.owes_validation and inputs.validation is not None
-        return unfinished(
-            Path(trainer.default_local_dir), position.step, owes_validation=owes_validation
-        )
-
     shape = RunShape(
         lambda position: _total_steps(config, _schedule(config, inputs, position)),
         _lineage(config, inputs),
-        missing_at_end,
     )
     start, exit_code = decide_start(trainer, shape, world), EXIT_DONE
     if start.is_complete:
-        logger.info(_already_complete(config, inputs, start))
+        assert start.checkpoint is not None, "it has ended"
+        total_steps = _total_steps(config, _schedule(config, inputs, start.position))
+        path, step = start.checkpoint.path, start.position.step
+        message = already_complete(path, step, total_steps=total_steps)
+        logger.info(message + lost_rows(Path(trainer.default_local_dir), step))
     else:
         exit_code = train(config, inputs, start, world, stop, heartbeat)
-        if exit_code == EXIT_DONE:
-            remember_end(
-                trainer,
-                shape,
-                world,
-                stamp=inputs.stamp,
-                describe=partial(_already_complete, config, inputs),
-            )
     distributed.stop()
     return exit_code
-
-
-def _already_complete(config: Config, inputs: Inputs, end: Start) -> str:
-    assert end.checkpoint is not None
-    num_steps = _total_steps(config, _schedule(config, inputs, end.position))
-    is_whole = end.position.step >= num_steps
-    what = (
-        f"has all {num_steps} steps"
-        if is_whole
-        else f"ended the run early, at step {end.position.step}"
-    )
-    lost = lost_rows(Path(config.trainer.default_local_dir), end.position.step)
-    return f"already complete: {end.checkpoint.path} {what}; nothing to do{lost}"
 
 
 def train(
@@ -150,7 +125,21 @@ def train(
         if held.tracking is not None:
             held.tracking.start(start.position.step)
         held.exit_code = fit(parts)
+        if held.exit_code == EXIT_DONE:
+            held.last_step = parts.batches.step
+            held.end = _end_of(parts, config, inputs)
     return held.exit_code
+
+
+def _end_of(parts: Run, config: Config, inputs: Inputs) -> Finished:
+    step, total_steps = parts.batches.step, parts.cadence.total_steps
+    checkpoint = Path(config.trainer.default_local_dir, step_dir_name(step))
+    return Finished(
+        ended_early=step < total_steps,
+        message=already_complete(checkpoint, step, total_steps=total_steps),
+        config=config.resolved,
+        data_files=inputs.data_files,
+    )
 
 
 def make_run(

@@ -1,29 +1,22 @@
-"""What can be known of a run without torch: the launcher asks before it starts a rank (floor 4).
-
-What is wrong with it; and what a finished run remembers that it ended with, so that a start with
-nothing to do says so.
+"""Find without torch whether a run can start, and whether it has ended: the launcher asks before it
+starts a rank (floor 4).
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import trainer.data
-from trainer import mirror
+from trainer.checkpoint import finished, layout
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
-from trainer.checkpoint.layout import READING_PREFIX
+from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.retention import existing_parent
 from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import require_usable_rules
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
-from trainer.runtime.files import atomic_write, read_regular
 from trainer.tracking.facade import require_installed
 from trainer.tracking.run_info import FILE_NAME, RunFile
 
@@ -152,73 +145,30 @@ CHECKS: dict[str, Callable[[Config], object]] = {
 """What is asked before files and checkpoints are looked at; each raises `ConfigError`."""
 
 
-RECORD = ".finished"
-OUTSIDE = (RECORD, mirror.STATE, READING_PREFIX)
-"""What is written after the end: this record, where no kill came before it, and what a mirror
-and readers leave.
-"""
+def already_complete(config: Config) -> str | None:
+    """Return the message of a run that has ended, if a start with `config` would change nothing.
 
-
-def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int) -> str:
-    """What a run is made from; to be taken before any of it is read. Files as `_states` sees
-    them.
-    """
-    sources = sources_of(config.data, "train_files") + sources_of(config.data, "val_files")
-    templates = [
-        read_chat_template(name)
-        for name in (config.data.chat_template, *(s.chat_template for s in sources))
-    ]
-    data = [path for _, paths in (*files.train, *files.validation) for path in paths]
-    versions = [version(name) for name in ("torch", "transformers")]
-    states = [_states(data), _states(Path(model_dir).rglob("*"))]
-    return _digest(config.resolved, num_ranks, versions, templates, states)
-
-
-def remember(run_dir: Path, stamp: str, message: str) -> None:
-    """At the very end of the run. What cannot be written is left out: the next start then looks
-    itself.
-    """
-    with suppress(OSError):
-        record = {"stamp": _digest(stamp, _states_below(run_dir)), "message": message}
-        atomic_write(run_dir / RECORD, json.dumps(record))
-
-
-def already_said(config: Config, files: DataFiles, *, num_ranks: int) -> str | None:
-    """What a run said at its end that is complete, and of which nothing has changed. Raises
-    `ConfigError`.
-    """
-    run_dir = Path(config.trainer.default_local_dir)
-    if not (run_dir / RECORD).exists():
-        return None
-    return recall(
-        run_dir, stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks)
-    )
-
-
-def recall(run_dir: Path, stamp: str) -> str | None:
-    """What a run of this stamp ended with; None if there is none, or if anything in its
-    directory has changed since.
+    None means that the ranks have to look: there is no such run, something differs, or it is
+    unclear. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     try:
-        record: dict[str, str] = json.loads(read_regular(run_dir / RECORD))
-        return (
-            record["message"] if record["stamp"] == _digest(stamp, _states_below(run_dir)) else None
-        )
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        last = find_candidates(config).chosen
+    except NoUsableCheckpointError:  # the mirror may have one
         return None
+    end = finished.read(last.path) if last is not None else None
+    if last is None or end is None or end.config != config.resolved:
+        return None
+    run_dir = Path(config.trainer.default_local_dir)
+    is_tidy = layout.is_published(run_dir, last) and is_given_back(run_dir)
+    has_same_data = end.data_files == file_states(find_files(config))
+    return end.message if is_tidy and has_same_data else None
 
 
-def _states_below(run_dir: Path) -> list[tuple[str, int, int]]:
-    return _states(path for path in run_dir.rglob("*") if not path.name.startswith(OUTSIDE))
-
-
-def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Of each file its size and when it last changed: unlike `st_mtime`, `st_ctime` cannot be
-    set to what it was.
-    """
-    found = [(str(path.absolute()), path.stat()) for path in sorted(paths) if path.is_file()]
-    return [(name, state.st_size, state.st_ctime_ns) for name, state in found]
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+def file_states(files: DataFiles) -> dict[str, list[int]]:
+    """Size and modification time of each data file, by path."""
+    paths = [path for _, paths in (*files.train, *files.validation) for path in paths]
+    states = [path.stat() for path in paths]
+    return {
+        str(path): [state.st_size, state.st_mtime_ns]
+        for path, state in zip(paths, states, strict=True)
+    }

@@ -16,7 +16,6 @@ from trainer.errors import CannotWriteError, DataError
 from trainer.launch.checks import OF_CONFIG, OF_MACHINE, Check, Checked, Launch, architecture
 from trainer.launch.requirements import unmet_requirements
 from trainer.run import preflight
-from trainer.run.preflight import already_said
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.processes import run_in
@@ -125,10 +124,8 @@ def resume(launch: Launch) -> Iterator[Checked]:
     if (chosen := found.chosen) is None:
         yield Checked("ok", f"{run_dir} is new")
     else:
-        read, is_alone = preflight.find_files(launch.config), launch.layout.num_nodes == 1
-        message = (
-            already_said(launch.config, read, num_ranks=launch.num_ranks) if is_alone else None
-        )
+        is_alone = launch.layout.num_nodes == 1
+        message = preflight.already_complete(launch.config) if is_alone else None
         yield Checked("ok", message or f"continues from {chosen.path}")
 
 
