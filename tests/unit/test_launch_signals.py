@@ -122,8 +122,8 @@ def test_exit_code_of_an_agent(
 def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None:
     launcher = start("import os; os.kill(os.getpid(), 9)")
     _, stderr = launcher.communicate(timeout=20)
-    said = "ERROR: the ranks were killed by SIGKILL; continue with the same command\n"
-    assert (launcher.returncode, stderr) == (1, said)
+    assert launcher.returncode == 1
+    assert "the ranks were killed by SIGKILL (likely out of host memory)" in stderr
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])

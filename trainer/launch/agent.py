@@ -9,9 +9,9 @@ import signal
 import sys
 
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
-from trainer.launch.memory_kills import MemoryKills
 from trainer.runtime.environment import uncollected
 from trainer.runtime.log import keep_streams_safe
+from trainer.runtime.processes import name_signal
 from trainer.runtime.signals import AGENT_PID, heeded_signals, report_exit_code
 from trainer.runtime.status import ABORTED, LOST_RANK
 
@@ -26,7 +26,6 @@ def run_agent(argv: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     os.environ[AGENT_PID] = str(os.getpid())
     logging.disable(logging.CRITICAL)
-    memory_kills = MemoryKills()
     with uncollected():
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,7 +37,7 @@ def run_agent(argv: list[str]) -> int:
         for rank, failure in error.failures.items():
             # SIGTERM is how the agent stops the rest
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                killer = memory_kills.killer(-failure.exitcode)
+                killer = name_signal(-failure.exitcode)
                 print(
                     f"ERROR: rank {rank} was killed by {killer}; continue with the same command",
                     file=sys.stderr,

@@ -20,12 +20,11 @@ from pathlib import Path
 from trainer.checkpoint.layout import STAGING_PREFIX, read_pointer
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_RESUMABLE
-from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.ranks import NodeLayout
 from trainer.mirror import STATE
 from trainer.runtime.environment import call
 from trainer.runtime.json_lines import read_object
-from trainer.runtime.processes import begun
+from trainer.runtime.processes import begun, name_signal
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
 POLL_S, PEERS_POLL_S, SAID_AFTER_S = 0.2, 1.0, 3.0
@@ -59,7 +58,7 @@ class _Uploads:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config, self._memory_kills = config, MemoryKills()
+        self._config = config
         self._lock, self._is_ending = threading.Lock(), threading.Event()
         self._keeper: Future[None] | None = None
         self._start()
@@ -108,11 +107,7 @@ class _Uploads:
 
     def _how_it_ended(self) -> str:
         code = self.process.wait()
-        why = (
-            f"was killed by {self._memory_kills.killer(-code)}"
-            if code < 0
-            else f"left with exit code {code}"
-        )
+        why = f"was killed by {name_signal(-code)}" if code < 0 else f"left with exit code {code}"
         return f"the process that uploads to {self._config.trainer.checkpoint.mirror} {why}"
 
     def _keep(self) -> None:

@@ -16,9 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
-from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.processes import die_with_parent
+from trainer.runtime.processes import die_with_parent, name_signal
 from trainer.runtime.signals import heeded_signals
 from trainer.runtime.status import ABORTED, Status
 
@@ -31,7 +30,7 @@ def supervise(
     """Run the agent to its end or a hang, pass every signal on to the ranks once, and return
     the run's exit code.
     """
-    forwarded, memory_kills = heeded_signals(), MemoryKills()
+    forwarded = heeded_signals()
     awaited = {*forwarded, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
@@ -63,7 +62,7 @@ def supervise(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     reported = status.exit_code()
     if reported is None and agent.returncode < 0:
-        killer = memory_kills.killer(-agent.returncode)
+        killer = name_signal(-agent.returncode)
         print(
             f"ERROR: the ranks were killed by {killer}; continue with the same command",
             file=sys.stderr,

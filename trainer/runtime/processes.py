@@ -67,6 +67,12 @@ def die_with_parent(parent_pid: int, *, code: int) -> None:
         os._exit(code)
 
 
+def name_signal(number: int) -> str:
+    """The name of the signal that killed a process, with the likely reason."""
+    reason = " (likely out of host memory)" if number == signal.SIGKILL else ""
+    return signal.Signals(number).name + reason
+
+
 def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Another interpreter, to its end; what PYTHONPATH and its like say is meant for this one."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
