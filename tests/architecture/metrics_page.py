@@ -5,70 +5,55 @@ writes it.
 from pathlib import Path
 
 from trainer.metrics import METRICS
-from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, Metric
-from trainer.report.vocabulary import FOREIGN
+from trainer.metrics.foreign import FOREIGN
+from trainer.metrics.words import GROUPS, Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 INTRODUCTION = """\
 # Metrics
 
 Every metric that this trainer logs. Any other key can be logged as well. A suffix such as
-`@sum` on a logged key says how ranks were reduced and is taken off.
+`@sum` on a logged key names the reduction over ranks and is removed.
+
+- *Over ranks*: `sum`, `mean`, `max` or `min` over ranks; `slowest`: the rank where it is largest; `skew`:
+  largest / median; `global`: of the whole batch or model, equal on every rank; `main`: as rank 0 has it.
+- *When*: every `step`; `eval`: every validation (`trainer.test_freq`); `checkpoint`: every save
+  (`trainer.save_freq`); `rare`: every 50 steps; `timer`: measured every 10 s, logged every 50 steps;
+  `event`: when it happens.
+- *Good*: lower (`down`), higher (`up`), a `middle` range, or `none`.
+- In a key, `<source>` is a data source, `<block>` a layer block, `<group>` a parameter group, `<name>` a
+  reward function, `<infix>` a cluster and operation such as `actor_train/compute_log_probs`, and
+  `<device>` the number of a device.
+
 """
 FOREIGN_NAMES = """\
 ## Metrics of other trainers
 
-This trainer computes none of these: they are names that reinforcement learning or other trainers use, for whoever logs
-them through `Tracking` and for the report on their logs. `eval/` is read as `val/`.
+Reinforcement learning and other trainers use these names. This trainer does not compute them. You can
+log them through `Tracking`, and the report explains them in other trainers' logs. `eval/` is read as `val/`.
 """
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """Return docs/metrics.md."""
     lines = [INTRODUCTION]
-    for group, metrics in by_group().items():
-        lines += [f"## {group.capitalize()}", "", f"{GROUPS[group].capitalize()}.", ""]
+    for group, about in GROUPS.items():
+        lines += [f"## {group.capitalize()}", "", about, ""]
         lines += [
             "| key | unit | over ranks | when | good | meaning |",
             "|---|---|---|---|---|---|",
         ]
-        lines += [_row(metric) for metric in metrics]
+        found = (metric for metric in METRICS.values() if metric.group == group)
+        lines += [_row(metric, metric.unit, metric.over_ranks, metric.every) for metric in found]
         lines.append("")
     lines += [FOREIGN_NAMES, "| key | unit | good | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{m.key}` | {m.unit} | {m.better} | {_escaped(m.meaning)} |" for m in FOREIGN]
-    lines += ["", "## Words", "", "| word | meaning |", "|---|---|"]
-    placeholders = {f"`{name}`": meaning for name, (_, meaning) in PLACEHOLDERS.items()}
-    lines += [
-        f"| {word} | {meaning} |"
-        for word, meaning in (OVER_RANKS | EVERY | BETTER | placeholders).items()
-    ]
+    lines += [_row(metric, metric.unit) for metric in FOREIGN.values()]
     return "\n".join([*lines, ""])
 
 
-def _row(metric: Metric) -> str:
-    configured = (
-        f" Configured by {', '.join(f'`{name}`' for name in metric.config)}."
-        if metric.config
-        else ""
-    )
-    words = (
-        metric.unit,
-        metric.over_ranks,
-        metric.every,
-        metric.better,
-        _escaped(metric.meaning) + configured,
-    )
-    return f"| `{metric.key}` | {' | '.join(words)} |"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("<", "\\<").replace("|", "\\|")
-
-
-def by_group() -> dict[str, list[Metric]]:
-    return {
-        group: [metric for metric in METRICS.values() if metric.group == group] for group in GROUPS
-    }
+def _row(metric: Metric, *words: str) -> str:
+    meaning = metric.meaning.replace("<", "\\<").replace("|", "\\|")
+    return f"| `{metric.key}` | {' | '.join((*words, metric.better, meaning))} |"
 
 
 if __name__ == "__main__":

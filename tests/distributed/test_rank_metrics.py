@@ -26,20 +26,16 @@ from trainer.tracking import Tracking, read_metrics
 NUM_STEPS = 3
 STALL_S = 0.05
 OWN = (
-    Metric("test/rank", "1", "sum", "other", "none", "step", "One more than the rank, over ranks."),
-    Metric(
-        "test/rank_max", "1", "max", "other", "none", "step", "The largest of them.", of="test/rank"
-    ),
+    Metric("test/rank", "1", "none", "One more than the rank, over ranks.", over_ranks="sum"),
+    Metric("test/rank_max", "1", "none", "The largest of them.", over_ranks="max", of="test/rank"),
     Metric(
         "test/logit_mean",
         "1",
-        "mean",
-        "other",
         "none",
-        "step",
         "Mean logit of the last chunk of the head.",
+        over_ranks="mean",
     ),
-    Metric("test/host", "1", "main", "other", "none", "step", "As rank 0 has it."),
+    Metric("test/host", "1", "none", "As rank 0 has it.", over_ranks="main"),
 )
 
 

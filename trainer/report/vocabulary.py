@@ -1,87 +1,93 @@
-"""What metrics are: the roles that rules ask for, and each key's group, unit, good direction and
-meaning.
-
-A role is named by the first of its keys that a log has; which one that is depends on the framework
-that wrote it. This trainer computes none of the `FOREIGN` metrics: their names and meanings are for
-reading logs, and for who logs them through `Tracking`; what it does stands in `trainer.metrics`.
-"""
+"""Meanings of metrics in any log, ours or another trainer's, and what their jumps testify to."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 from trainer import metrics
-from trainer.metrics.words import Better, Metric, pattern, read_table, split_reducer
+from trainer.metrics.foreign import FOREIGN
+from trainer.metrics.table import entries
+from trainer.metrics.words import Metric, pattern, split_reducer
 from trainer.report.names import ROLES
 
-
-@dataclass(frozen=True)
-class Foreign:
-    """What is known about a metric of any name."""
-
-    key: str
-    """May hold placeholders, as those of `trainer.metrics`."""
-    unit: str
-    group: str
-    better: Better
-    meaning: str
-
-
-FOREIGN = tuple(Foreign(**row) for row in read_table("report/foreign_metrics.tsv"))
-_EXACT = {metric.key: metric for metric in FOREIGN}
-_PATTERNS = [metric for metric in FOREIGN if "<" in metric.key]
-
-
-def lookup(key: str) -> Metric | Foreign | None:
-    """What is known about a key in any log: of our own metrics, else of other trainers'.
-
-    `eval/` is another spelling of `val/`; some trainers put either or `train/` before names that
-    stand here without. A suffix such as `@sum` is taken off.
-    """
-    name, _ = split_reducer(key)
-    place, _, rest = name.partition("/")
-    found = _find(name) or (_find(f"val/{rest}") if place == "eval" else None)
-    return found or (_foreign(rest) if place in ("train", "val", "eval") else None)
-
-
-def _find(name: str) -> Metric | Foreign | None:
-    return metrics.find(name) or _foreign(name)
-
-
-def _foreign(name: str) -> Foreign | None:
-    return _EXACT.get(name) or next(
-        (metric for metric in _PATTERNS if pattern(metric.key).fullmatch(name)), None
-    )
-
-
-_ORDER = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
-
-
-def role_order(key: str) -> tuple[int, str]:
-    """To sort metrics by: those that rules look at come first, then by name."""
-    return _ORDER.get(key, len(_ORDER)), key
-
-
-_FAMILIES = tuple(Foreign(**row) for row in read_table("report/metric_families.tsv"))
-"""Of names that stand in no table what they look like: their keys are regular expressions."""
-_GROUPS = {"validation": "optimisation", "guard": "optimisation"}
+FAMILIES = (
+    *entries(
+        "optimisation",
+        ("(train|val)/(ppl|loss_.*)", "", "down", "Another form of the loss."),
+        ("train/lr.*|.*/lr", "", "none", "Step size of the optimizer."),
+        (".*/(kl|approxkl|policykl|kl_loss)", "nat", "middle", "Distance to the reference policy."),
+        ("clip_ratio.*|actor/.*clipfrac", "share", "middle", "Share of clipped ratios."),
+        ("(.*/)?entropy(/mean)?", "nat", "middle", "How undecided the model is about a token."),
+    ),
+    *entries(
+        "reward",
+        ("(train/)?reward.*[_/](std|min|max)", "", "none", "Spread of the rewards in a batch."),
+        (
+            "(train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*|val/(score|reward).*",
+            "",
+            "up",
+            "Rewards.",
+        ),
+        ("(.*/)?accuracy", "share", "up", "Share of right answers."),
+    ),
+    *entries(
+        "length",
+        ("(completions|tokens)/.*|.*response_length.*", "token", "none", "Lengths of texts."),
+    ),
+    *entries(
+        "timing",
+        ("val/runtime|time/.*", "s", "down", "Wall time of a phase."),
+        ("val/.*_per_second|throughput/.*|system/tps", "1/s", "up", "Throughput."),
+    ),
+    *entries("optimisation", ("(val|optim|guard|actor)/.*", "", "none", "State of the training.")),
+    *entries("memory", ("memory.*|train_memory.*", "GiB", "down", "Memory in use.")),
+    *entries("data", ("data/.*|train/(total|.*_count).*", "", "none", "Contents of the batches.")),
+    *entries("state", ("progress/.*|.*num_tokens|.*max_steps", "", "none", "Progress.")),
+)
+"""Guesses about names that are in no table; their keys are regular expressions."""
+_REPORT_GROUPS = {"validation": "optimisation", "guard": "optimisation"}
 """Groups of the table of metrics that a report shows as another."""
 
 
-@cache
-def meaning(key: str) -> Foreign:
-    """Of a key: what a table of metrics says of it, ours or that of other trainers, else what its
-    family is.
+def lookup(key: str) -> Metric | None:
+    """Return the entry of a key in any log, ours or another trainer's.
 
-    Group `other` stands for one nothing is known about.
+    `eval/` is another spelling of `val/`. Other trainers' names may have a prefix `train/`, `val/`
+    or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
     """
+    name, _ = split_reducer(key)
+    split, _, rest = name.partition("/")
+    found = metrics.find(name) or _foreign(name)
+    if found is None and split == "eval":
+        found = metrics.find(f"val/{rest}") or _foreign(f"val/{rest}")
+    if found is None and split in ("train", "val", "eval"):
+        found = _foreign(rest)
+    return found
+
+
+def _foreign(name: str) -> Metric | None:
+    patterns = (metric for key, metric in FOREIGN.items() if "<" in key)
+    fitting = (metric for metric in patterns if pattern(metric.key).fullmatch(name))
+    return FOREIGN.get(name) or next(fitting, None)
+
+
+_ORDER = [key for keys in ROLES.values() for key in keys]
+
+
+def role_order(key: str) -> tuple[int, str]:
+    """Return a sort key: metrics that findings ask for come first, then by name."""
+    return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
+
+
+@cache
+def meaning(key: str) -> Metric:
+    """Describe a key of any log by the tables of metrics, else by its family, else as unknown."""
     if (known := lookup(key) or lookup(f"train/{key}")) is not None:
-        unit = "" if known.unit == "1" else known.unit
-        return Foreign(
-            key, unit, _GROUPS.get(known.group, known.group), known.better, known.meaning
-        )
-    families = (family for family in _FAMILIES if re.fullmatch(family.key, key))
-    return next(families, Foreign(key, "", "other", "none", "nothing is known about it"))
+        group = _REPORT_GROUPS.get(known.group, known.group)
+        return replace(known, key=key, group=group, unit="" if known.unit == "1" else known.unit)
+    unknown = Metric(key, "", "none", "Unknown metric.")
+    families = (family for family in FAMILIES if re.fullmatch(family.key, key))
+    return replace(next(families, unknown), key=key)
 
 
 _WITNESSES = {
@@ -96,22 +102,17 @@ _OF_GENERATION = re.compile(
     r"(?P<reward>(?!.*([_/]std|_min|_max)$)((train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*"
     r"|(.*/)?(accuracy(_mean)?|budget_violation_rate|latency_mean)))"
 )
-"""Lengths and rewards are the model's doing only where it generates; otherwise they describe
-the batch.
-"""
+"""Lengths and rewards depend on the model only where it generates; otherwise on the batch."""
 
 
 def witness_group(key: str, *, is_generating: bool) -> str | None:
-    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward,
-    policy; None: bookkeeping.
+    """Return what a jump of a metric testifies to: rate, loss, gradient, kl, length, reward or
+    policy; None for bookkeeping.
     """
     group = next((group for group, keys in _WITNESSES.items() if key in keys), None)
-    if (
-        group is None
-        and not key.startswith(("val/", "eval/"))
-        and (match := _OF_GENERATION.fullmatch(key))
-    ):
-        group = match.lastgroup
+    if group is None and not key.startswith(("val/", "eval/")):
+        match = _OF_GENERATION.fullmatch(key)
+        group = match.lastgroup if match else None
     return group if is_generating or group in ("rate", "loss", "gradient", "kl") else None
 
 
