@@ -26,7 +26,7 @@ from curves import BIMODAL, HELD_OUT, TUNED, healthy, held_out_val_curve, val_cu
 from guard_trials import FAULT_STEP, FAULTS, Family, Outcome, per_10k, precision, recall, trial
 
 from trainer.detection import Detector, Level
-from trainer.detection.watches import OverfitJudge
+from trainer.detection.watches import ValidationWatch
 
 FIRST_SEED = 10_000
 """Tests use lower ones."""
@@ -136,7 +136,7 @@ def overfit_summary(num_runs: int, is_held_out: bool, noise: float) -> dict[str,
 
 
 def is_overfit(val_losses: Sequence[float], train_losses: Sequence[float]) -> bool:
-    judge = OverfitJudge()
+    judge = ValidationWatch()
     losses = enumerate(zip(val_losses, train_losses, strict=True))
     return any(
         judge.observe(step, val_loss=float(val), train_loss=float(train))

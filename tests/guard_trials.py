@@ -10,7 +10,7 @@ from functools import partial
 import curves
 from curves import Curve, healthy
 
-from trainer.detection import Detector, Level, StepAnomaly
+from trainer.detection import Anomaly, Detector, Level
 
 FAULT_STEP = 1500
 WATCHED_STEPS = 300
@@ -34,7 +34,7 @@ SINGLE_STEP = tuple(name for name in FAULTS if name.startswith(("spike", "gradie
 
 def watch(
     curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None
-) -> list[StepAnomaly]:
+) -> list[Anomaly]:
     """Every event of the steps from `first` to before `end`."""
     detector = detector or Detector()
     steps = range(first, len(curve.loss) if end is None else end)

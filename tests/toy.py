@@ -187,7 +187,7 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     return {
         "guard": Guard(guard_config()),
         "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
-        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str, seed=3),
+        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
     }
 
 

@@ -87,7 +87,7 @@ def spoil_a_gradient() -> None:
     from trainer.guard import guard
     from trainer.loop import step
 
-    guard.MAX_NONFINITE_STEPS = 1
+    guard.NONFINITE_LIMITS = ((1, 1),)
     whole, calls = step.local_square_sum, iter(range(1, 100))
 
     def spoiled(parameters: Any) -> Any:

@@ -116,7 +116,7 @@ def train(
             samples=Samples(samples_of(BAD_STEP) if fault == "batch" else frozenset()),
             guard=guard,
             evidence=EvidenceKeeper(
-                run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}", seed=3
+                run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}"
             ),
             local_square_sum=gradient_sum,
         )
@@ -219,16 +219,12 @@ def test_two_ranks_undo_it_together_wherever_it_came_from(
 def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcome]) -> None:
     run_dir, _ = rolled_back
     evidence = json.loads((run_dir / "evidence" / f"step_{BAD_STEP}.json").read_text())
-    worst = evidence["highest_losses"]
+    worst = evidence["samples"]
     assert {sample["sample_id"] for sample in worst} == samples_of(BAD_STEP)
     assert all(sample["place"] == f"train.jsonl:{sample['sample_id'] + 1}" for sample in worst)
     mean = sum(sample["loss"] for sample in worst) / len(worst)
     assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6), (
         "losses from before the update"
-    )
-    assert (
-        len(evidence["rows_before"]) == 32
-        and evidence["rows_before"][-1]["progress/step"] == BAD_STEP - 1
     )
 
 

@@ -1,8 +1,8 @@
-"""What is abnormal in a training (floor 1), step by step, for the guard. No torch."""
+"""Find abnormal steps of a training, online, for the guard (floor 1). No torch."""
 
-from trainer.detection.anomaly import Level, StepAnomaly
+from trainer.detection.anomaly import Anomaly, Level
 from trainer.detection.detector import Detector
 from trainer.detection.rules import require_usable_rules, skip_limits
 from trainer.detection.steps import StepLimits
 
-__all__ = ["Detector", "Level", "StepAnomaly", "StepLimits", "require_usable_rules", "skip_limits"]
+__all__ = ["Anomaly", "Detector", "Level", "StepLimits", "require_usable_rules", "skip_limits"]

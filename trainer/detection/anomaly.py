@@ -1,9 +1,7 @@
-"""What a detector says about a step."""
+"""The result of a detector: one abnormal thing at one step."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
@@ -11,41 +9,27 @@ VALID_TOKENS = "train/total_valid_token_count"
 
 
 class Level(StrEnum):
-    """What kind of trouble it is."""
+    """The kind of trouble."""
 
     ADVISORY = "advisory"
-    """So many single steps stand out that they are one property of the data, not news each."""
+    """Single steps stand out so often that this is a property of the data."""
     WARN = "warn"
     """One step stands out."""
     RULE = "rule"
     """A rule of the user holds."""
     SEVERE = "severe"
-    """A step whose update would do harm."""
+    """The update of this step would do harm."""
     DIVERGING = "diverging"
     """The loss has been rising for a while."""
     DEAD = "dead"
     """Nothing is learned."""
     NONFINITE = "nonfinite"
-    """Loss or gradient is not a number."""
-
-
-LEVEL_NUMBERS: Mapping[Level, int] = {
-    Level.ADVISORY: 1,
-    Level.WARN: 1,
-    Level.RULE: 1,
-    Level.SEVERE: 2,
-    Level.DIVERGING: 3,
-    Level.DEAD: 4,
-    Level.NONFINITE: 5,
-}
-"""For `guard/level`; 0 is an ordinary step."""
+    """Loss or gradient is NaN or infinite."""
 
 
 @dataclass(frozen=True)
-class StepAnomaly:
-    """One abnormal thing at one step; what to do about it is decided elsewhere. Unknown numbers
-    are None.
-    """
+class Anomaly:
+    """One abnormal thing at one step. The guard decides what to do about it."""
 
     step: int
     level: Level
@@ -53,17 +37,7 @@ class StepAnomaly:
     """The metric."""
     message: str
     """One sentence for a human."""
-    value: float | None = None
-    centre: float | None = None
-    """The usual level, in the metric's unit."""
-    z: float | None = None
-    ratio: float | None = None
-    """Value over the usual level."""
-    onset: int | None = None
+    onset: int
     """The step at which the trouble began."""
-    action: str | None = None
-    """What a rule of the user asks for."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a line of JSON, without what is unknown."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+    action: str = ""
+    """The answer that a rule of the user asks for."""

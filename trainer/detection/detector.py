@@ -1,8 +1,6 @@
-"""Watches every step of a training and says what is abnormal; what is done about it is decided
-elsewhere.
+"""Watch every step of a training and name what is abnormal; the guard decides what to do.
 
-Nothing here waits for a device or talks to other ranks: it takes numbers that are already equal on
-all ranks.
+Nothing here waits for a device or talks to other ranks: the numbers are already equal on all ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,17 +8,10 @@ from math import isfinite
 from typing import ClassVar
 
 from trainer.config import GuardRule
-from trainer.detection.anomaly import (
-    GRAD_NORM,
-    LEVEL_NUMBERS,
-    LOSS,
-    VALID_TOKENS,
-    Level,
-    StepAnomaly,
-)
+from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Anomaly, Level
 from trainer.detection.rules import RuleWatch
-from trainer.detection.steps import StepJudge, StepLimits, StepVerdict
-from trainer.detection.watches import DeadWatch, Divergence, WarnLedger
+from trainer.detection.steps import SpikeWatch, StepLimits
+from trainer.detection.watches import Divergence, NoLearning, SpikeLedger
 from trainer.progress import Remembered
 
 MAX_FIRST_LOSS = 5.0
@@ -28,9 +19,7 @@ MAX_FIRST_LOSS = 5.0
 
 
 class Detector(Remembered):
-    """`limits()` before a step, `observe()` after it: what is severe by the one is severe by
-    the other.
-    """
+    """`limits()` before a step and `observe()` after it agree on what is severe."""
 
     KEPT: ClassVar = ("_steps", "_divergence", "_ledger", "_dead", "_rules")
 
@@ -38,106 +27,52 @@ class Detector(Remembered):
         self, rules: Iterable[GuardRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS
     ) -> None:
         self._max_first_loss = max_first_loss
-        self._steps, self._divergence, self._ledger = StepJudge(), Divergence(), WarnLedger()
-        self._dead, self._rules = DeadWatch(), RuleWatch(rules)
-        self._scores = {
-            "guard/loss_z": 0.0,
-            "guard/grad_z": 0.0,
-            "guard/level": 0.0,
-            "guard/spike_rate": 0.0,
-        }
-
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """Of the step observed last, all finite; z is 0 where there is none."""
-        return dict(self._scores)
+        self._steps, self._divergence, self._ledger = SpikeWatch(), Divergence(), SpikeLedger()
+        self._dead, self._rules = NoLearning(), RuleWatch(rules)
+        self.scores: Mapping[str, float] = {}
+        """Metrics of the step observed last, all finite."""
 
     def limits(self) -> StepLimits:
-        """For the coming step."""
+        """The limits of the coming step."""
         return self._steps.limits()
 
-    def observe(self, step: int, values: Mapping[str, float]) -> tuple[StepAnomaly, ...]:
-        """`values` has loss, gradient norm and number of label tokens of the finished step, and
-        what rules name.
+    def observe(self, step: int, values: Mapping[str, float]) -> list[Anomaly]:
+        """Judge a finished step. `values` has its loss, gradient norm and number of label tokens,
+        and the metrics that rules name.
         """
-        loss, grad_norm = float(values[LOSS]), float(values[GRAD_NORM])
-        found: list[StepAnomaly | None] = [
-            *self._rules.observe(step, values),
-            self._dead.observe(step, values),
-        ]
-        self._scores |= {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
-        stands_out, is_finite = False, isfinite(loss) and isfinite(grad_norm)
-        if is_finite and values[VALID_TOKENS] > 0:
-            verdict = self._steps.judge(step, loss=loss, grad_norm=grad_norm)
-            stands_out = verdict.stands_out
-            found += self._judged(step, loss, grad_norm, verdict)
-        else:
+        loss, grad_norm = values[LOSS], values[GRAD_NORM]
+        found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
+        self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
+        own: Anomaly | None
+        is_spike = False
+        if not (isfinite(loss) and isfinite(grad_norm)):
+            signal = GRAD_NORM if isfinite(loss) else LOSS
+            message = f"{signal} is {values[signal]}"
+            own = Anomaly(step, Level.NONFINITE, signal, message, onset=step)
             self._steps.pass_over(step)
-            self._ledger.count(step, is_spike=False)
-            found.append(self._empty(step) if is_finite else _nonfinite(step, loss, grad_norm))
-        anomalies = tuple(anomaly for anomaly in found if anomaly)
-        levels = [anomaly.level for anomaly in anomalies]
-        levels += [Level.WARN] * stands_out + [Level.DIVERGING] * self._divergence.is_diverging
-        levels += [Level.DEAD] * self._dead.is_dead
-        self._scores["guard/level"] = float(
-            max((LEVEL_NUMBERS[level] for level in levels), default=0)
-        )
-        self._scores["guard/spike_rate"] = self._ledger.spike_rate
-        return anomalies
-
-    def _judged(
-        self, step: int, loss: float, grad_norm: float, verdict: StepVerdict
-    ) -> list[StepAnomaly | None]:
-        """What there is to say about an ordinary step."""
-        if verdict.usual_loss:
-            self._scores["guard/loss_z"] = verdict.usual_loss.z(loss)
-        if verdict.usual_grad:
-            self._scores["guard/grad_z"] = verdict.usual_grad.z(grad_norm)
-        found = [self._ledger.count(step, is_spike=verdict.stands_out)]
-        if verdict.is_severe:
-            found.append(_spike(Level.SEVERE, step, loss, grad_norm, verdict))
-        elif verdict.stands_out and self._ledger.may_warn():
-            found.append(_spike(Level.WARN, step, loss, grad_norm, verdict))
-        elif verdict.usual_loss is None and loss > self._max_first_loss and self._ledger.may_warn():
+        elif values[VALID_TOKENS] == 0:
             message = (
-                f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, chat "
-                f"template and model"
+                "this step's batch has no label token: nothing is learned from it; check "
+                "truncation and labels"
             )
-            found.append(StepAnomaly(step, Level.WARN, LOSS, message, value=loss))
-        return [*found, self._divergence.observe(step, loss)]
+            own = Anomaly(step, Level.WARN, VALID_TOKENS, message, onset=step)
+            self._steps.pass_over(step)
+        else:
+            self.scores = self._steps.scores(loss, grad_norm)
+            start = None if self._steps.is_ready else self._high_start(step, loss)
+            spike = self._steps.observe(step, loss, grad_norm)
+            own, is_spike = spike or start, spike is not None
+            found.append(self._divergence.observe(step, loss))
+        found.append(self._ledger.count(step, is_spike=is_spike))
+        if own and (own.level != Level.WARN or self._ledger.may_warn()):
+            found.append(own)
+        return [anomaly for anomaly in found if anomaly]
 
-    def _empty(self, step: int) -> StepAnomaly | None:
-        message = "this step's batch has no label token: nothing is learned from it; check truncation and labels"
-        return (
-            StepAnomaly(step, Level.WARN, VALID_TOKENS, message, value=0.0)
-            if self._ledger.may_warn()
-            else None
+    def _high_start(self, step: int, loss: float) -> Anomaly | None:
+        if loss <= self._max_first_loss:
+            return None
+        message = (
+            f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, chat "
+            f"template and model"
         )
-
-
-def _spike(
-    level: Level, step: int, loss: float, grad_norm: float, verdict: StepVerdict
-) -> StepAnomaly:
-    signal, value, usual = LOSS, loss, verdict.usual_loss
-    if verdict.is_by_grad:
-        signal, value, usual = GRAD_NORM, grad_norm, verdict.usual_grad
-    assert usual is not None, "without a usual level no step stands out"
-    z, ratio = usual.z(value), usual.ratio(value)
-    times = f"{ratio:.3g} times " if ratio is not None else "far from "
-    message = f"{signal} is {value:.4g}, {times}its usual {usual.level:.4g} (z {z:.1f})"
-    return StepAnomaly(
-        step,
-        level,
-        signal,
-        message,
-        value=value,
-        centre=usual.level,
-        z=z,
-        ratio=ratio,
-        onset=verdict.onset,
-    )
-
-
-def _nonfinite(step: int, loss: float, grad_norm: float) -> StepAnomaly:
-    signal, value = (GRAD_NORM, grad_norm) if isfinite(loss) else (LOSS, loss)
-    return StepAnomaly(step, Level.NONFINITE, signal, f"{signal} is {value}", onset=step)
+        return Anomaly(step, Level.WARN, LOSS, message, onset=step)

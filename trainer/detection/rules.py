@@ -1,6 +1,4 @@
-"""Rules of the user: a limit on a metric, the steps for which it must be exceeded, and what to
-do then.
-"""
+"""Rules of the user: a limit on a metric, the steps for which it must be exceeded, and the answer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -8,7 +6,7 @@ from typing import ClassVar
 
 from trainer import metrics
 from trainer.config import ConfigError, GuardRule, did_you_mean
-from trainer.detection.anomaly import GRAD_NORM, LOSS, Level, StepAnomaly
+from trainer.detection.anomaly import GRAD_NORM, LOSS, Anomaly, Level
 from trainer.detection.steps import StepLimits
 from trainer.progress import Remembered
 
@@ -27,15 +25,13 @@ def require_usable_rules(rules: Sequence[GuardRule]) -> None:
                 f"{place}' needs one limit on {rule.metric}. Fix: set either 'above' or 'below'"
             )
         if not metrics.is_signal(rule.metric):
-            known = [metric.key for metric in metrics.by_group() if metrics.is_signal(metric.key)]
+            known = [key for key in metrics.METRICS if metrics.is_signal(key)]
             hint = did_you_mean(rule.metric, known) or f"choose one of {', '.join(known)}"
             raise ConfigError(
                 f"{place}.metric' is '{rule.metric}', which the guard does not see: {hint}"
             )
-        is_skip_known_in_time = (
-            rule.metric in (LOSS, GRAD_NORM) and rule.above is not None and rule.num_steps == 1
-        )
-        if rule.action == "skip" and not is_skip_known_in_time:
+        is_known_in_time = rule.metric in (LOSS, GRAD_NORM) and rule.above is not None
+        if rule.action == "skip" and not (is_known_in_time and rule.num_steps == 1):
             raise ConfigError(
                 f"{place}.do' is 'skip' for {rule.metric}: an update is skipped before other "
                 f"metrics are known. Fix: use skip with {LOSS} or {GRAD_NORM} 'above' a number, "
@@ -67,25 +63,18 @@ class RuleWatch(Remembered):
         self._num_in_a_row = dict.fromkeys(self._rules, 0)
         self._resting = dict.fromkeys(self._rules, 0)
 
-    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[StepAnomaly]:
-        """The rules that act after `step`; a rule on a metric that the step does not have does
-        not hold.
+    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
+        """Yield the rules that act after `step`; a rule on a metric that the step lacks does not
+        hold.
         """
         for text, rule in self._rules.items():
             value = values.get(rule.metric)
             holds = value is not None and rule.holds(value)
-            num_in_a_row = self._num_in_a_row[text] + 1 if holds else 0
-            self._num_in_a_row[text] = num_in_a_row
+            count = self._num_in_a_row[text] = self._num_in_a_row[text] + 1 if holds else 0
             if self._resting[text] > 0:
                 self._resting[text] -= 1
-            elif num_in_a_row >= rule.num_steps:
+            elif count >= rule.num_steps:
                 self._resting[text] = REST_STEPS
-                yield StepAnomaly(
-                    step,
-                    Level.RULE,
-                    rule.metric,
-                    f"rule '{text}': {rule.metric} is {value:.4g}",
-                    value=value,
-                    onset=max(0, step - num_in_a_row + 1),
-                    action=rule.action,
-                )
+                message = f"rule '{text}': {rule.metric} is {value:.4g}"
+                onset = max(0, step - count + 1)
+                yield Anomaly(step, Level.RULE, rule.metric, message, onset, rule.action)

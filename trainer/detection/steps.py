@@ -1,35 +1,32 @@
-"""Whether one step stands out from those before it, by its loss and its gradient norm."""
+"""Find single steps that stand out from the steps before them, by loss and gradient norm."""
 
 from collections import deque
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple
 
+from trainer.detection.anomaly import GRAD_NORM, LOSS, Anomaly, Level
 from trainer.detection.window import RobustWindow, Usual
 from trainer.progress import Remembered
 
 MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
-"""In nats of the logarithm."""
+"""The smallest spreads that count, in nats of the logarithm."""
 LOSS_Z, LOSS_WARN_RATIO, LOSS_SEVERE_RATIO = 8.0, 1.5, 2.0
-"""A loss stands out by spreads above the usual level and by its ratio to that."""
+"""A loss stands out by its distance from the usual level in spreads, and by its ratio to it."""
 MIN_LOSS_RISE = 0.1
-"""In nats, for warning and severe alike: a memorised batch may double its tiny loss."""
+"""In nats, for warnings and severe steps: a memorised batch may double its tiny loss."""
 GRAD_WARN_Z, GRAD_WARN_RATIO = 6.0, 5.0
 GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
 NUM_WARNS, NUM_WARN_STEPS = 3, 5
-"""So many loss warnings within so many steps make the last of them severe."""
+"""The third loss warning within five steps is severe."""
 NUM_GRAD_STEPS = 3
-"""A high gradient makes a severe loss of its own step and of those after it, so many steps in
-all.
-"""
+"""A high gradient makes a severe loss of its own step and of the two after it."""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """When the coming step is severe, so that a device can decide alone; infinite where it cannot
-    be.
-
-    For finite values of a step that has label tokens: others are told apart before limits matter.
+    """The limits beyond which the coming step is severe, so that the device decides alone; infinity
+    means no limit. They apply to finite values of a step with label tokens.
     """
 
     loss_with_grad: float = inf
@@ -37,92 +34,87 @@ class StepLimits:
     loss_alone: float = inf
     grad_alone: float = inf
 
-    def is_severe(self, *, loss: float, grad_norm: float) -> bool:
-        together = loss > self.loss_with_grad and grad_norm > self.grad_with_loss
-        return together or loss > self.loss_alone or grad_norm > self.grad_alone
+
+class _Bounds(NamedTuple):
+    loss_warn: float
+    loss_severe: float
+    """Severe if the gradient is high too."""
+    grad_high: float
+    grad_warn: float
+    grad_severe: float
 
 
-class StepVerdict(NamedTuple):
-    """Of one step. `usual_*` is what it was compared with, None until enough steps are known."""
-
-    stands_out: bool
-    is_severe: bool
-    is_by_grad: bool
-    """The gradient, not the loss, is what stands out."""
-    onset: int
-    """First step of the last few that contributed."""
-    usual_loss: Usual | None
-    usual_grad: Usual | None
-
-
-class StepJudge(Remembered):
-    """`limits()` before a step and `judge()` after it speak of the same step and agree exactly."""
+class SpikeWatch(Remembered):
+    """`limits()` before a step and `observe()` after it agree exactly on what is severe."""
 
     KEPT: ClassVar = ("_loss", "_grad_norm", "_earlier")
 
     def __init__(self) -> None:
-        self._loss, self._grad_norm = RobustWindow(MIN_LOSS_SPREAD), RobustWindow(MIN_GRAD_SPREAD)
-        self._earlier = deque[tuple[int, bool, bool]](
-            maxlen=max(NUM_WARN_STEPS, NUM_GRAD_STEPS) - 1
-        )
-        """Steps before, whether their loss was worth a warning, and whether their gradient was
-        high.
-        """
+        self._loss = RobustWindow(MIN_LOSS_SPREAD)
+        self._grad_norm = RobustWindow(MIN_GRAD_SPREAD)
+        self._earlier = deque[tuple[int, bool, bool]](maxlen=NUM_WARN_STEPS - 1)
+        """The steps before: number, loss above its warning bound, gradient high."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Enough steps are known to judge a loss."""
+        return self._loss.usual is not None
 
     def limits(self) -> StepLimits:
-        grad, earlier, loss_alone = self._grad_norm.usual, list(self._earlier), inf
-        loss_warn, loss_severe = self._loss_bounds()
+        bounds, earlier = self._bounds(), list(self._earlier)
+        loss_alone = inf
         if any(is_grad_high for _, _, is_grad_high in earlier[1 - NUM_GRAD_STEPS :]):
-            loss_alone = loss_severe
-        if sum(is_warn for _, is_warn, _ in earlier[1 - NUM_WARN_STEPS :]) >= NUM_WARNS - 1:
-            loss_alone = min(loss_alone, loss_warn)
-        if grad is None:
-            return StepLimits(loss_severe, inf, loss_alone, inf)
-        grad_severe = max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level)
-        return StepLimits(loss_severe, grad.at(GRAD_WARN_Z), loss_alone, grad_severe)
+            loss_alone = bounds.loss_severe
+        if sum(is_warn for _, is_warn, _ in earlier) >= NUM_WARNS - 1:
+            loss_alone = min(loss_alone, bounds.loss_warn)
+        return StepLimits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)
 
-    def judge(self, step: int, *, loss: float, grad_norm: float) -> StepVerdict:
-        """Of a step whose loss and gradient norm are finite, which becomes part of what is usual.
+    def scores(self, loss: float, grad_norm: float) -> dict[str, float]:
+        """Distances from the usual level in spreads; 0 while too few steps are known."""
+        pairs = {"guard/loss_z": (self._loss, loss), "guard/grad_z": (self._grad_norm, grad_norm)}
+        return {
+            name: 0.0 if window.usual is None else window.usual.z(value)
+            for name, (window, value) in pairs.items()
+        }
 
-        A gradient of exactly zero says nothing about the usual size of gradients.
-        """
-        limits, usual_loss, usual_grad = self.limits(), self._loss.usual, self._grad_norm.usual
-        is_loss_warn, is_grad_high = (
-            loss > self._loss_bounds()[0],
-            grad_norm > limits.grad_with_loss,
-        )
-        is_grad_warn = (
-            usual_grad is not None
-            and is_grad_high
-            and grad_norm > GRAD_WARN_RATIO * usual_grad.level
-        )
-        onset = next((earlier for earlier, *flags in self._earlier if any(flags)), step)
-        self._earlier.append((step, is_loss_warn, is_grad_high))
-        is_loss_severe = loss > limits.loss_alone or (loss > limits.loss_with_grad and is_grad_high)
-        is_severe = limits.is_severe(loss=loss, grad_norm=grad_norm)
+    def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
+        """Judge a step with finite values, and count it as part of what is usual."""
+        bounds, limits = self._bounds(), self.limits()
+        is_loss_high, is_grad_high = loss > bounds.loss_warn, grad_norm > bounds.grad_high
+        is_loss_severe = loss > limits.loss_alone or (loss > bounds.loss_severe and is_grad_high)
+        is_severe = is_loss_severe or grad_norm > bounds.grad_severe
+        found = None
+        if is_severe or is_loss_high or grad_norm > bounds.grad_warn:
+            onset = next((number for number, *flags in self._earlier if any(flags)), step)
+            message, signal = _describe(LOSS, loss, self._loss.usual), LOSS
+            if not (is_loss_severe if is_severe else is_loss_high):
+                message, signal = _describe(GRAD_NORM, grad_norm, self._grad_norm.usual), GRAD_NORM
+            level = Level.SEVERE if is_severe else Level.WARN
+            found = Anomaly(step, level, signal, message, onset if is_severe else step)
+        self._earlier.append((step, is_loss_high, is_grad_high))
         self._loss.push(loss)
-        if grad_norm > 0:
+        if grad_norm > 0:  # a gradient of exactly zero says nothing about the usual size
             self._grad_norm.push(grad_norm)
-        return StepVerdict(
-            stands_out=is_loss_warn or is_grad_warn or is_severe,
-            is_severe=is_severe,
-            is_by_grad=not is_loss_severe if is_severe else not is_loss_warn,
-            onset=onset if is_severe else step,
-            usual_loss=usual_loss,
-            usual_grad=usual_grad,
-        )
+        return found
 
     def pass_over(self, step: int) -> None:
-        """A step that cannot be judged still takes its place among the last few."""
+        """Count a step that cannot be judged as one of the last few."""
         self._earlier.append((step, False, False))
 
-    def _loss_bounds(self) -> tuple[float, float]:
-        """What a loss must exceed to be worth a warning, and to be severe with a high gradient."""
-        if (usual := self._loss.usual) is None:
-            return inf, inf
-        bound = max(usual.at(LOSS_Z), usual.level + MIN_LOSS_RISE)
-        if not usual.is_log:  # a ratio to a level that may be zero or negative says nothing
-            return bound, bound
-        return max(bound, LOSS_WARN_RATIO * usual.level), max(
-            bound, LOSS_SEVERE_RATIO * usual.level
-        )
+    def _bounds(self) -> _Bounds:
+        loss, grad = self._loss.usual, self._grad_norm.usual
+        loss_warn = loss_severe = grad_high = grad_warn = grad_severe = inf
+        if loss is not None:
+            lowest = max(loss.at(LOSS_Z), loss.level + MIN_LOSS_RISE)
+            loss_warn = max(lowest, LOSS_WARN_RATIO * loss.level)
+            loss_severe = max(lowest, LOSS_SEVERE_RATIO * loss.level)
+        if grad is not None:
+            grad_high = grad.at(GRAD_WARN_Z)
+            grad_warn = max(grad_high, GRAD_WARN_RATIO * grad.level)
+            grad_severe = max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level)
+        return _Bounds(loss_warn, loss_severe, grad_high, grad_warn, grad_severe)
+
+
+def _describe(signal: str, value: float, usual: Usual | None) -> str:
+    assert usual is not None, "no step stands out before a usual level is known"
+    return f"{signal} is {value:.4g}, usually {usual.level:.4g} (z {usual.z(value):.1f})"

@@ -1,63 +1,60 @@
-"""What must last for some steps to count: a rising loss, a run that learns nothing,
+"""Find what must last for some steps to count: a rising loss, a run that learns nothing,
 heavy-tailed steps, overfitting.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from math import nan
+from math import inf
 from typing import ClassVar
 
-from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Level, StepAnomaly
+from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Anomaly, Level
 from trainer.detection.window import curve_noise, quantile
 from trainer.progress import Remembered
 
 NUM_RECENT, NUM_BEST = 32, 64
-"""The median of so many last steps is judged against the lowest median of so many steps in a
-row.
-"""
+"""The median of the last 32 steps is judged against the lowest median of 64 steps in a row."""
 MIN_RATIO, MIN_RISE = 1.25, 0.1
 """The rise that counts: as a ratio, and in nats."""
 NUM_IN_A_ROW = 32
-"""The excess must last so many steps; as many without it end the episode."""
+"""The excess must last this many steps; as many without it end the episode."""
 MIN_GRAD_NORM = 1e-6
-"""A gradient below it moves nothing."""
+"""A smaller gradient moves nothing."""
 NUM_DEAD_STEPS = 10
 RATE_STEPS = 1000
-"""Rates are per so many steps."""
 MIN_STEPS_BETWEEN = 50
 """Between two warnings."""
 MAX_SINGLES = 10
-"""More steps than this per 1000 that stood out alone are a property of the data; half of it
+"""More steps than this in 1000 that stood out alone are a property of the data; half of it
 ends that.
 """
 
 
 class Divergence(Remembered):
-    """Whether the loss has been rising for a while, compared with the best level it ever held; one
-    finite loss per step. An episode is told once, when it has lasted long enough.
+    """Compare the loss with the best level it ever held. An episode is told once, when the loss
+    has been above for long enough.
     """
 
-    KEPT: ClassVar = ("_values", "_best", "is_diverging", "_num_in_a_row", "_first_step")
+    KEPT: ClassVar = ("_values", "_best", "_is_diverging", "_num_in_a_row", "_first_step")
 
     def __init__(self) -> None:
         self._values = deque[float](maxlen=NUM_BEST)
         self._best = 0.0
-        self.is_diverging = False
+        self._is_diverging = False
         self._num_in_a_row = 0
         """Steps above the bound outside an episode, steps below it inside one."""
         self._first_step = 0
 
-    def observe(self, step: int, loss: float) -> StepAnomaly | None:
+    def observe(self, step: int, loss: float) -> Anomaly | None:
+        """Judge the finite loss of a step."""
         is_first = len(self._values) < NUM_BEST
         self._values.append(loss)
         if len(self._values) < NUM_BEST:
             return None
-        best = quantile(sorted(self._values), 0.5)
-        self._best = best if is_first else min(self._best, best)
+        level = quantile(sorted(self._values), 0.5)
+        self._best = level if is_first else min(self._best, level)
         recent = quantile(sorted(list(self._values)[-NUM_RECENT:]), 0.5)
-        # written as a distance, so that it also works for a best level at or below zero
-        is_above = recent > self._best + max((MIN_RATIO - 1) * abs(self._best), MIN_RISE)
-        if is_above == self.is_diverging:
+        is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_RISE)
+        if is_above == self._is_diverging:
             self._num_in_a_row = 0
             return None
         if self._num_in_a_row == 0:
@@ -65,115 +62,89 @@ class Divergence(Remembered):
         self._num_in_a_row += 1
         if self._num_in_a_row < NUM_IN_A_ROW:
             return None
-        self._num_in_a_row, self.is_diverging = 0, not self.is_diverging
-        return self._episode(step, recent) if self.is_diverging else None
-
-    def _episode(self, step: int, recent: float) -> StepAnomaly:
-        best = self._best
+        self._num_in_a_row, self._is_diverging = 0, is_above
+        if not is_above:
+            return None
         # a median crosses when half of its steps are above
         onset = max(0, self._first_step - NUM_RECENT // 2)
         message = (
-            f"{LOSS} has risen from {best:.4g} at best to {recent:.4g}, since about step {onset}"
+            f"{LOSS} has risen from {self._best:.4g} at best to {recent:.4g}, since about step "
+            f"{onset}"
         )
-        ratio = recent / best if best > 0 else None
-        return StepAnomaly(
-            step,
-            Level.DIVERGING,
-            LOSS,
-            message,
-            value=recent,
-            centre=best,
-            ratio=ratio,
-            onset=onset,
-        )
+        return Anomaly(step, Level.DIVERGING, LOSS, message, onset)
 
 
-class DeadWatch(Remembered):
-    """Says once that nothing has been learned for `NUM_DEAD_STEPS` in a row, and again after a
+class NoLearning(Remembered):
+    """Tell once that nothing has been learned for `NUM_DEAD_STEPS` in a row, and again after a
     live step.
     """
 
-    KEPT: ClassVar = ("_num_in_a_row", "is_dead")
+    KEPT: ClassVar = ("_num_dead_steps",)
 
     def __init__(self) -> None:
-        self._num_in_a_row = {VALID_TOKENS: 0, LOSS: 0, GRAD_NORM: 0}
-        self.is_dead = False
+        self._num_dead_steps = 0
 
-    def observe(self, step: int, values: Mapping[str, float]) -> StepAnomaly | None:
-        signs = {
-            VALID_TOKENS: (
-                values[VALID_TOKENS] == 0,
-                "no label token in any batch: check data and chat template",
-            ),
-            LOSS: (values[LOSS] == 0, "the loss is exactly 0: check labels and mask"),
-            GRAD_NORM: (
-                abs(values[GRAD_NORM]) < MIN_GRAD_NORM,
-                "the gradient vanished: check labels and weights",
-            ),
-        }
-        for signal, (is_dead, _) in signs.items():
-            self._num_in_a_row[signal] = self._num_in_a_row[signal] + 1 if is_dead else 0
-        dead = [signal for signal, count in self._num_in_a_row.items() if count >= NUM_DEAD_STEPS]
-        was_dead, self.is_dead = self.is_dead, bool(dead)
-        if was_dead or not dead:
+    def observe(self, step: int, values: Mapping[str, float]) -> Anomaly | None:
+        if values[VALID_TOKENS] == 0:
+            signal, cause = VALID_TOKENS, "no label token in any batch: check data and template"
+        elif values[LOSS] == 0:
+            signal, cause = LOSS, "the loss is exactly 0: check labels and mask"
+        elif abs(values[GRAD_NORM]) < MIN_GRAD_NORM:
+            signal, cause = GRAD_NORM, "the gradient vanished: check labels and weights"
+        else:
+            self._num_dead_steps = 0
             return None
-        count = self._num_in_a_row[dead[0]]
-        message = f"nothing learned for {count} steps: {signs[dead[0]][1]}"
-        onset = max(0, step - count + 1)
-        return StepAnomaly(step, Level.DEAD, dead[0], message, value=values[dead[0]], onset=onset)
+        self._num_dead_steps += 1
+        if self._num_dead_steps != NUM_DEAD_STEPS:
+            return None
+        message = f"nothing learned for {NUM_DEAD_STEPS} steps: {cause}"
+        return Anomaly(step, Level.DEAD, signal, message, max(0, step - NUM_DEAD_STEPS + 1))
 
 
-class WarnLedger(Remembered):
-    """Counts steps that stood out: warnings of them are rationed, and a heavy tail is told once.
+class SpikeLedger(Remembered):
+    """Count steps that stood out: ration warnings of them, and tell once that they are common.
 
-    Steps are numbered by itself: a step that is trained again counts again.
+    It numbers steps itself: a step that is trained again counts again.
     """
 
-    KEPT: ClassVar = (
-        "_num_steps",
-        "_spikes",
-        "_singles",
-        "_num_spikes_in_a_row",
-        "_last_warning",
-        "_is_heavy",
-    )
+    KEPT: ClassVar = ("_num_steps", "_spikes", "_last_warning", "_is_heavy")
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._spikes = deque[int]()
-        self._singles = deque[int]()
-        """Those that stood out while both neighbours did not."""
-        self._num_spikes_in_a_row = 0
+        """Of the last `RATE_STEPS`."""
         self._last_warning = -MIN_STEPS_BETWEEN
         self._is_heavy = False
 
-    @property
-    def spike_rate(self) -> float:
-        """Steps that stood out per 1000, over the last 1000."""
-        return len(self._spikes) * RATE_STEPS / max(1, min(self._num_steps, RATE_STEPS))
-
-    def count(self, step: int, *, is_spike: bool) -> StepAnomaly | None:
-        """Take note of a step; says so when it has just become clear that batches are
-        heavy-tailed.
-        """
+    def count(self, step: int, *, is_spike: bool) -> Anomaly | None:
+        """Count a step; tell when it has just become clear that batches are heavy-tailed."""
         self._num_steps += 1
-        if not is_spike and self._num_spikes_in_a_row == 1:
-            self._singles.append(self._num_steps - 1)
-        self._num_spikes_in_a_row = self._num_spikes_in_a_row + 1 if is_spike else 0
         if is_spike:
             self._spikes.append(self._num_steps)
-        for steps in (self._spikes, self._singles):
-            while steps and steps[0] <= self._num_steps - RATE_STEPS:
-                steps.popleft()
-        count, was_heavy = len(self._singles), self._is_heavy
-        self._is_heavy = count > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
+        while self._spikes and self._spikes[0] <= self._num_steps - RATE_STEPS:
+            self._spikes.popleft()
+        was_heavy, num_singles = self._is_heavy, self._num_singles()
+        self._is_heavy = num_singles > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
         if was_heavy or not self._is_heavy:
             return None
-        message = f"heavy-tailed batches ({count} single steps stood out lately): look at the samples of one, by a rule"
-        return StepAnomaly(step, Level.ADVISORY, LOSS, message, value=float(count))
+        message = (
+            f"heavy-tailed batches ({num_singles} single steps stood out lately): look at the "
+            f"samples of one, by a rule"
+        )
+        return Anomaly(step, Level.ADVISORY, LOSS, message, onset=step)
+
+    def _num_singles(self) -> int:
+        """Steps that stood out while both neighbours did not."""
+        if len(self._spikes) <= MAX_SINGLES // 2:
+            return 0
+        spikes = set(self._spikes)
+        ended = (spike for spike in spikes if spike < self._num_steps)
+        return sum(spikes.isdisjoint((spike - 1, spike + 1)) for spike in ended)
 
     def may_warn(self) -> bool:
-        """Whether a warning about the step counted last may be given; if so, it counts as given."""
+        """Return whether the step counted last may be warned of; if so, the warning counts as
+        given.
+        """
         if self._is_heavy or self._num_steps - self._last_warning < MIN_STEPS_BETWEEN:
             return False
         self._last_warning = self._num_steps
@@ -194,12 +165,12 @@ def judge_validations(
     train_losses: Sequence[float],
     limits: Mapping[str, float] = OVERFITTING,
 ) -> list[str]:
-    """note: clearly above the best so far; overfit: the second in a row, or far above, while
-    training still improves.
+    """Return a verdict for each validation: `note` if it is clearly above the best so far,
+    `overfit` if it is the second such in a row, or far above, while training still improves.
 
-    `train_losses` are those around each validation; both have one entry per validation. Where the
-    training loss too is above that of the best until the next validation, the run has become
-    unstable and does not overfit.
+    `train_losses` has the level of the training loss around each validation. Where the training
+    loss also is above that of the best until the next validation, the run has become unstable and
+    does not overfit.
     """
     sigma, verdicts, best = curve_noise(val_losses), list[str](), 0
     for index, loss in enumerate(val_losses):
@@ -219,57 +190,44 @@ def judge_validations(
     return verdicts
 
 
-class OverfitJudge(Remembered):
-    """Takes one validation after another."""
+class ValidationWatch(Remembered):
+    """Remember the validations of a run: the best one, overfitting, and early stopping."""
 
-    KEPT: ClassVar = (
-        "_val_losses",
-        "_train_losses",
-        "_num_unimproved",
-        "_patient_best",
-        "_best_step",
-    )
+    KEPT: ClassVar = ("_val_losses", "_train_losses", "_best_step")
 
     def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
-        """`patience`: validations in a row without a better one, by `min_delta` nats, that end
-        a run; None: none do.
+        """`patience`: the number of validations in a row, none better by `min_delta` nats, that
+        ends a run; None: no early stopping.
         """
         self._patience, self._min_delta = patience, min_delta
         self._val_losses: list[float] = []
         self._train_losses: list[float] = []
-        self._num_unimproved = 0
-        self._patient_best = 0.0
         self._best_step = -1
 
     @property
     def best_step(self) -> int | None:
-        """None until there is one."""
+        """The step of the lowest validation loss."""
         return None if self._best_step < 0 else self._best_step
 
     @property
-    def best_loss(self) -> float | None:
-        return min(self._val_losses, default=None)
+    def best_loss(self) -> float:
+        return min(self._val_losses, default=inf)
 
     @property
     def is_exhausted(self) -> bool:
-        """Early stopping: no better validation loss for `patience` validations."""
-        return self._patience is not None and self._num_unimproved >= self._patience
+        """No better validation loss for `patience` validations."""
+        best, num_unimproved = inf, 0
+        for loss in self._val_losses:
+            is_better = loss < best - self._min_delta
+            best, num_unimproved = (loss, 0) if is_better else (best, num_unimproved + 1)
+        return self._patience is not None and num_unimproved >= self._patience
 
     def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
-        """Whether the model overfits: `judge_validations`. `train_loss` is a level around the
-        step; both are finite.
+        """Return whether the model overfits (`judge_validations`). Both losses are finite;
+        `train_loss` is a level around the step.
         """
-        self._count_patience(val_loss)
-        if self.best_loss is None or val_loss < self.best_loss:
+        if val_loss < self.best_loss:
             self._best_step = step
-        # in the state of an older version
-        unknown = [nan] * (len(self._val_losses) - len(self._train_losses))
         self._val_losses.append(val_loss)
-        self._train_losses = [*unknown, *self._train_losses, train_loss]
+        self._train_losses.append(train_loss)
         return judge_validations(self._val_losses, self._train_losses)[-1] == "overfit"
-
-    def _count_patience(self, val_loss: float) -> None:
-        if not self._val_losses or val_loss < self._patient_best - self._min_delta:
-            self._patient_best, self._num_unimproved = val_loss, 0
-        else:
-            self._num_unimproved += 1

@@ -1,4 +1,4 @@
-"""The usual level of a signal and its usual spread, from a window that outliers cannot spoil
+"""Measure the usual level of a signal and its usual spread in a window that outliers cannot spoil
 (floor 1).
 """
 
@@ -14,19 +14,19 @@ from numpy.typing import ArrayLike
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation -> standard deviation, of a normal distribution."""
 MIN_CURVE_POINTS = 5
-"""Fewer say nothing about the noise of their curve."""
+"""Fewer points say nothing about the noise of their curve."""
 
 
 def spread(deviations: ArrayLike, axis: int = -1) -> Any:
-    """Standard deviation of `deviations` from a middle, by the median of their sizes; an array
-    over the other axes.
+    """Return the standard deviation of `deviations` from a middle, by the median of their sizes; an
+    array over the other axes.
     """
     return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:
-    """Standard deviation of a short curve's noise: of its second differences, which a smooth
-    curve hardly has.
+    """Return the standard deviation of a short curve's noise, from its second differences, which a
+    smooth curve hardly has.
     """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
     return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
@@ -34,15 +34,17 @@ def curve_noise(values: ArrayLike) -> float:
 
 SIGMAS_TO_Q95 = 1.645
 NUM_NEWEST, START_Z = 32, 3.0
-"""The start of a run is what lies so many spreads above the newest values."""
+"""Values this many spreads above the newest 32 may be the start of a run."""
 WINSOR_Z = 6.0
-"""The window takes no value further out: outliers do not hide later ones, yet a lasting shift
-is learned.
+"""Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
+learned.
 """
 MIN_SPREAD, MIN_SPREAD_SHARE = 1e-3, 0.05
-"""The spread of a signal that is not always positive is at least so much, in its unit and as a
-share of its centre.
+"""The smallest spread of a signal that is not always positive, in its unit and as a share of its
+centre.
 """
+MIN_POSITIVE = 1e-12
+"""The score of a smaller value is that of this one, so that its logarithm exists."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,11 @@ class Usual:
         """How many spreads a finite value lies above the centre."""
         if not self.is_log:
             return (value - self.centre) / self.scale
-        if value > 0:
-            return (math.log(value) - self.centre) / self.scale
-        return (value / self.level - 1) / self.scale  # no logarithm: its first-order term
-
-    def ratio(self, value: float) -> float | None:
-        """Value over level; None where a ratio says nothing."""
-        return value / self.level if self.is_log else None
+        return (math.log(max(value, MIN_POSITIVE)) - self.centre) / self.scale
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, between two of them by linear interpolation."""
+    """Return the quantile of sorted values, by linear interpolation between two of them."""
     place = share * (len(ordered) - 1)
     lower = int(place)
     upper = min(lower + 1, len(ordered) - 1)
@@ -85,11 +81,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class RobustWindow:
-    """The last `size` finite values, winsorised, with their median and spread; nothing is said
-    below `min_points`.
+    """The last `size` finite values, winsorised, with their median and spread from `min_points` on.
 
     While all values are positive their logarithms count, whose spread is at least `min_log_spread`:
-    a quiet stretch does not make trifles stand out.
+    after a quiet stretch small deviations do not stand out.
     """
 
     def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
@@ -99,7 +94,7 @@ class RobustWindow:
 
     @property
     def usual(self) -> Usual | None:
-        """Of the values pushed so far, None while there are too few."""
+        """Level and spread of the values pushed so far, None while there are too few."""
         if self._usual is None and len(self._values) >= self._min_points:
             self._usual = self._measure()
         return self._usual
@@ -111,7 +106,7 @@ class RobustWindow:
         self._usual = None
 
     def state_dict(self) -> list[float]:
-        """All there is to keep: the rest follows from the values."""
+        """Return the values: the rest follows from them."""
         return list(self._values)
 
     def load_state_dict(self, values: Sequence[float]) -> None:
@@ -119,8 +114,8 @@ class RobustWindow:
         self._usual = None
 
     def _measure(self) -> Usual:
-        """Of the window, without its oldest part where that lies high above the newest: the start
-        of a run.
+        """Measure the window, without the start of a run: its oldest part, where that lies high
+        above the newest.
 
         Were the first steps counted, everything later would look usual. High batches that come now
         and then are no such part: they count.
@@ -132,17 +127,16 @@ class RobustWindow:
             return usual
         bar = recent.centre + START_Z * recent.scale
         high = [index for index, value in enumerate(values) if value > bar]
-        is_start = bool(high) and len(high) > (high[-1] + 1) / 2
-        kept = values[high[-1] + 1 :] if is_start else values
-        return (
-            self._measured(kept, is_log) if self._min_points <= len(kept) < len(values) else usual
-        )
+        if not high or len(high) <= (high[-1] + 1) / 2:
+            return usual
+        kept = values[high[-1] + 1 :]
+        return self._measured(kept, is_log) if len(kept) >= self._min_points else usual
 
     def _measured(self, values: Sequence[float], is_log: bool) -> Usual:
         ordered = sorted(values)
         centre = quantile(ordered, 0.5)
-        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in ordered]), 0.5)
+        deviations = sorted([abs(value - centre) for value in ordered])
         # a mixture of easy and hard batches has a small median deviation and a long tail
-        spread = max(spread, (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95)
+        tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
         floor = self._min_log_spread if is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
-        return Usual(centre, max(spread, floor), is_log)
+        return Usual(centre, max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, floor), is_log)

@@ -40,7 +40,6 @@ def _train(run: Run) -> int | None:
             run.heartbeat.step = batch.step
             row, decision = training_step(run, batch)
             row |= metrics.take_numbers()
-            run.evidence.note(row)
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
             if decision.rollback_onset is not None and _roll_back(

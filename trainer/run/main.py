@@ -189,7 +189,6 @@ def make_run(
             Path(trainer.default_local_dir),
             world=world,
             location=inputs.train.location,
-            seed=trainer.seed,
         ),
         tracking=tracking,
         cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),

@@ -1,0 +1,337 @@
+"""The detector: each level at its limits, lasting trouble told once, equal decisions after a
+restart.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from curves import HELD_OUT, LOSSES, TUNED, Curve, decaying, drift, healthy, level, spike
+from guard_trials import watch
+
+from trainer.config import ConfigError, GuardRule
+from trainer.detection import Anomaly, Detector, Level, StepLimits, require_usable_rules
+from trainer.detection.window import RobustWindow
+from trainer.loop.step import is_left_out
+
+WARM = 100
+KEY = "data/pad_frac"
+STEP = {"train/loss": 2.0, "train/grad_norm": 1.0, "train/total_valid_token_count": 10.0}
+
+
+def constant(num_steps: int, *, loss: float = 2.0, grad_norm: float = 1.0) -> Curve:
+    return Curve(np.full(num_steps, loss), np.full(num_steps, grad_norm))
+
+
+def told(events: list[Anomaly]) -> list[tuple[int, str]]:
+    return [(event.step, event.level.value) for event in events]
+
+
+def after_warm(*steps: tuple[float, float]) -> list[Anomaly]:
+    """Events of these (loss, gradient norm), after WARM steps of loss 2 and gradient 1, whose
+    spreads are at their floors: 0.05 and 0.10.
+    """
+    loss, grad_norm = zip(*([(2.0, 1.0)] * WARM + list(steps)), strict=True)
+    return watch(Curve(np.array(loss), np.array(grad_norm)))
+
+
+HIGH_LOSS, USUAL, GRAD_59, GRAD_61 = (3.3, 1.0), (2.0, 1.0), math.exp(0.59), math.exp(0.61)
+
+
+@pytest.mark.covers("S2.9", "S2.25")
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(3.01, 1.0)], [(0, "warn")]),
+        ([(2.99, 1.0)], []),  # z 8.04 alone is not enough
+        ([(2.0, 5.1)], [(0, "warn")]),
+        ([(2.0, 4.9)], []),  # z 15.9 alone is not enough
+        ([(2.0, 50.5)], [(0, "severe")]),
+        ([(4.1, GRAD_59)], [(0, "warn")]),
+        ([(4.1, GRAD_61)], [(0, "severe")]),
+        ([(3.9, GRAD_61)], [(0, "warn")]),  # not twice as high
+        ([(2.0, GRAD_61), USUAL, (4.1, 1.0)], [(2, "severe")]),
+        ([(2.0, GRAD_61), USUAL, USUAL, (4.1, 1.0)], [(3, "warn")]),
+        ([HIGH_LOSS, USUAL, HIGH_LOSS, USUAL, HIGH_LOSS], [(0, "warn"), (4, "severe")]),
+        ([HIGH_LOSS, USUAL, HIGH_LOSS, USUAL, USUAL, HIGH_LOSS], [(0, "warn")]),
+        ([HIGH_LOSS, HIGH_LOSS, USUAL, USUAL], [(0, "warn")]),
+    ],
+)
+def test_a_step_is_judged_by_loss_and_gradient(
+    steps: list[tuple[float, float]], expected: list[tuple[int, str]]
+) -> None:
+    events = after_warm(*steps)
+    assert [(step - WARM, kind) for step, kind in told(events)] == expected
+    first = next((n for n, step in enumerate(steps) if step != USUAL), 0)
+    assert all(event.onset == WARM + first for event in events if event.level == Level.SEVERE)
+
+
+def test_a_warning_names_the_metric_and_what_is_usual() -> None:
+    (loss,) = after_warm((4.0, 1.0))
+    assert loss.message == "train/loss is 4, usually 2 (z 13.9)"
+    (grad,) = after_warm((2.0, 10.0))
+    assert (grad.signal, grad.onset, grad.action) == ("train/grad_norm", WARM, "")
+
+
+def is_left_out_by_the_device(limits: StepLimits, values: dict[str, float]) -> bool:
+    loss, grad_norm = (
+        torch.tensor(values[key], dtype=torch.float64) for key in ("train/loss", "train/grad_norm")
+    )
+    return bool(is_left_out(loss, grad_norm, limits))
+
+
+@pytest.mark.covers("S2.38")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_device_leaves_out_exactly_what_is_told_as_severe(loss: str) -> None:
+    """At the limits themselves and one float above them too."""
+    seed = 11
+    rng, curve = np.random.default_rng(seed), healthy((loss, "heavy"), seed=seed, num_steps=700)
+    detector, num_severe = Detector(), 0
+    assert detector.limits() == StepLimits(), "nothing is known yet"
+    for step in range(700):
+        limits, values = detector.limits(), curve.values(step)
+        if rng.random() < 0.2:
+            values["train/loss"] *= rng.choice([1.4, 1.6, 3.0, 10.0])
+            values["train/grad_norm"] *= rng.choice([1.0, 4.0, 8.0, 200.0])
+        for key, limit in (
+            ("train/loss", limits.loss_with_grad),
+            ("train/grad_norm", limits.grad_with_loss),
+        ):
+            if limit < math.inf and rng.random() < 0.1:
+                values[key] = limit if rng.random() < 0.5 else math.nextafter(limit, math.inf)
+        expected = is_left_out_by_the_device(limits, values)
+        found = any(event.level is Level.SEVERE for event in detector.observe(step, values))
+        assert found == expected, f"seed {seed}, step {step}: {values}"
+        num_severe += expected
+    assert 5 < num_severe < 650
+
+
+@pytest.mark.covers("S3.39")
+def test_a_run_that_starts_above_5_is_warned_about_once() -> None:
+    assert told(watch(constant(60, loss=5.1))) == [(0, "warn")]
+    curve = constant(200, loss=4.9)
+    curve.loss[40:] = 5.2
+    assert watch(curve) == [], "no news once steps can be judged"
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, -math.inf)]
+)
+def test_nonfinite_steps_are_told_each_time_and_spoil_nothing(
+    loss: float, grad_norm: float
+) -> None:
+    curve = constant(100)
+    for step in (3, 50, 51):  # during warm-up too
+        curve.loss[step], curve.grad_norm[step] = loss, grad_norm
+    detector, untouched = Detector(), Detector()
+    events = watch(curve, detector=detector)
+    assert told(events) == [(3, "nonfinite"), (50, "nonfinite"), (51, "nonfinite")]
+    watch(constant(97), detector=untouched)
+    assert detector.limits() == untouched.limits()
+    assert all(math.isfinite(score) for score in detector.scores.values())
+
+
+@pytest.mark.parametrize(
+    ("faulty", "signal"),
+    [
+        ({"loss": 0.0}, "train/loss"),
+        ({"grad_norm": 0.0}, "train/grad_norm"),
+        ({"grad_norm": 9e-7}, "train/grad_norm"),
+    ],
+)
+@pytest.mark.covers("S1.12")
+def test_a_run_that_learns_nothing_is_dead_after_ten_steps(
+    faulty: dict[str, float], signal: str
+) -> None:
+    detector = Detector()
+    (event,) = watch(constant(40, **faulty), detector=detector)
+    assert (event.level, event.signal, event.step, event.onset) == (Level.DEAD, signal, 9, 0)
+    watch(constant(1), detector=detector)
+    assert told(watch(constant(10, **faulty), detector=detector)) == [(9, "dead")], (
+        "a live step in between"
+    )
+    assert watch(constant(40, loss=1e-5, grad_norm=1e-5)) == []
+
+
+def test_batches_without_label_tokens_are_told_at_once_and_dead_after_ten() -> None:
+    detector, events = Detector(), []
+    empty = dict.fromkeys(STEP, 0.0)
+    for step in range(60):
+        events += detector.observe(step, STEP if step < 40 else empty)
+    assert told(events) == [(40, "warn"), (49, "dead")]
+    assert {event.signal for event in events} == {"train/total_valid_token_count"}
+    assert detector.limits().loss_with_grad == pytest.approx(4.0), "they are not usual losses"
+
+
+@pytest.mark.covers("S1.14")
+def test_a_loss_that_keeps_rising_is_told_once_per_episode() -> None:
+    curve = constant(1200)
+    for start in (300, 800):
+        curve.loss[start : start + 200] = 2.6
+    events = [event for event in watch(curve) if event.level is Level.DIVERGING]
+    for event, start in zip(events, (300, 800), strict=True):
+        assert start + 47 <= event.step <= start + 52 and abs(event.onset - start) <= 2
+    small = constant(600, loss=0.05)
+    small.loss[300:] = 0.14
+    assert watch(small) == [], "less than 0.1 nat"
+
+
+def test_warnings_are_at_least_50_steps_apart() -> None:
+    curve = constant(500)
+    curve.grad_norm[100:400:10] = 10.0
+    steps = [event.step for event in watch(curve) if event.level is Level.WARN]
+    assert len(steps) >= 2 and min(np.diff(steps)) >= 50
+
+
+def test_a_heavy_tail_is_told_once_then_kept_quiet_and_hides_no_severe_step() -> None:
+    curve = constant(3000)
+    curve.grad_norm[60::40] = 10.0
+    events = watch(spike(curve, at=2222, loss=3, grad=27))
+    late = [event for event in events if event.step > 60 + 10 * 40]
+    assert told(late) == [(60 + 10 * 40 + 1, "advisory"), (2222, "severe")], (
+        "the eleventh single step, once the step after it was ordinary"
+    )
+
+
+def test_scores_are_those_of_the_last_step() -> None:
+    detector = Detector()
+    watch(spike(constant(200), at=199, loss=2.0, grad=math.exp(0.5)), detector=detector)
+    assert detector.scores == pytest.approx(
+        {"guard/loss_z": math.log(2) / 0.05, "guard/grad_z": 5.0}
+    )
+
+
+@pytest.mark.parametrize("family", [*TUNED[::2], *HELD_OUT[::2]], ids="-".join)
+def test_a_detector_restored_at_every_step_decides_alike(family: tuple[str, str]) -> None:
+    """The state goes through JSON, with faults of all kinds and rules under way."""
+    rules = [GuardRule("kl", above=3, num_steps=2, action="rollback")]
+    rules += [GuardRule("train/grad_norm", above=8, action="warn")]
+    curve = healthy(family, seed=5, num_steps=500)
+    curve = drift(curve, at=400, rate=0.02)
+    curve = decaying(spike(level(curve, at=200), at=90, loss=3, grad=27), at=300)
+    curve.loss[150] = math.nan
+    curve.loss[250:262] = 0.0
+    straight, restored = Detector(rules=rules), Detector(rules=rules)
+    num_events = 0
+    for step in range(500):
+        state = json.loads(json.dumps(restored.state_dict(), allow_nan=False))
+        restored = Detector(rules=rules)
+        restored.load_state_dict(state)
+        values = curve.values(step) | {"kl": float(step % 7)}
+        assert restored.limits() == straight.limits()
+        events = straight.observe(step, values)
+        assert restored.observe(step, values) == events, f"{family}, seed 5, step {step}"
+        assert restored.scores == straight.scores
+        num_events += len(events)
+    assert num_events > 15
+
+
+def acted(rule: GuardRule, series: list[float]) -> list[int]:
+    """The steps at which a rule acts over a series of its metric; NaN: the step lacks it."""
+    detector = Detector(rules=[rule])
+    return [
+        step
+        for step, value in enumerate(series)
+        if detector.observe(step, STEP | {rule.metric: value})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "series", "expected"),
+    [
+        (GuardRule(KEY, above=1.0), [1.0, 1.5], [1]),
+        (GuardRule(KEY, above=0.0), [math.inf], [0]),
+        (GuardRule(KEY, below=1.0), [1.0, 0.5], [1]),
+        (GuardRule(KEY, above=1.0), [math.nan], []),
+        (GuardRule(KEY, below=1.0), [math.nan], []),
+        (GuardRule(KEY, above=3, num_steps=3), [5.0, 5.0, 1.0, 5.0, 5.0, 5.0, 5.0], [5]),
+        (GuardRule(KEY, above=3, action="rollback"), [5.0] * 120, [0, 51, 102]),
+    ],
+)
+def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(
+    rule: GuardRule, series: list[float], expected: list[int]
+) -> None:
+    assert acted(rule, series) == expected
+
+
+def test_a_rule_that_acts_names_its_metric_value_onset_and_action() -> None:
+    rule = GuardRule(KEY, above=0.3, num_steps=2, action="rollback")
+    detector = Detector(rules=[rule])
+    for step, values in ((0, STEP | {KEY: 0.5}), (1, STEP), (2, STEP | {KEY: 0.5})):
+        assert detector.observe(step, values) == [], "a step without the metric ends the row"
+    message = f"rule '{rule.text}': {KEY} is 0.875"
+    expected = Anomaly(3, Level.RULE, KEY, message, onset=2, action="rollback")
+    assert detector.observe(3, STEP | {KEY: 0.875}) == [expected]
+
+
+def test_after_a_restart_a_changed_rule_counts_from_zero_and_the_others_go_on() -> None:
+    kept = GuardRule(KEY, above=1, num_steps=2)
+    old = Detector(rules=[GuardRule(KEY, above=3, num_steps=2), kept])
+    old.observe(0, STEP | {KEY: 5.0})
+    new = Detector(rules=[GuardRule(KEY, above=4, num_steps=2), kept])
+    new.load_state_dict(old.state_dict())
+    (event,) = new.observe(1, STEP | {KEY: 5.0})
+    assert event.onset == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "hint"),
+    [
+        (GuardRule("train/gradnorm", above=3), "did you mean 'train/grad_norm'"),
+        (GuardRule("val/loss", above=3), "does not see"),
+        (GuardRule("train/time(s)", above=3), "does not see"),
+        (GuardRule("guard/loss_z", above=3), "does not see"),
+        (GuardRule("train/loss"), "'above' or 'below'"),
+        (GuardRule("train/loss", above=1, below=2), "'above' or 'below'"),
+        (GuardRule("train/loss", below=1, action="skip"), "skip"),
+        (GuardRule("train/loss", above=1, num_steps=2, action="skip"), "skip"),
+        (GuardRule(KEY, above=1, action="skip"), "skip"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(
+    rule: GuardRule, hint: str
+) -> None:
+    good = [GuardRule("train/loss", above=1, action="skip"), GuardRule(KEY, below=1, num_steps=2)]
+    require_usable_rules(good)
+    with pytest.raises(ConfigError) as refused:
+        require_usable_rules([*good, rule])
+    assert "trainer.guard.rules[2]" in str(refused.value) and hint in str(refused.value)
+
+
+def filled(values: np.ndarray, min_log_spread: float = 1e-9) -> RobustWindow:
+    window = RobustWindow(min_log_spread)
+    for value in values.tolist():
+        window.push(value)
+    return window
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("num_points", [32, 128, 500])
+def test_a_window_measures_centre_and_spread_of_its_last_values(
+    num_points: int, sign: float
+) -> None:
+    """Above zero the logarithms count, below it the values. The noise is too small to be cut."""
+    values = sign * np.exp(np.random.default_rng(num_points).uniform(-0.3, 0.3, num_points))
+    usual, last = filled(values).usual, values[-128:]
+    counted = np.log(last) if sign > 0 else last
+    centre = np.median(counted)
+    tail = (np.quantile(counted, 0.95) - centre) / 1.645
+    spread = max(1.4826 * np.median(np.abs(counted - centre)), tail)
+    assert usual is not None and usual.is_log == (sign > 0)
+    assert (usual.centre, usual.scale) == pytest.approx((centre, spread), rel=1e-12)
+    assert filled(values[:31]).usual is None
+    assert usual.z(usual.at(7.5)) == pytest.approx(7.5) and usual.at(1e6) < math.inf
+
+
+def test_outliers_do_not_hide_later_ones_but_a_new_level_is_learned() -> None:
+    window = filled(np.full(128, 2.0), 0.05)
+    window.push(2000.0)
+    assert window.usual.scale == 0.05 and window.usual.z(6.0) > 20
+    num_alarms = 0
+    while window.usual.z(4.0) > 8:
+        window.push(4.0)
+        num_alarms += 1
+    assert 5 <= num_alarms <= 10, "twice the level is learned within a few steps"
