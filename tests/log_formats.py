@@ -162,20 +162,47 @@ def write_roll(directory: Path, curves: Curves) -> Path:
 
 
 def write_csv(directory: Path, curves: Curves) -> Path:
-    """The pair; columns of a history lack its prefix."""
+    """Write the pair of histories; columns of a history lack its prefix."""
     for name, prefix in (("training_history.csv", "train/"), ("validation_history.csv", "val/")):
         own = {
             key: series
             for key, series in curves.items()
             if key.startswith("val/") == (prefix == "val/")
         }
-        columns = [key.removeprefix(prefix) for key in own]
-        with (directory / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["step", *columns])
-            writer.writeheader()
-            for step, metrics in rows_of(own, {key: key.removeprefix(prefix) for key in own}):
-                writer.writerow({"step": step} | metrics)
+        names = {key: key.removeprefix(prefix) for key in own}
+        write_table(directory / name, rows_of(own, names), ["step", *names.values()])
     return directory / "training_history.csv"
+
+
+def write_wandb_panel(directory: Path, curves: Curves) -> Path:
+    """Write a panel's export: the columns of a run, each with its range."""
+    names = {key: f"run 7 - {key}" for key in curves}
+    rows = (
+        (step, row | {f"{name}__MIN": -9.0 for name in row}) for step, row in rows_of(curves, names)
+    )
+    columns = ["Step", *(f"{name}{part}" for name in names.values() for part in ("", "__MIN"))]
+    return write_table(directory / "wandb_export.csv", rows, columns)
+
+
+def write_wandb_history(directory: Path, curves: Curves) -> Path:
+    """Write a run of transformers, whose `_step` counts calls of log."""
+    names = {key: f"eval/{key[4:]}" if key.startswith("val/") else key for key in curves}
+    rows = [
+        {"_step": 7 * call, "_timestamp": 1.7e9 + call, "train/global_step": step} | row
+        for call, (step, row) in enumerate(rows_of(curves, names))
+    ]
+    return write_lines(directory / "wandb-history.jsonl", rows)
+
+
+def write_table(
+    path: Path, rows: Iterator[tuple[int, dict[str, float]]], columns: list[str]
+) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for step, metrics in rows:
+            writer.writerow({columns[0]: step} | metrics)
+    return path
 
 
 def write_tensorboard(directory: Path, curves: Curves) -> Path:
@@ -220,6 +247,8 @@ WRITERS: dict[str, Callable[[Path, Curves], Path]] = {
     "verl-console": write_verl_console,
     "roll": write_roll,
     "csv": write_csv,
+    "csv-wandb-panel": write_wandb_panel,
+    "jsonl-wandb-history": write_wandb_history,
     "tensorboard": write_tensorboard,
     "jsonl": write_jsonl,
 }

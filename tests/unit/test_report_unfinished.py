@@ -84,12 +84,6 @@ def test_a_resume_that_is_to_train_longer_counts(tmp_path: Path) -> None:
     assert "The run has 120 of 186 steps (64.5 %)." in titles(judged(tmp_path))
 
 
-def test_a_run_that_kept_its_length_for_itself_shows_it_by_its_progress(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 121), total_steps=None)
-    assert "total_steps" not in json.loads((tmp_path / "run.json").read_text())
-    assert judged(tmp_path).facts["steps"] == "120 of 186"
-
-
 def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path: Path) -> None:
     tracking = train(tmp_path, range(1, 121))
     holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}

@@ -1,9 +1,11 @@
-"""Readers of training logs: one `RunLog` from whatever a trainer wrote, told by its content."""
+"""Readers of training logs: one `RunLog` from any trainer's files."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trainer.report.readers import json_logs, tables, tensorboard
+from trainer.report.readers import rows, tensorboard
+from trainer.report.readers.checkpoints import STATE
 from trainer.report.run_log import RunLog, UnreadableLogError
 from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES
@@ -15,20 +17,21 @@ FIX = (
 )
 MAX_TRIED = 40
 """Files of a directory; one with more is no run directory."""
-KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl")
-OTHERS = (*json_logs.SUFFIXES, *tables.SUFFIXES, ".json", ".log", ".txt", ".out")
-FORMATS: tuple[tuple[Callable[[Path], object], Callable[[Path], RunLog]], ...] = (
-    (lambda path: path.is_dir() or "tfevents" in path.name, tensorboard.read_tensorboard),
-    (lambda path: path.suffix in tables.SUFFIXES, tables.read_csv),
-    (lambda path: path.suffix == ".json", json_logs.read_transformers),
-    (lambda path: json_logs.json_source(path), json_logs.read_json_lines),
-    (lambda path: True, json_logs.read_console),
-)
-"""What tells a format by its path, and its reader; the first that fits reads."""
+READERS: dict[str, Callable[[Path], RunLog]] = {
+    ".jsonl": rows.read_json_lines,
+    ".ndjson": rows.read_json_lines,
+    ".csv": rows.read_csv,
+    ".tsv": rows.read_csv,
+    ".json": rows.read_transformers,
+    ".log": rows.read_console,
+    ".txt": rows.read_console,
+    ".out": rows.read_console,
+}
+"""By suffix, the best first; files without any of them are read as a console."""
 
 
 def read_run(path: Path) -> RunLog:
-    """The log at `path`, a file or a run directory, whoever wrote it.
+    """Read the log at `path`, a file or a run directory.
 
     Damaged parts are passed over and counted. Raises `UnreadableLogError` where nothing can be
     read.
@@ -43,43 +46,39 @@ def read_run(path: Path) -> RunLog:
                 continue
             if log.series:
                 return log
-            tried.append(
-                f"{candidate.name}: no metrics in it ({log.num_unparsed} lines unreadable)"
-            )
+            num_lines = log.num_unparsed
+            tried.append(f"{candidate.name}: no metrics in it ({num_lines} lines unreadable)")
     except OSError as error:
         tried.append(str(error))
-    what = "; ".join(tried) if tried else "it is empty" if path.exists() else "it does not exist"
-    raise UnreadableLogError(f"cannot read {path} as a training log ({what}): {FIX}")
+    cause = "; ".join(tried) or ("it is empty" if path.exists() else "it does not exist")
+    raise UnreadableLogError(f"cannot read {path} as a training log ({cause}): {FIX}")
 
 
 def _read(path: Path) -> RunLog:
-    if not path.is_dir():
-        with open_regular(path, limit_bytes=MAX_FILE_BYTES):
-            pass  # refuses what is no regular file
-    return next(read for fits, read in FORMATS if fits(path))(path)
+    if path.is_dir() or "tfevents" in path.name:
+        return tensorboard.read_tensorboard(path)
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES):
+        pass  # refuses what is no regular file
+    return READERS.get(path.suffix, rows.read_console)(path)
 
 
 def _candidates(path: Path) -> Iterator[Path]:
-    """What `path` can mean, best first: the richest log of a run directory before copies of it."""
+    """Yield the files that `path` can mean, the richest log of a run directory first."""
     if not path.is_dir():
-        if path.exists():
-            yield path
+        yield from [path] if path.exists() else []
         return
-    yield from (path / name for name in KNOWN_NAMES if (path / name).exists())
-    # ms-swift makes a directory v<N>-<time> for each start.
-    versions = [
-        log
-        for log in path.glob("v*-*/logging.jsonl")
-        if log.parent.name[1:].partition("-")[0].isdecimal()
-    ]
-    yield from sorted(
-        versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True
-    )
-    yield from json_logs.state_files(path)
-    yield from [path / name for name in tables.PAIR if (path / name).is_file()][:1]
-    if tensorboard.event_dir(path):
+    # ms-swift makes a directory v<N>-<time> for each start, transformers checkpoint-<step>.
+    names = ("metrics.jsonl", "logging.jsonl", "v*-*/logging.jsonl", STATE, f"checkpoint-*/{STATE}")
+    known = [sorted(path.glob(name), key=_number, reverse=True) for name in (*names, *rows.PAIR)]
+    yield from (file for files in known for file in files)
+    if tensorboard.event_files(path):
         yield path
-    others = [
-        file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES
-    ]
-    yield from sorted(others, key=lambda file: (OTHERS.index(file.suffix), file.name))[:MAX_TRIED]
+    suffixes = list(READERS)
+    others = (file for file in path.iterdir() if file.suffix in READERS)
+    yield from sorted(others, key=lambda file: (suffixes.index(file.suffix), file.name))[:MAX_TRIED]
+
+
+def _number(log: Path) -> int:
+    """Return the number in the name of a log's directory: 10 of `v10-2026` and `checkpoint-10`."""
+    digits = re.search(r"\d+", log.parent.name)
+    return int(digits[0]) if digits else 0

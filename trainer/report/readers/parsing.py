@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -9,36 +10,42 @@ from trainer.metrics.words import split_reducer
 from trainer.report.names import ALIASES as NAMES_OF
 
 MAX_STEP = 2**53
+MAX_CHARACTERS = 64
+"""Of a string that may be a number."""
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_CLOCK = re.compile(r"(?:(\d+) days?, )?(\d+):(\d{2}):(\d{2}(?:\.\d+)?)")
 _FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
+_STEP_KEYS = (
+    *("global_step/max_steps", "step", "global_step", "trainer/step", "trainer/global_step"),
+    *("train/global_step", "_step", "current_steps", "current_iteration", "iteration", "iter"),
+    *("last_step", "steps", "epoch"),
+)
+"""Columns that can be the x axis, best first."""
+
+
+def step_key(names: Iterable[str]) -> str | None:
+    """Return the best x axis among the columns of a row or table, in any case of letters."""
+    found = {name.lower(): name for name in names}
+    return next((found[key] for key in _STEP_KEYS if key in found), None)
 
 
 @lru_cache(maxsize=4096)
 def parse_number(text: str) -> float | None:
-    """The number in a string: "0.5", "46.67%", "2800/6000" (2800), "1h 2m 3s" and "1:02:03"
-    (seconds); else None.
-    """
+    """Return the number in "0.5", "46.67%", "2800/6000" (2800) or "1h 2m 3s" (seconds), else None."""
     text = text.strip()
     try:
         if text[-1:] in _UNITS_S:
             return sum(float(part[:-1]) * _UNITS_S[part[-1]] for part in text.split())
-        if "/" in text and (match := _FRACTION.fullmatch(text)):
+        if match := _FRACTION.fullmatch(text):
             return float(match[1])
-        if ":" in text and (match := _CLOCK.fullmatch(text)):
-            return sum(
-                float(part or 0) * unit
-                for part, unit in zip(match.groups(), _UNITS_S.values(), strict=True)
-            )
         return float(text.removesuffix("%"))
     except (ValueError, KeyError):
         return None
 
 
 def as_number(value: Any) -> float | None:
-    """A JSON value as a float, None where it is no number."""
+    """Return a JSON value as a float, None where it is no number."""
     if isinstance(value, str):
-        return parse_number(value) if len(value) < 64 else None
+        return parse_number(value) if len(value) < MAX_CHARACTERS else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -48,44 +55,40 @@ def as_number(value: Any) -> float | None:
 
 
 def as_step(value: Any) -> int | None:
-    """A JSON value as an optimizer step, None where it is none."""
-    if type(value) is int:
-        return value if 0 <= value < MAX_STEP else None
-    number = as_number(value)
+    """Return a JSON value as an optimizer step, None where it is none."""
+    number = value if type(value) is int else as_number(value)
     return int(number) if number is not None and 0 <= number < MAX_STEP else None
 
 
 def fraction_total(value: Any) -> int | None:
-    """6000 of "2800/6000"."""
-    match = _FRACTION.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
+    """Return 6000 for "2800/6000"."""
+    is_text = isinstance(value, str) and len(value) < MAX_CHARACTERS
+    match = _FRACTION.fullmatch(value) if is_text else None
     return as_step(int(match[2])) if match else None
 
 
 ALIASES = {name: (key, 1.0) for key, names in NAMES_OF.items() for name in names} | {
     "mfu(%)": ("throughput/train/mfu", 0.01),
-    # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean
-    # the name.
+    # The learning rate in thousandths, as verl and we print it; TensorBoard cleans the name.
     "train/lr(1e-3)": ("train/lr", 1e-3),
-    "train/lr_1e-3": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
 }
 _SPELLINGS = (
-    (re.compile(r"(eval/|eval_|validation/)"), "val/"),
-    (re.compile(r"token/"), "tokens/"),
-    # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard; without
-    # it is their name.
+    (re.compile("eval/|eval_|validation/"), "val/"),
+    (re.compile("token/"), "tokens/"),
+    # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard.
     (
         re.compile(
-            r"train/(?=kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)"
+            "train/(?=kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)"
         ),
         "",
     ),
 )
-"""How names begin elsewhere -> how ours do."""
+"""Beginnings of other trainers' names -> ours."""
 
 
 def canonical(name: str) -> tuple[str, float]:
-    """Our key for a name in any log, and the factor that brings its values to our unit."""
+    """Return our key for a name in any log, and the factor to our unit."""
     name, _ = split_reducer(name)
     if name.startswith(("Train/", "Val/", "Eval/", "Validation/")):
         name = name.lower()
