@@ -238,7 +238,6 @@ def toy_run(
         "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
         "seed": 3,
         "hang_timeout_s": 60.0,
-        "save_timeout_s": 30.0,
         "max_norm": optim.clip_grad,
         "stop": StopRequest(),
         "heartbeat": Heartbeat(),

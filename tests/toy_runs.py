@@ -109,7 +109,6 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
             load_contents=CONTENTS[:3],
             export_dtype="float32",
             async_save=recipe.async_save,
-            save_timeout_s=recipe.save_timeout_s,
         ),
     )
 
@@ -140,6 +139,7 @@ def checkpoint_manager(
         kept=Retention(keep=recipe.keep),
         lock=lock,
         fingerprints=fingerprints(recipe),
+        timeout_s=recipe.save_timeout_s,
     )
     state = saved_parts(parts) | dict(more_state or {})
     return CheckpointManager(saver, state=state, tell=tell, **settings)

@@ -186,7 +186,7 @@ def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:
 
 def test_a_save_past_its_deadline_is_not_committed(source: Any, tmp_path: Path) -> None:
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, dawdle, save_timeout_s=2):
-        assert "longer than trainer.checkpoint.save_timeout_s" in error
+        assert "save took longer than" in error
     assert layout.checkpoints(tmp_path / "run") == []
     assert not list((tmp_path / "run").glob(".staging*"))
 

@@ -329,7 +329,7 @@ def _different_ends(current: Run) -> list[str]:
     kept = [info.step for info in layout.committed(current.run_dir)]
     found = [] if kept == due else [f"checkpoints {kept} instead of {due}"]
     if current.mirror is not None:
-        held = look(Storage(current.mirror), "all")
+        held = look(Storage(current.mirror))
         if (
             held.pointer != TOTAL_STEPS
             or TOTAL_STEPS not in held.whole

@@ -53,7 +53,6 @@ class Trial:
     def __init__(self, seed: int, work: Path) -> None:
         self._rng, self._work, self._seed = random.Random(seed), work, seed
         self.storage = self._drawn_storage()
-        self._keep = self._rng.choice((1, 2, 3, None))
         self._run_dir, self._num_machines = work / "run", 0
         self._run_dir.mkdir(parents=True)
         (self._run_dir / "metrics.jsonl").write_text("{}\n")
@@ -67,7 +66,7 @@ class Trial:
         return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
 
     def run(self) -> None:
-        step, own = 0, uploader(self._run_dir, self.storage, mirror_keep=self._keep)
+        step, own = 0, uploader(self._run_dir, self.storage)
         for _ in range(self._rng.randint(3, 5)):
             step += self._rng.randint(1, 2)
             self._save(step)
@@ -82,7 +81,7 @@ class Trial:
                 own = self._bring_up(own, step)
             elif event == "lose":
                 step = self._lose() or step
-                own = uploader(self._run_dir, self.storage, mirror_keep=self._keep)
+                own = uploader(self._run_dir, self.storage)
 
     def _save(self, step: int) -> None:
         """As a real save, of which no two are alike."""
@@ -109,7 +108,7 @@ class Trial:
                 return own
             except (StorageError, Killed):
                 if self.storage.revive():
-                    own = uploader(self._run_dir, self.storage, mirror_keep=self._keep)
+                    own = uploader(self._run_dir, self.storage)
             self._lose_for_trial()
         self._tell(f"step {step} never goes up")
         return own
@@ -255,12 +254,10 @@ class KilledTrial(Trial):
 
     def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
         for _ in range(3):
-            own = uploader(self._run_dir, self.storage, mirror_keep=self._keep)
+            own = uploader(self._run_dir, self.storage)
             self._kill("uploading", own.sync)
             self._lose_for_trial()
-        return super()._bring_up(
-            uploader(self._run_dir, self.storage, mirror_keep=self._keep), step
-        )
+        return super()._bring_up(uploader(self._run_dir, self.storage), step)
 
     def _machine(self) -> Path:
         run_dir = super()._machine()

@@ -182,8 +182,8 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
     monkeypatch.setattr(mirroring, "REPEAT_S", 0.0)
     monkeypatch.setattr(mirroring, "SAID_AFTER_S", 0.0)
-    limit = f"trainer.checkpoint.save_timeout_s={1 if way == 'the limit' else 60}"
-    config = load_config([*config_words(tmp_path / "run", f"file://{tmp_path}/mirror"), limit])
+    monkeypatch.setattr(mirroring, "SAVE_TIMEOUT_S", 1.0 if way == "the limit" else 60.0)
+    config = load_config(config_words(tmp_path / "run", f"file://{tmp_path}/mirror"))
     processes = set(psutil.Process().children())
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
     try:

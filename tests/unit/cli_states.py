@@ -4,14 +4,30 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint_fakes import commit, stage
+import pytest
+from checkpoint_fakes import commit, save, stage
 
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK
+from trainer.cli import checkpoint as cli
 
 LEFT = {".staging_global_step_8.ab", ".trash_global_step_1.ab", ".corrupt_global_step_3.0"}
 
 Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with three good checkpoints."""
+    (path := tmp_path / "run").mkdir()
+    save(path, 2, 4, 6)
+    return path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit code, stdout and stderr of a command."""
+    return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
 
 
 def rows(text: str) -> list[str]:

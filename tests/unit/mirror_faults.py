@@ -19,8 +19,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from trainer.checkpoint import layout
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.mirror import hub, restore, upload
-from trainer.mirror.storage import StorageError
+from trainer.mirror import restore, upload
+from trainer.mirror.storage import Storage, StorageError
 
 URL = "memory://bucket/run"
 KINDS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
@@ -157,29 +157,24 @@ class FaultyStorage(MemoryFileSystem):
         return kind
 
 
-def trainer_of(run_dir: Path, *, best_metric: str = "val/loss", **settings: Any) -> TrainerConfig:
-    checkpoint = CheckpointConfig(mirror=URL, **{"mirror_keep": 2, **settings})
+def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
     return TrainerConfig(
         project_name="toy",
         experiment_name="toy",
         default_local_dir=str(run_dir),
-        best_metric=best_metric,
-        checkpoint=checkpoint,
+        checkpoint=CheckpointConfig(mirror=URL),
+        **settings,
     )
 
 
 def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
-    return hub.uploader_of(
-        trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage)
-    )
+    return upload.Uploader(trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage))
 
 
 def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
     """What a new machine takes from the mirror. `storage`: a file system with its `mirror_url`."""
     restore.prepare(
-        trainer_of(run_dir, **settings),
-        hub.storage_of(storage.mirror_url, storage),
-        retry_after_s=(),
+        trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage), retry_after_s=()
     )
     found = list(run_dir.glob("global_step_*"))
     return found[0] if found else None
@@ -200,10 +195,10 @@ def steps_in(storage: FaultyStorage) -> list[int]:
     return sorted(int(parts[3].removeprefix("global_step_")) for parts in names)
 
 
-def mirrored(run_dir: Path, *steps: int, **settings: object) -> FaultyStorage:
+def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
     """A storage that has seen every save."""
     storage = FaultyStorage()
-    own = uploader(run_dir, storage, **settings)
+    own = uploader(run_dir, storage)
     for step in steps:
         save(run_dir, step)
         own.sync()

@@ -237,7 +237,7 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
         (edit("format", 9), "format 9 is not format 2"),
         (
             edit("files", [{"path": "../x", "size_bytes": 0, "sha256": "0" * 64}]),
-            "plain relative path",
+            "paths inside the checkpoint",
         ),
         (
             edit("files", [{"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}]),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from checkpoint_fakes import commit, save, stage
 
-from trainer.checkpoint import choice, fsio, layout, retention, rollback
+from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.retention import Retention
 
@@ -110,7 +110,7 @@ def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
     with monkeypatch.context() as patched:
         patched.setattr(fsio, "atomic_write", full)
         retention.settle(tmp_path, 2, Retention(keep=1))
-    assert "is committed; what follows" in caplog.text
+    assert "is committed, but the pointer" in caplog.text
     assert [info.step for info in choice.select(tmp_path).candidates] == [2, 1], (
         "nothing was deleted"
     )
@@ -127,6 +127,6 @@ def test_a_directory_that_cannot_be_read_behind_the_commit_does_not_undo_it(
     save(tmp_path, 1)
     commit(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(rollback, "worth_keeping", stale)
+        patched.setattr(retention, "worth_keeping", stale)
         retention.settle(tmp_path, 2, Retention(keep=1))
     assert "Stale file handle" in caplog.text and layout.read_pointer(tmp_path).step == 2

@@ -88,7 +88,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str)
     (tmp_path / "outside").write_bytes(b"x")
     rewrite_manifest(tmp_path / "global_step_2", lambda tree: tree["files"][0].update(path=where))
     info = layout.inspect(tmp_path / "global_step_2")
-    assert info.status == "incomplete" and "plain relative path" in info.reason
+    assert info.status == "incomplete" and "paths inside the checkpoint" in info.reason
     chosen = choice.select(tmp_path).chosen
     assert chosen is not None and chosen.step == 1
 

@@ -2,16 +2,15 @@
 how they end.
 """
 
-import os
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_fakes import save
 from cli_states import Call
+from cli_states import call as call  # fixtures
+from cli_states import run_dir as run_dir
 
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK
@@ -20,20 +19,6 @@ from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    """A run with three good checkpoints."""
-    (path := tmp_path / "run").mkdir()
-    save(path, 2, 4, 6)
-    return path
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Exit code, stdout and stderr of a command."""
-    return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
 
 
 @pytest.fixture
@@ -127,21 +112,6 @@ def test_an_export_that_fails_ends_with_its_exit_code(
     )  # type: ignore[arg-type]
     found, out, err = call("export", run_dir, "hf")
     assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
-
-
-def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    exporter = SimpleNamespace(export_from_shards=interrupt)
-    monkeypatch.setitem(sys.modules, "trainer.checkpoint.offline_export", exporter)  # type: ignore[arg-type]
-    # a shell's background jobs ignore it
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        code, _, err = call("export", run_dir, "hf")
-    finally:
-        signal.signal(signal.SIGINT, inherited)
-    assert (code, err) == (130, "interrupted\n")
 
 
 def test_every_command_describes_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,33 +7,19 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
 from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
+from cli_states import call as call  # fixtures
+from cli_states import run_dir as run_dir
 from sweeps import short_or_full
 
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint_tools import listing
-from trainer.cli import checkpoint as cli
 from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
 
 Patch = pytest.MonkeyPatch
 Logs = pytest.LogCaptureFixture
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    """A run with three good checkpoints."""
-    (path := tmp_path / "run").mkdir()
-    save(path, 2, 4, 6)
-    return path
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Exit code, stdout and stderr of a command."""
-    return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
 
 
 def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) -> None:
@@ -130,19 +116,6 @@ def test_prune_is_refused_while_a_run_trains(run_dir: Path, call: Call, options:
         3,
     ) and f"in use by another run (pid {os.getpid()} on " in err
     assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
-
-
-def test_a_run_that_starts_while_prune_hashes_goes_first(
-    run_dir: Path, call: Call, monkeypatch: Patch
-) -> None:
-    def train(_: Path) -> list[str]:
-        with RunLock(run_dir):
-            save(run_dir, 8)
-        return []
-
-    monkeypatch.setattr(listing, "prove", train)
-    code, _, err = call("prune", run_dir, "--keep", 1, "--yes")
-    assert code == 2 and "changed meanwhile: prune again" in err and len(names(run_dir)) == 4
 
 
 def test_prune_says_what_it_could_not_delete(run_dir: Path, call: Call, monkeypatch: Patch) -> None:

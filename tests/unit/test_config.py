@@ -185,10 +185,6 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
             ["trainer.dist_timeout_s=99999999999999"],
             ["trainer.dist_timeout_s", "at most 31536000", "a year"],
         ),
-        (
-            ["trainer.checkpoint.save_timeout_s=99999999999999"],
-            ["save_timeout_s", "at most 31536000"],
-        ),
         (["data.train_files=[]"], ["'data.train_files' is empty"]),
         (["optim.lr=3"], ["'optim.lr' must be in (0, 1)", "3"]),
         (["optim.lr=0"], ["optim.lr"]),

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_fakes import commit
 
 from trainer.checkpoint import layout, retention
-from trainer.checkpoint.rollback import worth_keeping
+from trainer.checkpoint.retention import worth_keeping
 from trainer.cli import evaluate as command
 from trainer.cli import report
 from trainer.config import ConfigError
@@ -187,8 +187,9 @@ def test_rotation_spares_the_best_that_was_scored(tmp_path: Path) -> None:
     run_dir = run_with(tmp_path, 1, 2, 3, 4)
     for step, value in ((2, 0.9), (3, 0.2)):
         append_result(run_dir, name="code", step=step, value=value)
-    spared = worth_keeping(run_dir, History(), "eval/code")
-    assert spared == {2} and worth_keeping(run_dir, History()) == set()
+    found = layout.committed(run_dir)
+    spared = worth_keeping(run_dir, History(), "eval/code", found)
+    assert spared == {2} and worth_keeping(run_dir, History(), "val/loss", found) == set()
     retention.rotate(run_dir, keep=1, protect=spared)
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 

@@ -6,10 +6,11 @@ import json
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
-from checkpoint_fakes import commit, content_of, is_whole, save
+from checkpoint_fakes import commit, is_whole, save, stage
 from fsspec.registry import known_implementations
 from mirror_faults import (
     URL,
@@ -25,16 +26,16 @@ from mirror_faults import in_order as in_order  # a fixture
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
-from trainer.cli import checkpoint
+from trainer.cli import checkpoint, mirror
 from trainer.config import ConfigError
 from trainer.errors import ResumableError
+from trainer.launch import mirroring
 from trainer.launch.checks import Launch
-from trainer.launch.mirroring import is_up
+from trainer.launch.ranks import NodeLayout
 from trainer.mirror import STATE
 from trainer.mirror import __main__ as process
-from trainer.mirror.contents import RUN_FILES
 from trainer.mirror.restore import prepare
-from trainer.mirror.storage import Storage, StorageError, require_usable
+from trainer.mirror.storage import Storage, require_usable
 from trainer.run.compose import load_config
 from trainer.runtime.json_lines import read_object
 from trainer.tools.verify import checks
@@ -61,8 +62,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_path: Path) -> None:
-    storage = mirrored(run_dir, 2, 4, 6, 8, mirror_keep=1)
-    assert steps_in(storage) == [2, 8] == read_object(run_dir / STATE)["steps"]
+    storage = mirrored(run_dir, 2, 4, 6, 8)
+    assert steps_in(storage) == [2, 6, 8] == read_object(run_dir / STATE)["steps"]
     taken = restored(tmp_path / "new", storage)
     assert taken is not None and taken.name == "global_step_8" and is_whole(taken)
     for name in ("metrics.jsonl", "run.json", "evidence/step_3.json"):
@@ -73,8 +74,48 @@ def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_
 def test_a_best_checkpoint_that_was_passed_over_goes_up_with_the_next(run_dir: Path) -> None:
     storage = FaultyStorage()
     save(run_dir, 2, 4, 6)
-    uploader(run_dir, storage, mirror_keep=1).sync()
+    uploader(run_dir, storage).sync()
     assert steps_in(storage) == [2, 6]
+
+
+def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir: Path) -> None:
+    save(run_dir, 2, 4, 6, 8)
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage, best_metric="eval/toy")
+    own.sync()
+    assert steps_in(storage) == [2, 8] and not own.is_behind
+    row = {"kind": "summary", "name": "eval/toy", "step": 4, "nonce": "a1b4", "mean": 0.9}
+    (run_dir / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    assert own.is_behind
+    own.sync()
+    assert steps_in(storage) == [2, 4, 8] and not own.is_behind
+
+
+def test_a_best_checkpoint_that_is_damaged_holds_up_nothing_else(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage)
+    save(run_dir, 2)
+    (run_dir / "global_step_2" / "huggingface" / "config.json").unlink()
+    for step, held in ((4, [4]), (6, [4, 6])):
+        save(run_dir, step)
+        with pytest.raises(OSError, match=r"huggingface/config\.json"):
+            own.sync()
+        assert steps_in(storage) == held == read_object(run_dir / STATE)["steps"]
+        assert "config.json" in read_object(run_dir / STATE)["failed"]
+
+
+def test_what_a_save_that_failed_left_never_goes_up(run_dir: Path) -> None:
+    storage = mirrored(run_dir, 2)
+    names = set(storage.store)
+    own = uploader(run_dir, storage)
+    stage(run_dir, 4)
+    own.sync()
+    commit(run_dir, 4)  # and nothing points to it
+    own.sync()
+    assert set(storage.store) == names
+    layout.publish(run_dir, 4)
+    own.sync()
+    assert steps_in(storage) == [2, 4]
 
 
 def test_nothing_is_asked_of_the_storage_while_nothing_was_saved(run_dir: Path) -> None:
@@ -86,20 +127,6 @@ def test_nothing_is_asked_of_the_storage_while_nothing_was_saved(run_dir: Path) 
     assert not own.is_behind
     save(run_dir, 4)
     assert own.is_behind
-
-
-def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir: Path) -> None:
-    storage = FaultyStorage()
-    own, sent = uploader(run_dir, storage), []
-    put = storage.put_file
-    storage.put_file = lambda lpath, rpath, **kwargs: (sent.append(rpath), put(lpath, rpath))  # type: ignore[method-assign]
-    save(run_dir, 2)
-    storage.faults = {6: "refused"}
-    with pytest.raises(StorageError, match="cannot write memory://bucket/run/global_step_2"):
-        own.sync()
-    own.sync()
-    sent = [name for name in sent if not name.endswith(RUN_FILES)]  # which are others each time
-    assert len(sent) == len(set(sent)) + 1 and len(set(sent)) == len(content_of(2)) + 1
 
 
 def test_what_a_rollback_discarded_is_never_taken_again(run_dir: Path, tmp_path: Path) -> None:
@@ -126,29 +153,13 @@ def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
     run_dir: Path, tmp_path: Path
 ) -> None:
     (run_dir / "metrics.jsonl").unlink()  # no best one
-    storage = mirrored(run_dir, 2, 8, 9, mirror_keep=3)
+    storage = mirrored(run_dir, 2, 8, 9)
     (run_dir / layout.POINTER).write_text("2")
-    own = uploader(run_dir, storage, mirror_keep=2)
+    own = uploader(run_dir, storage)
     for step in (3, 4, 5):
         save(run_dir, step)
         own.sync()
     assert steps_in(storage) == [4, 5, 8, 9] == read_object(run_dir / STATE)["steps"]
-
-
-def test_a_damaged_file_lets_the_one_before_be_taken(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    storage = mirrored(run_dir, 2, 4)
-    storage._put(f"{URL}/global_step_4/data.pt", b"dAta 4")
-    taken = restored(tmp_path / "new", storage)
-    assert taken is not None and taken.name == "global_step_2" and is_whole(taken)
-    assert not list((tmp_path / "new").glob(".staging_*")), "the damaged one takes no room"
-    assert "passed over step 4" in caplog.text and "data.pt is not as it was written" in caplog.text
-    storage._put(f"{URL}/global_step_2/data.pt", b"dAta 2")
-    with pytest.raises(
-        NoUsableCheckpointError, match=r"none to continue from:\n  step 4.*\n  step 2"
-    ):
-        restored(tmp_path / "newer", storage)
 
 
 def test_a_local_checkpoint_that_changed_never_goes_up(run_dir: Path) -> None:
@@ -193,17 +204,6 @@ def test_rotation_spares_what_goes_up(run_dir: Path) -> None:
     assert steps_in(storage) == [2, 4]
 
 
-def test_exports_alone_go_up_and_are_no_run_to_continue(run_dir: Path, tmp_path: Path) -> None:
-    storage = mirrored(run_dir, 2, mirror_contents="hf_model")
-    assert {name.rpartition("/run/")[2] for name in storage.store} == {
-        "latest_checkpointed_iteration.txt",
-        "global_step_2/manifest.json",
-        "global_step_2/huggingface/config.json",
-    }
-    with pytest.raises(NoUsableCheckpointError, match=r"model_world_size_2_rank_0\.pt is missing"):
-        restored(tmp_path / "new", storage)
-
-
 def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
     storage = mirrored(run_dir, 2)
     prepare(trainer_of(run_dir), Storage(URL, storage))
@@ -220,8 +220,8 @@ def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
 ) -> None:
     save(run_dir, 2)
     prepare(trainer_of(run_dir), Storage(URL, FaultyStorage(1, "refused")), retry_after_s=())
-    assert "training goes on, uploads are tried again" in caplog.text
-    with pytest.raises(ResumableError, match="whether the run has checkpoints there is not known"):
+    assert "training continues, uploads are tried again" in caplog.text
+    with pytest.raises(ResumableError, match="the mirror may have one"):
         restored(tmp_path / "new", FaultyStorage(1, "refused"))
     prepare(
         trainer_of(tmp_path / "new"),
@@ -274,58 +274,41 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     ]
     assert told == [("start", 0, 3), ("mirror_failed", 0, 3), ("mirror", 2, 3)]
     assert (
-        caplog.text.count("the mirror waits, training does not")
-        == caplog.text.count("up to date again")
-        == 1
+        caplog.text.count("cannot update the mirror") == caplog.text.count("up to date again") == 1
     )
 
 
-def test_a_storage_that_falls_silent_is_given_up_and_asked_anew(
+def test_a_storage_that_falls_silent_ends_the_process(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0,))
+    """The launcher starts another: nothing else ends a call of a library."""
     monkeypatch.setattr(process, "POLL_S", 0.01)
-    storage, trainer, ending = FaultyStorage(6, "silent"), trainer_of(run_dir), threading.Event()
-    object.__setattr__(trainer.checkpoint, "save_timeout_s", 0.3)
+    monkeypatch.setattr(process, "SAVE_TIMEOUT_S", 0.3)
+    storage, ending = FaultyStorage(6, "silent"), threading.Event()
     save(run_dir, 2)
-    ending.set()
-    threads = set(threading.enumerate())
-    assert process.follow(trainer, Storage(URL, storage), ending) == 0
-    assert "has not answered for 0 s" in caplog.text and steps_in(storage) == [2]
-    num_asked = storage.count
+    assert process.follow(trainer_of(run_dir), Storage(URL, storage), ending) == 1
+    assert "has not answered for 0 s" in caplog.text and steps_in(storage) == []
     storage.answers.set()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join()
-    assert storage.count == num_asked, "what was given up goes on"
 
 
-def test_a_finished_run_knows_whether_its_end_is_up(run_dir: Path) -> None:
-    config = load_config(
-        [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}/"]
-    )
-    storage = FaultyStorage()
-    own = uploader(run_dir, storage)
-    assert not is_up(config)
+def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_from(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "POLL_S", 0.01)
     save(run_dir, 2)
-    own.sync()
-    assert is_up(config)
-    save(run_dir, 4)
-    assert not is_up(config)
-    storage.faults = {storage.count + 1: "refused"}
-    with pytest.raises(StorageError):
-        own.sync()
-    assert not is_up(config)
-    own.sync()
-    assert is_up(config)
-    assert not is_up(
-        load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}2"])
-    )
-    assert is_up(load_config([f"trainer.default_local_dir={run_dir}"]))
+    silent = FaultyStorage(1, "silent")
+    assert not process.prepared(trainer_of(run_dir, dist_timeout_s=0.2), Storage(URL, silent))
+    assert "has not answered for 0 s; training continues" in caplog.text
+    silent.answers.set()
+    silent = FaultyStorage(1, "silent")
+    with pytest.raises(ResumableError, match="has not answered"):
+        process.prepared(trainer_of(tmp_path / "new", dist_timeout_s=0.2), Storage(URL, silent))
+    silent.answers.set()
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "within 0 s")],
+    [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "did not answer within 0 s")],
 )
 def test_doctor_lists_the_mirror_once(
     kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,7 +346,7 @@ def test_commands_know_the_mirror(
     )
     save(run_dir, 2, 4)
     (run_dir / "run.json").write_text(json.dumps({"config": config.resolved}))
-    assert checkpoint.main(["mirror", str(run_dir)]) == 0
+    assert mirror.main([str(run_dir)]) == 0
     line = f"mirror {url}  steps: 2, 4"
     assert capsys.readouterr().out == f"{line}\n"
     assert is_whole(tmp_path / "mirror" / "global_step_4")
@@ -373,7 +356,7 @@ def test_commands_know_the_mirror(
     assert f"{line}; nothing is deleted there" in capsys.readouterr().out
     assert is_whole(tmp_path / "mirror" / "global_step_2")
     (run_dir / "run.json").write_text(json.dumps({"config": load_config([]).resolved}))
-    assert checkpoint.main(["mirror", str(run_dir)]) == 2
+    assert mirror.main([str(run_dir)]) == 2
     assert "has no mirror" in capsys.readouterr().err
 
 
@@ -382,7 +365,8 @@ def test_commands_know_the_mirror(
     [
         ("bucket/path", "is no URL"),
         ("s3://", "is no URL"),
-        ("nosuch://a/b", "nobody knows nosuch://"),
+        ("nosuch://a/b", "does not know nosuch://"),
+        ("hf://org/repo", "hf://buckets"),
         ("x3://b", "pip install"),
     ],
 )
@@ -394,3 +378,30 @@ def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(
     )
     with pytest.raises(ConfigError, match=reason):
         require_usable(url)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_other_machines_wait_for_what_arrives_and_no_longer(
+    arrives: bool,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nine times as long as they would wait for nothing; the clock is made up."""
+    words = ["dist_timeout_s=1000", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
+    staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"
+    now, tries = [0.0], iter(range(100))
+    staging.mkdir()
+
+    def sleep(seconds: float) -> None:
+        now[0] += 600.0
+        with (staging / "shard").open("ab") as file:
+            file.write(b"more" if arrives else b"")
+
+    monkeypatch.setattr(mirroring, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(mirroring, "_listens", lambda layout: next(tries) == 15)
+    config = load_config([f"trainer.{word}" for word in words])
+    with mirroring.mirrored(config, NodeLayout(2, 1, "head", 29500)) as refusal:
+        assert refusal == (None if arrives else 75)
+    assert now[0] == (9000.0 if arrives else 1200.0)
+    assert ("nothing arrived from memory://bucket/run" in capsys.readouterr().err) is not arrives

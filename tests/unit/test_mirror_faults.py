@@ -2,13 +2,16 @@
 machine takes of it.
 """
 
+import errno
+import io
 import logging
+import tarfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import content_of, expected_files, save, stage
+from checkpoint_fakes import content_of, expected_files, is_whole, save, stage
 from mirror_faults import (
     KINDS,
     URL,
@@ -21,14 +24,13 @@ from mirror_faults import (
     steps_in,
     uploader,
 )
-from mirror_faults import (
-    in_order as in_order,  # a fixture
-)
+from mirror_faults import in_order as in_order  # a fixture
 from sweeps import some
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
-from trainer.errors import ResumableError
+from trainer.errors import CannotWriteError, ResumableError
 from trainer.mirror.contents import RUN_FILES
 from trainer.mirror.storage import StorageError
 
@@ -39,17 +41,6 @@ def run_dir(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "events.jsonl").write_text("{}\n")
     return path
-
-
-def is_in(storage: FaultyStorage, step: int) -> bool:
-    """Whole, and nothing beside it."""
-    place = f"/bucket/run/global_step_{step}/"
-    found = {
-        name.removeprefix(place): data
-        for name, data in storage.seen().items()
-        if name.startswith(place)
-    }
-    return found.pop(RUN_FILES, None) is not None and found == expected_files(f"global_step_{step}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,6 +67,17 @@ def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at: int, run_dir:
     assert is_in(storage, 2)
 
 
+def is_in(storage: FaultyStorage, step: int) -> bool:
+    """Whether the mirror holds the whole checkpoint and no other file of it."""
+    place = f"/bucket/run/global_step_{step}/"
+    found = {
+        name.removeprefix(place): data
+        for name, data in storage.seen().items()
+        if name.startswith(place)
+    }
+    return found.pop(RUN_FILES, None) is not None and found == expected_files(f"global_step_{step}")
+
+
 def test_what_another_upload_left_is_removed_before_a_new_one(run_dir: Path) -> None:
     storage = FaultyStorage(7, "killed after")
     save(run_dir, 2)
@@ -87,29 +89,36 @@ def test_what_another_upload_left_is_removed_before_a_new_one(run_dir: Path) -> 
     assert is_in(storage, 2)
 
 
+def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    own, sent = uploader(run_dir, storage), []
+    put = storage.put_file
+    storage.put_file = lambda lpath, rpath, **kwargs: (sent.append(rpath), put(lpath, rpath))  # type: ignore[method-assign]
+    save(run_dir, 2)
+    storage.faults = {6: "refused"}
+    with pytest.raises(StorageError, match="cannot write memory://bucket/run/global_step_2"):
+        own.sync()
+    own.sync()
+    sent = [name for name in sent if not name.endswith(RUN_FILES)]  # which are others each time
+    assert len(sent) == len(set(sent)) + 1 and len(set(sent)) == len(content_of(2)) + 1
+
+
 def test_a_download_that_ends_early_is_read_again(run_dir: Path, tmp_path: Path) -> None:
     storage = mirrored(run_dir, 2, 4)
     for at in range(1, 30):
         storage.faults = {storage.count + at: "cut"}
-        try:
+        with suppress(ResumableError):
             taken = restored(tmp_path / str(at), storage)
-        except ResumableError:
-            continue
-        assert (
-            taken is not None
-            and taken.name == "global_step_4"
-            and (taken.parent / "events.jsonl").exists()
-        )
+            assert taken is not None and taken.name == "global_step_4"
+            assert (taken.parent / "events.jsonl").exists()
 
 
 def test_what_a_rollback_discarded_stays_until_its_target_is_up(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    storage = mirrored(run_dir, 4)
-    save(run_dir, 6)
-    own = uploader(run_dir, storage, mirror_keep=1)
-    own.sync()
-    roll_back(run_dir, 4, 6)
+    storage = mirrored(run_dir, 4, 6, 8)
+    own = uploader(run_dir, storage)
+    roll_back(run_dir, 4, 6, 8)
     storage.faults = {storage.count + 6: "refused"}
     with pytest.raises(StorageError):
         own.sync()
@@ -122,9 +131,9 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Pat
     for at in range(1, 12):
         run_dir = tmp_path / f"{at}" / "run"
         run_dir.mkdir(parents=True)
-        storage = mirrored(run_dir, 2, 4, 6, mirror_keep=3)
+        storage = mirrored(run_dir, 2, 4)
         (run_dir / layout.POINTER).write_text("2")
-        uploader(run_dir, storage, mirror_keep=3).sync()
+        uploader(run_dir, storage).sync()
         staging = stage(run_dir, 4)
         manifest = replace(parse_manifest((staging / MANIFEST).read_bytes()), nonce="anew")
         (staging / MANIFEST).write_text(manifest.to_json())
@@ -132,12 +141,10 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Pat
         layout.publish(run_dir, 4)
         storage.faults = {storage.count + at: "killed before"}
         with pytest.raises(Killed):
-            uploader(run_dir, storage, mirror_keep=3).sync()
+            uploader(run_dir, storage).sync()
         storage.revive()
-        assert (
-            restored(run_dir.with_name("new"), storage)
-            == run_dir.with_name("new") / "global_step_2"
-        ), at
+        new = run_dir.with_name("new")
+        assert restored(new, storage) == new / "global_step_2", at
 
 
 @pytest.mark.parametrize("kind", ["cut", "late"])
@@ -153,3 +160,92 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind: str, run_dir: Path, tmp_
             own.sync()
     taken = restored(tmp_path / "new", storage)
     assert taken is not None and taken.name == "global_step_2"
+
+
+def test_a_damaged_file_lets_the_one_before_be_taken(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    storage._put(f"{URL}/global_step_4/data.pt", b"dAta 4")
+    taken = restored(tmp_path / "new", storage)
+    assert taken is not None and taken.name == "global_step_2" and is_whole(taken)
+    assert not list((tmp_path / "new").glob(".staging_*")), "the damaged one takes no room"
+    assert "skipped step 4" in caplog.text and "data.pt is not as it was written" in caplog.text
+    storage._put(f"{URL}/global_step_2/data.pt", b"dAta 2")
+    with pytest.raises(NoUsableCheckpointError, match=r"none to continue from:\n  step 4.*\n  ste"):
+        restored(tmp_path / "newer", storage)
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_again(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, new, write = mirrored(run_dir, 2), tmp_path / "new", fsio.HashingFile.write
+    written: list[bytes] = []
+
+    def full(file: fsio.HashingFile, data: bytes) -> int:
+        written.append(data)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    with monkeypatch.context() as patched, pytest.raises(CannotWriteError, match="No space left"):
+        patched.setattr(fsio.HashingFile, "write", full)
+        restored(new, storage)
+    assert not list(new.glob("global_step_*")) and not (new / layout.POINTER).exists()
+    taken = restored(new, storage)
+    assert taken is not None and is_whole(taken) and not list(new.glob(f"{layout.STAGING_PREFIX}*"))
+
+
+def test_what_a_kill_left_of_logs_goes_with_the_next_start(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*words: object, **settings: object) -> None:
+        raise Killed
+
+    storage, new = mirrored(run_dir, 2), tmp_path / "new"
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("shutil.copyfileobj", killed)
+        patched.setattr(tarfile, "copyfileobj", killed)
+        restored(new, storage)
+    restored(new, storage)
+    assert [path.name for path in new.glob(".*") if path.name != ".train.lock"] == []
+    assert list(run_dir.glob(".reading_*")) == []
+
+
+def put_logs(storage: FaultyStorage, *members: str) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name in members:
+            member = tarfile.TarInfo(name)
+            member.size = 3
+            archive.addfile(member, io.BytesIO(b"{}\n"))
+    (name,) = [name for name in storage.store if name.endswith(RUN_FILES)]
+    with storage.undisturbed():
+        storage.pipe_file(name, packed.getvalue())
+
+
+def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(source: object, file: io.BufferedWriter, *words: object) -> None:
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage, new = mirrored(run_dir, 2), tmp_path / "new"
+    put_logs(storage, "metrics.jsonl")
+    monkeypatch.setattr(tarfile, "copyfileobj", full)
+    taken = restored(new, storage)
+    assert taken is not None and is_whole(taken)
+    assert not list(new.rglob("logs")) and not list(new.rglob("*.jsonl"))
+    assert "No space left" in caplog.text and "start over" in caplog.text
+
+
+def test_only_logs_are_unpacked(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage, new = mirrored(run_dir, 2), tmp_path / "new"
+    put_logs(storage, "metrics.jsonl", "proofs/x.json", ".train.lock", "../x", "global_step_9/x")
+    assert restored(new, storage) is not None
+    assert {"metrics.jsonl", "proofs", "global_step_2"} <= {path.name for path in new.iterdir()}
+    assert not (new / "global_step_9").exists() and not (tmp_path / "x").exists()
+    assert "cannot be read" not in caplog.text

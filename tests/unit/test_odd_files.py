@@ -18,7 +18,6 @@ from trainer.checkpoint.lock import RunLock
 from trainer.cli import checkpoint, report
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.launch import mirroring
 from trainer.run import preflight
 from trainer.run.compose import load_config
 from trainer.run.end import lost_rows
@@ -110,10 +109,8 @@ def lock(run_dir: Path) -> None:
 
 def launch(run_dir: Path) -> None:
     """What the launcher reads of a run directory."""
-    words = [f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]
-    config = load_config(words)
+    config = load_config([f"trainer.default_local_dir={run_dir}"])
     preflight.already_complete(config)
-    mirroring.is_up(config)
     heartbeat.is_live(run_dir)
 
 

@@ -31,7 +31,6 @@ from trainer.runtime.status import LOST_RANK, VARIABLE, Status, new_status
 LIMITS = [
     "trainer.device=cpu",
     "trainer.dist_timeout_s=900",
-    "trainer.checkpoint.save_timeout_s=500",
 ]
 
 
@@ -185,7 +184,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
         ("deterministic", None),
         ("prepare", 900),
         ("meet", 900),
-        ("load", 1400),
+        ("load", 2700),
     ]
 
 

@@ -31,6 +31,8 @@ STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 READING_PREFIX = ".reading_"
+SAVE_TIMEOUT_S = 1800.0
+"""A save, or an upload without an answer, that takes longer is given up and tried again."""
 IN_USE = "in_use"
 """Its reader holds the lock on this file of a `READING_PREFIX` directory."""
 
@@ -145,9 +147,13 @@ def inspect(path: Path) -> CheckpointInfo:
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
-    """Everything called `global_step_N`, whatever its state, by rising step."""
+    """Return everything called `global_step_N`, whatever its state, by rising step.
+
+    A directory that is deleted meanwhile is left out.
+    """
     names = [name for name in fsio.list_dir(run_dir) if parse_step(name) is not None]
-    return sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
+    found = sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
+    return [info for info in found if info.manifest or os.path.lexists(info.path)]
 
 
 def committed(run_dir: Path) -> list[CheckpointInfo]:

@@ -1,28 +1,29 @@
-"""How long a checkpoint stays. Rank 0; no torch.
-
-Room on the disk is asked for before it is needed.
-"""
+"""How long a checkpoint stays, and room for the next one. Rank 0; no torch."""
 
 import errno
 import logging
 import secrets
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint import fsio, layout, rollback
-from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
 from trainer.progress import History
+from trainer.runtime.evaluations import PREFIX, read_summaries
 from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)
+KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
+SPARE = 1.05
+"""Space asked for before a save, over what is written: directories, logs, and other writers."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What a run keeps: its newest `keep` checkpoints (None: all), and the best one by
-    `best_metric`.
-    """
+    """A run keeps its newest `keep` checkpoints (None: all), and the best one by `best_metric`."""
 
     keep: int | None = None
     best_metric: str = "val/loss"
@@ -39,30 +40,53 @@ def settle(
     history: History | None = None,
     protect: Set[int] = frozenset(),
 ) -> None:
-    """Point to the committed checkpoint of `step`, then delete what is no longer to be kept.
+    """Point to the committed checkpoint of `step`, then delete old checkpoints except `protect`.
 
-    `protect` stays whole. A failure is only logged: the checkpoint is committed, a resume finds and
-    settles it again.
+    A failure is only logged: the checkpoint is committed, a resume finds and settles it again.
     """
-    history = history or History()
     try:
         layout.publish(run_dir, step)
-        for info in layout.committed(run_dir):
+        found = layout.committed(run_dir)
+        for info in found:
             if info.step < step and not info.published:
-                # its own pointing failed: it must not look like the work of a later crash
+                # its own publishing failed: it must not look like the work of a later crash
                 layout.mark(info.path, PUBLISHED)
-        best = rollback.worth_keeping(run_dir, history, kept.best_metric)
+        best = worth_keeping(run_dir, history or History(), kept.best_metric, found)
         rotate(run_dir, keep=kept.keep, protect=protect | best)
     except OSError as error:
-        path = run_dir / layout.step_dir_name(step)
-        text = "%s is committed; what follows (the pointer to it, and what goes for it) waits for the next save: %s"
-        logger.warning(text, path, error)
+        logger.warning(
+            "%s is committed, but the pointer or the rotation failed and waits for the next save: "
+            "%s",
+            run_dir / layout.step_dir_name(step),
+            error,
+        )
+
+
+def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
+    """Delete old checkpoints; what cannot be deleted is tried again next time.
+
+    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do
+    not prove that the newest is good. `protect` holds the step this run resumed from, until a newer
+    one is published.
+    """
+    for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
+        delete(path)
+
+
+def delete(path: Path) -> bool:
+    """Give a directory a temporary name, then remove it; return False after logging a failure."""
+    trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}")
+    try:
+        fsio.rename(path, trash)
+        fsio.remove_tree(trash)
+    except OSError as error:
+        logger.warning("cannot delete %s: %s", path, error)
+        return False
+    return True
 
 
 def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
-    """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's
-    and the protected.
-    """
+    """Return committed checkpoints that may go, oldest first."""
     if keep is None:
         return []
     if keep < 1:
@@ -75,67 +99,77 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
 
 
 def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
-    """The newest `keep` of rising steps, and as many up to a pointer that was moved back: a run
-    that goes on from there has none of the later ones to fall back on.
+    """Return the newest `keep` of rising steps, and as many up to the pointer.
+
+    A run whose pointer was moved back has none of the later ones to fall back on.
     """
-    return (
-        steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]
-    )
+    until_pointer = [step for step in steps if pointed is not None and step <= pointed]
+    return steps[-keep:] + until_pointer[-keep:]
 
 
-def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
-    """Delete old checkpoints; what cannot be deleted is tried again next time.
+def worth_keeping(
+    run_dir: Path, history: History, best_metric: str, found: list[CheckpointInfo]
+) -> set[int]:
+    """Return the steps of `found` (by rising step) that rotation spares.
 
-    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do
-    not prove that the newest is good. `protect` holds the step this run resumed from, until a newer
-    one is published.
+    These are the checkpoint of the best validation, the newest before the last trouble, and the
+    best by the evaluation `best_metric`, if it is one.
     """
-    for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
-        trash = run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}"
-        try:
-            fsio.rename(path, trash)
-            fsio.remove_tree(trash)
-        except OSError as error:
-            logger.warning("%s, an old checkpoint, cannot be deleted: %s", path, error)
+    limits = [] if history.best_step is None else [history.best_step]
+    if history.episodes:
+        limits.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
+    kept = set()
+    for limit in limits:
+        kept.update([info.step for info in found if info.step <= limit][-1:])
+    rows = scores(run_dir, best_metric)
+    scored = [
+        info.step
+        for info in found
+        if info.manifest is not None
+        and info.manifest.nonce == rows.get(info.step, {}).get("nonce", "")
+    ]
+    if scored:
+        kept.add(max(scored, key=lambda step: rows[step]["mean"]))
+    return kept
 
 
-KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
-SPARE = 1.05
-"""Space asked for before a save, over what is written: directories, logs, and other writers."""
+def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
+    """Return the results of the evaluation `best_metric` by step; none if it is no evaluation."""
+    return read_summaries(run_dir).get(best_metric, {}) if best_metric.startswith(PREFIX) else {}
 
 
 def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> None:
-    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with
-    a little to spare.
-    """
+    """Raise `OSError` unless one more checkpoint fits, with a little to spare."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
         num_here = len(layout.committed(run_dir))
-        can_keep_fewer = num_here > 1 and kept.keep != 1
-        fewer = f", or keep fewer than the {num_here} here: {KEEP_FEWER}" if can_keep_fewer else ""
-        reason = f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space"
-        raise OSError(errno.ENOSPC, reason + fewer, str(run_dir))
+        fewer = f", or {KEEP_FEWER} (there are {num_here} here)"
+        advice = fewer if num_here > 1 and kept.keep != 1 else ""
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: "
+            f"free some space{advice}",
+            str(run_dir),
+        )
 
 
 def warn_if_tight(run_dir: Path, needed_bytes: int, kept: Retention) -> None:
-    """Log it if the disk fills before rotation begins: during a save there is one checkpoint
-    more than are kept.
-    """
+    """Warn if the disk fills before rotation begins: a save needs room for one more than stay."""
     if kept.keep is None:
         return
-    free_bytes, num_here = fsio.free_bytes(run_dir), len(layout.committed(run_dir))
-    number = kept.keep + 1
-    total_bytes = (number - num_here) * needed_bytes
+    free_bytes = fsio.free_bytes(run_dir)
+    num_more = kept.keep + 1 - len(layout.committed(run_dir))
+    total_bytes = num_more * needed_bytes
     if free_bytes < total_bytes * SPARE:
         fewer = f", or {KEEP_FEWER}" if kept.keep > 1 else ""
         logger.warning(
-            f"{run_dir} has {readable(free_bytes)} free, but {number - num_here} more checkpoints "
-            f"of {readable(needed_bytes)} come before old ones are deleted "
-            f"({readable(total_bytes)} more): free some space{fewer}"
+            f"{run_dir} has {readable(free_bytes)} free, but {num_more} more checkpoints of "
+            f"{readable(needed_bytes)} come before old ones are deleted ({readable(total_bytes)} "
+            f"more): free some space{fewer}"
         )
 
 
 def existing_parent(directory: Path) -> Path:
-    """Itself, or where it would be made."""
+    """Return the directory itself, or the nearest one above it that exists."""
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if path.exists())

@@ -9,18 +9,13 @@ good.
 
 import dataclasses
 import json
-import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
 from trainer.progress import History, Rollback, Rollbacks
-from trainer.runtime.evaluations import PREFIX, read_summaries
 
-logger = logging.getLogger(__name__)
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
 """What was saved so shortly before the trouble showed is not trusted."""
@@ -39,11 +34,7 @@ def read(run_dir: Path) -> Rollbacks:
     except OSError as error:
         raise _unreadable(run_dir, error) from error
     try:
-        entries = json.loads(text)["rollbacks"]
-        for entry in entries:
-            if "condemned" in entry:  # its name in the first versions
-                entry["discarded"] = entry.pop("condemned")
-        return Rollbacks(tuple(Rollback(**entry) for entry in entries))
+        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _unreadable(run_dir, error) from error
 
@@ -74,51 +65,6 @@ def candidates(
         and info.manifest is not None
         and info.manifest.fingerprints.get("data") == data
     ]
-
-
-def worth_keeping(
-    run_dir: Path,
-    history: History,
-    best_metric: str = "val/loss",
-    found: list[CheckpointInfo] | None = None,
-) -> set[int]:
-    """Checkpoints that rotation spares: that of the best validation, the newest one before the last
-    trouble, and the best one of the evaluation `best_metric`, where it is one. `found`: committed
-    elsewhere, by rising step.
-    """
-    found = layout.committed(run_dir) if found is None else found
-    best = set() if history.best_step is None else _newest_until(history.best_step, found)
-    return best | best_scored(run_dir, best_metric, found) | _before_trouble(found, history)
-
-
-def best_scored(run_dir: Path, best_metric: str, found: list[CheckpointInfo]) -> set[int]:
-    """The best one of the evaluation `best_metric`; none where it is no evaluation or scored
-    none of these.
-    """
-    rows = scores(run_dir, best_metric)
-    scored = [
-        info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")
-    ]
-    return {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
-
-
-def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
-    """By step, what the evaluation `best_metric` came to; none where it is no evaluation."""
-    return read_summaries(run_dir).get(best_metric, {}) if best_metric.startswith(PREFIX) else {}
-
-
-def _before_trouble(found: list[CheckpointInfo], history: History) -> set[int]:
-    return (
-        _newest_until(history.episodes[-1][0] - STEPS_BEFORE_ONSET, found)
-        if history.episodes
-        else set()
-    )
-
-
-def _newest_until(step: int, found: list[CheckpointInfo]) -> set[int]:
-    return (
-        {max(before)} if (before := [info.step for info in found if info.step <= step]) else set()
-    )
 
 
 def decide(

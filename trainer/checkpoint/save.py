@@ -153,14 +153,16 @@ class Saver:
         kept: Retention,
         fingerprints: Mapping[str, str],
         lock: RunLock | None,
+        timeout_s: float = layout.SAVE_TIMEOUT_S,
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
         self._agreement, self._deadline = (
-            Agreement(world, timeout_s=config.save_timeout_s),
+            Agreement(world, timeout_s=timeout_s),
             math.inf,
         )
+        self._timeout_s = timeout_s
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -224,7 +226,7 @@ class Saver:
         """Write and commit; returns the size of the checkpoint in bytes, or raises
         `SaveFailedError`, on all ranks.
         """
-        self._deadline = time.monotonic() + self.config.save_timeout_s
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
             shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
@@ -348,7 +350,7 @@ class Saver:
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
         fsio.fsync_tree(staging)
         if time.monotonic() > self._deadline:
-            raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
+            raise TimeoutError(f"the save took longer than {self._timeout_s:.0f} s")
         self.require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
         retention.settle(self.run_dir, manifest.step, self.kept, history=snapshot.history)

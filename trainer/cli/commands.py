@@ -21,6 +21,7 @@ GROUPS = {
     },
     "checkpoints": {
         "checkpoint": ("list, verify, delete and export them", "ls checkpoints"),
+        "mirror": ("bring the mirror of a run up to date", "checkpoints/mine/first"),
         "prove": (
             "whether an export serves the loss its step was validated with",
             "checkpoints/mine/first",

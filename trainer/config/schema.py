@@ -295,24 +295,12 @@ class CheckpointConfig:
         True,
         "write behind training from a copy in host memory; false = training waits for the disk",
     )
-    save_timeout_s: int = key(
-        1800, "a save that takes longer is given up; training goes on and tries again", *_TIMEOUT
-    )
     mirror: str | None = key(
         None,
-        "where checkpoints go too, behind training: s3://…, gs://…, hf://org/repo/path, file:///…; "
-        "an empty run directory takes the newest one back. One URL per run: "
+        "where checkpoints are copied in the background: s3://…, gs://…, hf://buckets/org/name/path, "
+        "file:///…; an empty run directory takes the newest one back. One URL per run: "
         "…/${trainer.project_name}/${trainer.experiment_name}",
         not_empty,
-    )
-    mirror_keep: int | None = key(
-        2, "newest checkpoints kept there, and the best one; null = all", _COUNT_OR_NULL
-    )
-    mirror_contents: str = key(
-        "all",
-        "all | hf_model (huggingface/ alone, nothing to resume from; hf://org/repo then is a model "
-        "to load)",
-        one_of("all", "hf_model"),
     )
 
 

@@ -23,7 +23,7 @@ from trainer.errors import (
     DataError,
 )
 from trainer.launch.aborts import exit_code_after_abort
-from trainer.launch.mirroring import is_up, mirrored, say_behind
+from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
@@ -73,8 +73,6 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
         launch = checks.Launch(config, num_ranks, num_gpus, layout)
         if layout.num_nodes == 1 and (message := already_complete(config)):
             print(message)
-            if not is_up(config):
-                say_behind(config)
             return EXIT_DONE
         with mirrored(config, layout) as refusal:
             code = _train(launch, arguments.overrides) if refusal is None else refusal

@@ -1,5 +1,5 @@
-"""The process that keeps the mirror of a run: started before its ranks, waited for after them
-(floor 5, no torch).
+"""The process that keeps the mirror of a run: started before the ranks, awaited after them (floor
+5, no torch).
 """
 
 import itertools
@@ -17,44 +17,53 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.checkpoint.layout import STAGING_PREFIX, read_pointer
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S, STAGING_PREFIX
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_RESUMABLE
 from trainer.launch.ranks import NodeLayout
-from trainer.mirror import STATE
 from trainer.runtime.environment import call
-from trainer.runtime.json_lines import read_object
+from trainer.runtime.files import tree_bytes
 from trainer.runtime.processes import begun, name_signal
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
 POLL_S, PEERS_POLL_S, SAID_AFTER_S = 0.2, 1.0, 3.0
 RESTART_AFTER_S = (10.0, 60.0, 300.0)
-"""The last one again and again."""
+"""Pauses before the process is started again; the last one repeats."""
 
 
 @contextmanager
 def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
-    """Where there is a mirror, keep it during the block, and wait for what was saved last at its
-    end: on the first machine. The others wait for it to have taken what the run continues from.
+    """Keep the mirror, if there is one, during the block, and wait at its end for the last upload.
 
-    The block is given the exit code if the run must not begin: then it does nothing.
+    The first machine does so; the others wait until it has restored a checkpoint. The block gets an
+    exit code if the run must not begin.
     """
-    if config.trainer.checkpoint.mirror is None or layout.node_rank > 0:
-        yield None if config.trainer.checkpoint.mirror is None else _first_missing(config, layout)
+    if config.trainer.checkpoint.mirror is None:
+        yield None
+        return
+    if layout.node_rank > 0:
+        yield _await_first_machine(config, layout)
         return
     uploads = _Uploads(config)
     try:
         yield (code := uploads.begin())
         uploads.end()
-        if code is None and not _ends_within(uploads.process, config):
-            say_behind(config)
+        if code is None and not _ends_in_time(uploads.process, config):
+            command = call(f"mirror {config.trainer.default_local_dir}")
+            print(
+                f"WARNING: {config.trainer.checkpoint.mirror} does not hold what was saved last: "
+                f"{command} brings it up, or a start that trains on",
+                file=sys.stderr,
+                flush=True,
+            )
     finally:
         uploads.kill()
 
 
 class _Uploads:
-    """The process, and a thread that starts it again where something ends it before the run does:
-    the kernel, when memory runs out. Nobody else would notice until a machine is lost.
+    """The process, and a thread that starts it again if it ends before the run.
+
+    The kernel may kill it when memory runs out; nobody would notice until a machine is lost.
     """
 
     def __init__(self, config: Config) -> None:
@@ -65,13 +74,11 @@ class _Uploads:
 
     def _start(self) -> None:
         self._ready, told = os.pipe()
-        command = [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)]
-        env = {**os.environ, "PYTHONSAFEPATH": "1"}
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)],
             stdin=subprocess.PIPE,
             text=True,
-            env=env,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
             pass_fds=[told],
             start_new_session=True,
         )
@@ -80,13 +87,17 @@ class _Uploads:
             print(json.dumps(self._config.resolved), file=self.process.stdin, flush=True)
 
     def begin(self) -> int | None:
-        """What `_refusal` says; it is kept from here on."""
-        code = _refusal(self.process, self._ready)
-        if code is None:
+        """Wait until the run may begin; return its exit code if it must not."""
+        while not select.select([self._ready], [], [], POLL_S)[0]:
+            if _is_signalled():
+                return EXIT_RESUMABLE
+        if os.read(self._ready, 1):
             self._keeper = begun(self._keep)
-        elif (self.process.returncode or 0) < 0:
+            return None
+        code = self.process.wait()
+        if code < 0:
             print(f"ERROR: {self._how_it_ended()}; continue with the same command", file=sys.stderr)
-        return code
+        return code if code > 0 else EXIT_CRASH
 
     def end(self) -> None:
         """Have it upload what is still to come, and leave."""
@@ -111,19 +122,18 @@ class _Uploads:
         return f"the process that uploads to {self._config.trainer.checkpoint.mirror} {why}"
 
     def _keep(self) -> None:
-        """Ends after what it starts, which would be killed with this thread (`die_with_parent`)."""
-        for again_after_s in itertools.chain(
-            RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1])
-        ):
+        """Start the process again. This thread outlives it: it dies with the thread."""
+        pauses_s = itertools.chain(RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1]))
+        for pause_s in pauses_s:
             self.process.wait()
             if self._is_ending.is_set():
                 return
             print(
-                f"WARNING: {self._how_it_ended()}: started again in {again_after_s:.0f} s",
+                f"WARNING: {self._how_it_ended()}: started again in {pause_s:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
-            self._is_ending.wait(again_after_s)
+            self._is_ending.wait(pause_s)
             with self._lock:
                 if self._is_ending.is_set():
                     return
@@ -131,43 +141,27 @@ class _Uploads:
                 self._start()
 
 
-def say_behind(config: Config) -> None:
-    command = call(f"checkpoint mirror {config.trainer.default_local_dir}")
-    said = f"{config.trainer.checkpoint.mirror} does not hold what was saved last: {command} brings it up"
-    print(f"WARNING: {said}, or a start that trains on", file=sys.stderr, flush=True)
+def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
+    """Wait until the first machine listens; return an exit code if it does not come.
 
-
-def is_up(config: Config) -> bool:
-    """Whether what the run ends with is in its mirror, as the last upload left it; so without
-    one. Asks no network.
+    Its time is up `dist_timeout_s` after the last byte that arrived in the shared run directory.
     """
-    run_dir, url = Path(config.trainer.default_local_dir), config.trainer.checkpoint.mirror
-    state = read_object(run_dir / STATE)
-    is_whole = state.get("url") == (url or "").rstrip("/") and not state.get("failed")
-    found = state.get("steps")
-    steps = found if isinstance(found, list) else []
-    return url is None or (
-        is_whole and read_pointer(run_dir).step in (state.get("pointer"), *steps)
-    )
-
-
-def _first_missing(config: Config, layout: NodeLayout) -> int | None:
-    """Wait for the first machine, at most `dist_timeout_s` beyond what was last seen to arrive from
-    the mirror in the run directory, which all machines share; the exit code if it does not come.
-    """
-    arrived, seen_at, timeout_s = (0, 0), time.monotonic(), config.trainer.dist_timeout_s
+    run_dir, timeout_s = Path(config.trainer.default_local_dir), config.trainer.dist_timeout_s
+    arrived_bytes, seen_at = 0, time.monotonic()
     while not _listens(layout):
         if _is_signalled():
             return EXIT_RESUMABLE
-        before, arrived = arrived, _arrived(Path(config.trainer.default_local_dir))
-        if arrived != before:
+        before, arrived_bytes = (
+            arrived_bytes,
+            sum(map(tree_bytes, run_dir.glob(f"{STAGING_PREFIX}*"))),
+        )
+        if arrived_bytes != before:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > timeout_s:
-            where = f"{layout.master_addr}:{layout.master_port}"
             print(
-                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at {where}, "
-                f"and nothing arrived from {config.trainer.checkpoint.mirror}; start the same "
-                f"command on each",
+                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at "
+                f"{layout.master_addr}:{layout.master_port}, and nothing arrived from "
+                f"{config.trainer.checkpoint.mirror}.\nFix: start the same command on each",
                 file=sys.stderr,
             )
             return EXIT_RESUMABLE
@@ -176,37 +170,15 @@ def _first_missing(config: Config, layout: NodeLayout) -> int | None:
 
 
 def _listens(layout: NodeLayout) -> bool:
-    with (
-        suppress(OSError),
-        socket.create_connection((layout.master_addr, layout.master_port), timeout=PEERS_POLL_S),
-    ):
+    address = layout.master_addr, layout.master_port
+    with suppress(OSError), socket.create_connection(address, timeout=PEERS_POLL_S):
         return True
     return False
 
 
-def _arrived(run_dir: Path) -> tuple[int, int]:
-    """Files and bytes of what is in the making."""
-    sizes = []
-    for path in run_dir.glob(f"{STAGING_PREFIX}*/**/*"):
-        with suppress(FileNotFoundError):
-            sizes.append(path.stat().st_size)
-    return len(sizes), sum(sizes)
-
-
-def _refusal(process: subprocess.Popen, ready: int) -> int | None:
-    """Wait until the run may begin; its exit code if it must not, or is not wanted any more."""
-    while not select.select([ready], [], [], POLL_S)[0]:
-        if _is_signalled():
-            return EXIT_RESUMABLE
-    if os.read(ready, 1):
-        return None
-    code = process.wait()
-    return code if code > 0 else EXIT_CRASH
-
-
-def _ends_within(process: subprocess.Popen, config: Config) -> bool:
-    """Whether all is up before a save would be given up, and before another signal."""
-    started, is_said, timeout_s = time.monotonic(), False, config.trainer.checkpoint.save_timeout_s
+def _ends_in_time(process: subprocess.Popen, config: Config) -> bool:
+    """Whether everything is up before a save would time out, and before another signal."""
+    started, is_said = time.monotonic(), False
     while process.poll() is None:
         waited_s = time.monotonic() - started
         if waited_s > SAID_AFTER_S and not is_said:
@@ -215,7 +187,7 @@ def _ends_within(process: subprocess.Popen, config: Config) -> bool:
                 f"waiting for {config.trainer.checkpoint.mirror}; a signal leaves at once",
                 flush=True,
             )
-        if waited_s > timeout_s or (_is_signalled() and waited_s > REPEAT_S):
+        if waited_s > SAVE_TIMEOUT_S or (_is_signalled() and waited_s > REPEAT_S):
             return False
         time.sleep(POLL_S)
     return process.returncode == 0

@@ -9,6 +9,7 @@ import torch
 
 from trainer import metrics
 from trainer.batch import LossOutput
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.guard.guard import Decision
@@ -104,7 +105,7 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
     here.
     """
     # a save in flight, and all tries of one the run ends with
-    run.heartbeat.enter("save", limit_s=4 * run.save_timeout_s + run.hang_timeout_s)
+    run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
     run.checkpoints.save(
         run.batches.position,
         loss=row["train/loss"],
@@ -122,7 +123,7 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     Collective. False if there is none. A crash while this goes on leaves a run that continues
     either way.
     """
-    run.heartbeat.enter("rollback", limit_s=run.save_timeout_s + run.hang_timeout_s)
+    run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
     step = run.batches.step
     found = run.checkpoints.decide_rollback(
         onset=onset,

@@ -75,7 +75,6 @@ class Run:
     max_norm: float
     """Gradients are clipped to it."""
     hang_timeout_s: float
-    save_timeout_s: float
     stop: StopRequest
     heartbeat: Heartbeat
     checkpoints: CheckpointManager = field(init=False)

@@ -1,6 +1,6 @@
-"""Checkpoints beyond the machine: uploaded behind training, taken back where a disk was lost."""
+"""Checkpoints beyond the machine: uploaded in the background, restored where a disk was lost."""
 
 STATE = ".mirror.json"
-"""In the run directory, for those who look: `url`, `pointer` of the run as it was brought up,
-`steps` whole there, `failed`: why the last try did.
+"""A file in the run directory that says how the last upload left the mirror: `url`, `pointer`,
+`steps` that are whole there, and `failed`, the last error.
 """

@@ -1,9 +1,9 @@
-"""The process beside the ranks of a run that keeps its mirror; `launch` starts it (floor 3, no
+"""The process beside the ranks of a run that keeps its mirror; the launcher starts it (floor 3, no
 torch).
 
-`python -m trainer.mirror LAUNCHER_PID READY_FD`. It reads the configuration from the first line of
-its input, prepares, writes a byte to READY_FD, and uploads what is saved until its input ends: then
-what is still to come, and leaves. It dies with the launcher.
+`python -m trainer.mirror LAUNCHER_PID READY_FD` reads the configuration from the first line of its
+input, prepares the run directory and writes a byte to READY_FD. Then it uploads checkpoints until
+its input ends, uploads the last ones, and leaves. It dies with the launcher.
 """
 
 import json
@@ -16,11 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.config import TrainerConfig, parse_config
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.mirror.hub import storage_of, uploader_of
 from trainer.mirror.restore import prepare, unreachable
 from trainer.mirror.storage import SilentError, Storage
+from trainer.mirror.upload import Uploader
 from trainer.runtime import log
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.processes import begun
@@ -29,7 +30,9 @@ from trainer.tracking.events_file import FILE_NAME, Event, EventsFile, read_even
 
 POLL_S = 1.0
 RETRY_AFTER_S = (10.0, 60.0, 300.0)
+"""Pauses after the first, second and every later failure in a row while the run trains."""
 LAST_RETRY_AFTER_S = (1.0, 5.0)
+"""Pauses between the tries at the end of the run."""
 
 logger = logging.getLogger("trainer.mirror")
 
@@ -40,24 +43,30 @@ def main(argv: list[str]) -> int:
     trainer = parse_config(json.loads(sys.stdin.readline())).trainer
     assert trainer.checkpoint.mirror is not None, "else nothing starts this"
     try:
-        storage = _prepared(trainer, storage_of(trainer.checkpoint.mirror))
+        storage = Storage(trainer.checkpoint.mirror)
+        is_silent = not prepared(trainer, storage)
     except tuple(DOCUMENTED) as error:
         logger.error("%s", error)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
     os.write(int(argv[1]), b"1")
+    if is_silent:
+        return EXIT_CRASH
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
     return follow(trainer, storage, ending)
 
 
-def _prepared(trainer: TrainerConfig, storage: Storage) -> Storage:
-    """What to go on with. Raises what `prepare` does."""
+def prepared(trainer: TrainerConfig, storage: Storage) -> bool:
+    """Run `prepare`; return False if the storage is silent and the run can start without it.
+
+    Raises what `prepare` does.
+    """
     try:
         _answered(lambda: prepare(trainer, storage), storage, limit_s=trainer.dist_timeout_s)
-        return storage
     except SilentError as error:
         unreachable(trainer, error)
-        return storage.given_up()
+        return False
+    return True
 
 
 def _await_end(ending: threading.Event) -> None:
@@ -66,49 +75,49 @@ def _await_end(ending: threading.Event) -> None:
 
 
 def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
-    """Upload until `ending` is set and all is up, or fails again and again."""
+    """Upload until `ending` is set and everything is up, or every last try failed.
 
-    def tell(step: int, size_bytes: int, duration_s: float) -> None:
-        if not ending.is_set():
-            fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
-            _record(
-                trainer, Event("mirror", step, f"step {step} is in {storage.url}", fields=fields)
-            )
+    A storage that falls silent ends this with an exit code: a call of a library cannot be ended
+    otherwise. The launcher then starts the process again.
+    """
+    uploader = Uploader(trainer, storage, tell=lambda *upload: _tell(trainer, storage, *upload))
+    num_failed = 0
 
-    uploader, num_failed, num_last = uploader_of(trainer, storage, tell=tell), 0, 0
-    while True:
-        is_last = ending.is_set()
+    def is_up() -> bool:
+        nonlocal num_failed
         try:
             if uploader.is_behind:
-                _answered(uploader.sync, storage, limit_s=trainer.checkpoint.save_timeout_s)
-            if num_failed:
-                logger.info("%s: up to date again", storage.url)
-            num_failed = 0
-            if is_last:
-                return EXIT_DONE
-            ending.wait(POLL_S)
-        except Exception as error:  # whatever a library of a storage raises, the run goes on
+                _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
+        except Exception as error:  # a library may raise anything; the run goes on
             if num_failed == 0:
-                logger.warning("the mirror waits, training does not: %s", error)
-                if not is_last:
-                    _record(trainer, Event("mirror_failed", 0, str(error), "warn"))
+                logger.warning("cannot update the mirror, training continues: %s", error)
+                _record(trainer, Event("mirror_failed", 0, str(error), "warn"))
             num_failed += 1
             if isinstance(error, SilentError):
-                storage = storage.given_up()
-                uploader = uploader_of(trainer, storage, tell=tell)
-            if not is_last:
-                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
-            elif num_last == len(LAST_RETRY_AFTER_S):
-                return EXIT_CRASH
+                raise
+            return False
+        if num_failed:
+            logger.info("%s: up to date again", storage.url)
+        num_failed = 0
+        return True
+
+    try:
+        while not ending.is_set():
+            if is_up():
+                ending.wait(POLL_S)
             else:
-                time.sleep(LAST_RETRY_AFTER_S[num_last])
-                num_last += 1
+                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
+        for pause_s in (0.0, *LAST_RETRY_AFTER_S):
+            time.sleep(pause_s)
+            if is_up():
+                return EXIT_DONE
+    except SilentError:
+        pass
+    return EXIT_CRASH
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
-    """Raises `SilentError` for a storage that has not answered for so long: nothing else ends a
-    call of a library.
-    """
+    """Raises `SilentError` for a storage that has not answered for `limit_s`."""
     storage.answered_at = time.monotonic()
     done = begun(work)
     while not wait([done], timeout=POLL_S).done:
@@ -117,10 +126,15 @@ def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> 
     done.result()
 
 
+def _tell(
+    trainer: TrainerConfig, storage: Storage, step: int, size_bytes: int, duration_s: float
+) -> None:
+    fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
+    _record(trainer, Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
+
+
 def _record(trainer: TrainerConfig, event: Event) -> None:
-    """Among the events of the attempt under way; before its first one nobody is there to read
-    it.
-    """
+    """Add an event to the current attempt; before the first attempt nobody reads it."""
     path = Path(trainer.default_local_dir, FILE_NAME)
     if events := read_events(path):
         file = EventsFile(path, attempt=events[-1]["attempt"], is_guest=True)
@@ -133,4 +147,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no thread that waits for a storage holds it up
+    os._exit(code)  # a thread that waits for a storage must not hold it up

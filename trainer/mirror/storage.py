@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,9 +22,9 @@ KEY = "trainer.checkpoint.mirror"
 
 
 class StorageError(Exception):
-    """The storage refused or did not answer; the message says what was tried, and why it failed.
+    """The storage refused or did not answer; the message names the attempt and the cause.
 
-    `is_refusal`: no permission, or no such bucket or repository: to try again will not help.
+    `is_refusal`: no permission, or no such bucket: another try will not help.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
@@ -33,38 +33,48 @@ class StorageError(Exception):
 
 
 class SilentError(StorageError):
-    """It does not answer, and does not fail."""
+    """The storage neither answers nor fails."""
 
 
 def require_usable(url: str) -> None:
-    """The URL is one and its packages are there; nothing is imported or connected. Raises
-    `ConfigError`.
+    """Check the URL and that its packages are installed; nothing is imported or connected.
+
+    Raises `ConfigError`.
     """
     protocol, mark, path = url.partition("://")
     if not mark or not path.strip("/"):
         raise ConfigError(
-            f"'{KEY}={url}' is no URL: write s3://bucket/path, gs://…, hf://org/repo/path or "
-            f"file:///path"
+            f"'{KEY}={url}' is no URL.\nFix: s3://bucket/path, gs://…, hf://buckets/org/name/path "
+            f"or file:///path"
         )
     if protocol not in fsspec.available_protocols():
         raise ConfigError(
-            f"'{KEY}={url}': nobody knows {protocol}://; s3, gs, hf, file and what else fsspec has "
-            f"work"
+            f"'{KEY}={url}': fsspec does not know {protocol}://.\nFix: a URL with s3, gs, hf, file "
+            f"or another protocol of fsspec"
+        )
+    if protocol == "hf" and not path.startswith("buckets/"):
+        raise ConfigError(
+            f"'{KEY}={url}' is a repository of the Hub: each file would be a commit, and the Hub "
+            f"limits commits.\nFix: hf://buckets/org/name/path"
         )
     known = known_implementations.get(protocol, {"class": "fsspec"})
     if find_spec(known["class"].partition(".")[0]) is None:
         raise ConfigError(
-            f"'{KEY}={url}': {known.get('err')} (s3fs and gcsfs: pip install 'fsdp-sft[mirror]')"
+            f"'{KEY}={url}': {known.get('err')}.\nFix: for s3fs and gcsfs pip install "
+            f"'fsdp-sft[mirror]'"
         )
 
 
-def is_repository(url: str) -> bool:
-    """Of the Hub: it has commits, which its buckets have not."""
-    return url.startswith("hf://") and not url.startswith("hf://buckets/")
+def count_files(url: str, *, within_s: float) -> int:
+    """Return the number of files in a storage. Raises `ConfigError`, `StorageError`."""
+    listed = begun(lambda: Storage(url).sizes())
+    if not wait([listed], timeout=within_s).done:
+        raise SilentError(f"{url} did not answer within {within_s:.0f} s")
+    return len(listed.result())
 
 
-class _Answers(Callback):
-    """Of a file under way, each part that has arrived."""
+class _Progress(Callback):
+    """Notes each arrived part of a file that is being sent."""
 
     def __init__(self, storage: "Storage") -> None:
         super().__init__()
@@ -74,25 +84,13 @@ class _Answers(Callback):
         self._storage.answered_at = time.monotonic()
 
 
-def count_files(url: str, *, within_s: float) -> int:
-    """Raises `StorageError`, also for a storage that does not answer in time, and `ConfigError`."""
-    answer = begun(lambda: len(Storage(url).sizes()))
-    if not wait([answer], within_s).done:
-        raise StorageError(f"{url} has not answered within {within_s:.0f} s")
-    return answer.result()
-
-
 class Storage:
-    """Names are relative to `url`, with forward slashes. Every failure is a `StorageError`; a file
-    that is not there is none where it is asked for or removed. May be used from several threads.
-    `answered_at`: on the monotonic clock.
-    """
+    """Files by their names below `url`. Methods raise `StorageError`; threads may share one."""
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
-        """`file_system`: in place of the one that the URL names. Raises `ConfigError`."""
+        """`file_system`: in place of the one that fsspec finds. Raises `ConfigError`."""
         require_usable(url)
-        self.url, self._given = url.rstrip("/"), file_system
-        self.answered_at, self._is_given_up = time.monotonic(), False
+        self.url, self.answered_at = url.rstrip("/"), time.monotonic()
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         if url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True
@@ -100,19 +98,8 @@ class Storage:
             found, self._root = fsspec.url_to_fs(self.url, **options)
             self._fs = file_system or found
 
-    def given_up(self) -> "Storage":
-        """Another in its place; what still waits for an answer here does no more once it has it."""
-        self._is_given_up = True
-        return type(self)(self.url, self._given)
-
-    def as_one(self, title: str) -> AbstractContextManager[None]:
-        """Where a storage can, what the block writes and removes shows at its end, together and
-        under this title.
-        """
-        return nullcontext()
-
     def sizes(self) -> dict[str, int]:
-        """Every file there, in bytes, as the storage says now."""
+        """Return every file and its size in bytes; nothing is cached."""
         with self._told("list"):
             self._fs.invalidate_cache()
             try:
@@ -138,11 +125,11 @@ class Storage:
 
     def put(self, local: Path, name: str) -> None:
         with self._told("write", name):
-            self._fs.put_file(str(local), self._path(name), callback=_Answers(self))
+            self._fs.put_file(str(local), self._path(name), callback=_Progress(self))
             self._settle(name)
 
     def fetch(self, name: str, file: HashingFile) -> None:
-        """Write the content to `file`; errors of the disk stay what they are."""
+        """Write the content to `file`; errors of the local disk stay `OSError`."""
         with self._told("read", name):
             reader = self._fs.open(self._path(name), "rb")
         with reader:
@@ -153,12 +140,11 @@ class Storage:
                     return
                 file.write(chunk)
 
-    def remove(self, name: str, *, is_tree: bool = False) -> None:
+    def remove_tree(self, name: str) -> None:
+        """Remove everything below `name`."""
         with self._told("remove", name):
             try:
-                self._fs.rm(self._path(name), recursive=True) if is_tree else self._fs.rm_file(
-                    self._path(name)
-                )
+                self._fs.rm(self._path(name), recursive=True)
             except FileNotFoundError:
                 pass
 
@@ -166,28 +152,20 @@ class Storage:
         return f"{self._root}/{name}"
 
     def _settle(self, name: str) -> None:
-        """What object storages promise: what was written survives."""
+        """Sync a local file; object storages keep what they accepted."""
         if isinstance(self._fs, LocalFileSystem):
             sync(Path(self._path(name)))
             sync(Path(self._path(name)).parent)
 
     @contextmanager
     def _told(self, verb: str, name: str = "") -> Iterator[None]:
-        """Libraries raise what they like; a local file that cannot be read is told alike."""
-        if self._is_given_up:
-            raise StorageError(f"{self.url} was given up")
+        """Turn every error of a library into `StorageError`."""
         try:
             yield
             self.answered_at = time.monotonic()
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            # as the client of the Hub says it
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            is_refusal = isinstance(error, PermissionError | FileNotFoundError) or status in (
-                401,
-                403,
-                404,
-            )
             raise StorageError(
-                f"cannot {verb} {self.url}/{name}: {reason}", is_refusal=is_refusal
+                f"cannot {verb} {self.url}/{name}: {reason}",
+                is_refusal=isinstance(error, PermissionError | FileNotFoundError),
             ) from error

@@ -1,5 +1,6 @@
-"""Brings a mirror up to what a run directory holds; ends anywhere without harm, and begins anew
-(floor 3, no torch).
+"""Bring a mirror up to what a run directory holds (floor 3, no torch).
+
+An upload may end at any point without harm; the next one begins anew.
 """
 
 import json
@@ -8,7 +9,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout, retention, rollback
@@ -18,7 +19,7 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest
 from trainer.checkpoint.reading import pinned
 from trainer.config import TrainerConfig
 from trainer.mirror import STATE
-from trainer.mirror.contents import HF_MODEL, RUN_FILES, MirrorState, look, mirrored
+from trainer.mirror.contents import RUN_FILES, MirrorState, look
 from trainer.mirror.storage import Storage, StorageError
 from trainer.progress import History
 from trainer.runtime import evaluations
@@ -27,18 +28,19 @@ from trainer.runtime.json_lines import read_object
 from trainer.tracking import events_file, metrics_file, run_info
 
 TRAVELS = (
-    *(
-        run_info.FILE_NAME,
-        metrics_file.FILE_NAME,
-        events_file.FILE_NAME,
-        rollback.FILE,
-        evaluations.FILE_NAME,
-    ),
-    *("evidence", "proofs"),
+    run_info.FILE_NAME,
+    metrics_file.FILE_NAME,
+    events_file.FILE_NAME,
+    rollback.FILE,
+    evaluations.FILE_NAME,
+    "evidence",
+    "proofs",
 )
-"""Of the run directory, beside a checkpoint: all else is made from these again, or belongs to a
-machine.
+"""Files of the run directory that go with each checkpoint. Everything else is made from these
+again, or belongs to a machine.
 """
+NUM_KEPT = 2
+"""Newest checkpoints that stay in a mirror; the best one stays too."""
 NUM_STREAMS = 4
 
 Uploaded = Callable[[int, int, float], None]
@@ -46,33 +48,30 @@ Uploaded = Callable[[int, int, float], None]
 
 
 class Uploader:
-    """Of one run directory, one at a time. Only what the run's pointer has named goes up, and
-    what is best.
+    """Uploads the checkpoints of one run directory: the one that the pointer names, and the best.
+
+    One at a time; `sync` starts where the last one failed.
     """
 
     def __init__(
         self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
     ) -> None:
-        self._run_dir, self._trainer = Path(trainer.default_local_dir), trainer
+        self._run_dir, self._best_metric = Path(trainer.default_local_dir), trainer.best_metric
         self._storage, self._tell = storage, tell
-        self._contents = trainer.checkpoint.mirror_contents
         self._seen: object = None
-        self._history = History(None)
-        self._begun: tuple[int, str] | None = None
+        self._begun: Manifest | None = None
         self._sent: set[str] = set()
 
     @property
     def is_behind(self) -> bool:
-        """Whether the run directory has changed since the last `sync`; asks nothing of the
-        storage.
-        """
+        """Whether the run directory has changed since the last `sync`. Asks no storage."""
         return self._local_state() != self._seen
 
     def sync(self) -> None:
         """Raises `StorageError`, or `OSError` of the run directory: call it again later."""
         state = self._local_state()
         try:
-            self._sync()
+            self._bring_up()
         except Exception as error:
             before = read_object(self._run_dir / STATE)
             self._note(before.get("pointer"), before.get("steps", []), str(error))
@@ -80,38 +79,42 @@ class Uploader:
         self._seen = state
 
     def _local_state(self) -> object:
-        names = [
-            name for name in fsio.list_dir(self._run_dir) if layout.parse_step(name) is not None
-        ]
-        scores = rollback.scores(self._run_dir, self._trainer.best_metric)
-        return names, layout.read_pointer(self._run_dir), rollback.read(self._run_dir), scores
+        steps = [layout.parse_step(name) for name in fsio.list_dir(self._run_dir)]
+        return (
+            [step for step in steps if step is not None],
+            layout.read_pointer(self._run_dir),
+            rollback.read(self._run_dir),
+            retention.scores(self._run_dir, self._best_metric),
+        )
 
-    def _sync(self) -> None:
+    def _bring_up(self) -> None:
+        """Upload what the storage lacks, the pointer's checkpoint first; then remove what is old.
+
+        An old checkpoint that is damaged here is passed over, and its error raised at the end.
+        """
         pointer, local = layout.read_pointer(self._run_dir).step, layout.committed(self._run_dir)
         if pointer is None or pointer not in [info.step for info in local]:
             return
-        self._history = _history(self._run_dir)
-        self._bring_up(pointer, local)
-
-    def _bring_up(self, pointer: int, local: list[CheckpointInfo]) -> None:
-        """The storage holds these in the end, and nothing that is not to stay."""
-        held, problem = self._look(), None
-        worth = {pointer, *self._worth_keeping(local)}
-        due = [i for i in local if i.step in worth and held.whole.get(i.step) != i.manifest]
+        held, problem = look(self._storage), None
+        wanted = {pointer, *self._best(local)}
+        due = [
+            info
+            for info in local
+            if info.step in wanted and held.whole.get(info.step) != info.manifest
+        ]
         due.sort(key=lambda info: (info.step != pointer, -info.step))
         if held.pointer != pointer and pointer not in [info.step for info in due]:
             self._point(pointer)
         for info in due:
             try:
-                self._upload(info, held, names_it=info.step == pointer != held.pointer)
-            # of an old one, whose files changed: nothing else waits for it
+                self._upload(info, held, moves_pointer=info.step == pointer != held.pointer)
             except OSError as error:
                 if info.step == pointer:
                     raise
                 problem = error
-        held = self._look()
+        held = look(self._storage)
         if layout.read_pointer(self._run_dir).step != pointer:
-            return
+            return  # the run has saved meanwhile
         if pointer not in held.whole or held.pointer != pointer:
             raise StorageError(
                 f"{self._storage.url} does not show step {pointer} yet, although it was written"
@@ -120,95 +123,73 @@ class Uploader:
         if problem is not None:
             raise problem
 
-    def _look(self) -> MirrorState:
-        return look(self._storage, self._contents)
-
-    def _upload(self, info: CheckpointInfo, held: MirrorState, *, names_it: bool = False) -> None:
-        """Files, then the manifest. What another process began is written anew: who knows how
-        far it came.
-        """
+    def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
+        """Send the files, then the manifest. What another process began is removed first."""
         assert info.manifest is not None, "it is committed"
         started, manifest = time.monotonic(), info.manifest
-        records, title = mirrored(manifest, self._contents), f"step {info.step} ({manifest.nonce})"
-        logs = nullcontext() if self._contents == HF_MODEL else packed(self._run_dir)
-        with pinned(info, *(record.path for record in records), may_copy=False) as directory:
+        place = layout.step_dir_name(info.step)
+        with pinned(info, *(record.path for record in manifest.files)) as directory:
             if directory is None:
                 return
-            with logs as archive, self._storage.as_one(title):
-                if self._begun != (info.step, manifest.nonce):
-                    # before it is pointed to: another of this step is of a past undone
-                    self._clear(manifest, held)
-                    self._begun, self._sent = (info.step, manifest.nonce), set()
-                if names_it:  # before its checkpoint: what came after it elsewhere no longer counts
+            with packed(self._run_dir) as archive:
+                if self._begun != manifest:
+                    if info.step in held.steps:  # of a past that was undone
+                        self._storage.remove_tree(place)
+                    self._begun, self._sent = manifest, set()
+                if moves_pointer:  # first: later checkpoints in the mirror no longer count
                     self._point(info.step)
-                beside = list[FileRecord]()
-                if archive is not None:
-                    self._storage.put(archive, self._name(info.step, RUN_FILES))
-                    beside = [FileRecord(RUN_FILES, archive.stat().st_size, "")]
+                self._storage.put(archive, f"{place}/{RUN_FILES}")
+                logs = FileRecord(RUN_FILES, archive.stat().st_size, "")
                 with ThreadPoolExecutor(NUM_STREAMS) as pool:
-                    list(pool.map(lambda record: self._send(info.step, directory, record), records))
-                self._require_whole(info.step, [*beside, *records])
-                self._storage.put(directory / MANIFEST, self._name(info.step, MANIFEST))
+                    list(pool.map(lambda file: self._send(place, directory, file), manifest.files))
+                self._require_whole(place, [logs, *manifest.files])
+                self._storage.put(directory / MANIFEST, f"{place}/{MANIFEST}")
         self._begun = None
         if self._tell is not None:
-            self._tell(
-                info.step, sum(record.size_bytes for record in records), time.monotonic() - started
-            )
-
-    def _name(self, step: int, path: str) -> str:
-        """Where a file of a checkpoint lies."""
-        return f"{layout.step_dir_name(step)}/{path}"
-
-    def _clear(self, manifest: Manifest, held: MirrorState) -> None:
-        if manifest.step in held.steps:
-            self._remove(manifest.step)
+            size_bytes = sum(record.size_bytes for record in manifest.files)
+            self._tell(info.step, size_bytes, time.monotonic() - started)
 
     def _point(self, step: int) -> None:
         self._storage.write(POINTER, f"{step}\n".encode())
 
-    def _send(self, step: int, directory: Path, record: FileRecord) -> None:
+    def _send(self, place: str, directory: Path, record: FileRecord) -> None:
         if record.path in self._sent:
             return
         path = directory / record.path
         if fsio.sha256_of(path) != record.sha256:
             raise OSError(f"{path} changed after it was written: it is not mirrored")
-        self._storage.put(path, self._name(step, record.path))
+        self._storage.put(path, f"{place}/{record.path}")
         self._sent.add(record.path)
 
-    def _require_whole(self, step: int, records: list[FileRecord]) -> None:
+    def _require_whole(self, place: str, records: list[FileRecord]) -> None:
         sizes = self._storage.sizes()
         for record in records:
-            if (found := sizes.get(name := self._name(step, record.path))) != record.size_bytes:
+            name = f"{place}/{record.path}"
+            if sizes.get(name) != record.size_bytes:
                 self._sent.discard(record.path)
-                there = "is not there" if found is None else f"has {found} bytes there"
-                raise StorageError(f"{name} {there}, {record.size_bytes} were sent")
+                raise StorageError(
+                    f"{name} has {sizes.get(name, 0)} bytes there, {record.size_bytes} were sent"
+                )
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
-        """Remove what a rollback discarded, old checkpoints, and what never became one, once the
-        pointer's is whole and a way back for a machine that is lost; what stays.
+        """Remove rolled back, old and half-written checkpoints; return the steps that stay.
+
+        Call it once the pointer's checkpoint is whole.
         """
-        discarded = {
-            nonce for entry in rollback.read(self._run_dir).entries for nonce in entry.discarded
-        }
+        rollbacks = rollback.read(self._run_dir).entries
+        discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
         undone = {step for step, manifest in held.whole.items() if manifest.nonce in discarded}
-        whole, keep = sorted(held.whole.keys() - undone), self._trainer.checkpoint.mirror_keep
+        whole = sorted(held.whole.keys() - undone)
         found = [CheckpointInfo(step, Path(), manifest=held.whole[step]) for step in whole]
-        newest = whole if keep is None else retention.newest(whole, keep, pointer)
-        kept = {*self._worth_keeping(found), *newest}
+        kept = {*self._best(found), *retention.newest(whole, NUM_KEPT, pointer)}
         for step in sorted(held.steps - kept):
             if step < whole[-1] or step in undone:
-                with self._storage.as_one(f"step {step} goes"):
-                    self._remove(step)
-        return sorted(kept.intersection(whole))
+                self._storage.remove_tree(layout.step_dir_name(step))
+        return sorted(kept)
 
-    def _remove(self, step: int) -> None:
-        self._storage.remove(self._name(step, MANIFEST))
-        self._storage.remove(layout.step_dir_name(step), is_tree=True)
-
-    def _worth_keeping(self, found: list[CheckpointInfo]) -> set[int]:
-        return rollback.worth_keeping(
-            self._run_dir, self._history, self._trainer.best_metric, found
-        )
+    def _best(self, found: list[CheckpointInfo]) -> set[int]:
+        history = History(_best_step(self._run_dir))
+        return retention.worth_keeping(self._run_dir, history, self._best_metric, found)
 
     def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
         with suppress(OSError):
@@ -218,8 +199,9 @@ class Uploader:
 
 @contextmanager
 def packed(run_dir: Path) -> Iterator[Path]:
-    """What travels beside a checkpoint, in a file for that moment; the checksum of gzip proves it.
-    Rows of later steps do no harm: the next attempt says where it goes on.
+    """Pack the run's logs into a temporary archive.
+
+    Rows of later steps do no harm: the next attempt says where it continues.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:
@@ -232,14 +214,10 @@ def packed(run_dir: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _history(run_dir: Path) -> History:
-    """Where the validation loss was lowest, as the run logged it."""
+def _best_step(run_dir: Path) -> int | None:
+    """Return the step with the lowest validation loss that the run logged."""
     path = run_dir / metrics_file.FILE_NAME
     rows = metrics_file.read_rows(path) if path.exists() else iter(())
-    losses = [
-        (row.data["val/loss"], row.step)
-        for row in rows
-        if row.kind == "val" and "val/loss" in row.data
-    ]
+    losses = [(row.data.get("val/loss", math.nan), row.step) for row in rows if row.kind == "val"]
     finite = [found for found in losses if math.isfinite(found[0])]
-    return History(min(finite)[1] if finite else None)
+    return min(finite)[1] if finite else None

@@ -15,7 +15,7 @@ from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.choice import contents_of
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.finished import Finished
-from trainer.checkpoint.layout import CheckpointInfo, step_dir_name
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo, step_dir_name
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import CONFIG
@@ -79,7 +79,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     )
     # from here to the first step no longer in silence than it takes to save, and to wait for each
     # other
-    heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
+    heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
     shape = RunShape(
         lambda position: _total_steps(config, _schedule(config, inputs, position)),
         _lineage(config, inputs),
@@ -195,7 +195,6 @@ def make_run(
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,
-        save_timeout_s=trainer.checkpoint.save_timeout_s,
         stop=stop,
         heartbeat=heartbeat,
     )

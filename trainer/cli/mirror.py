@@ -1,0 +1,49 @@
+"""Bring the mirror of a run up to date (floor 5). Exit codes: 0 up to date, 1 the storage failed, 2
+wrong usage or a run in the way.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.checkpoint_tools import listing
+from trainer.cli.arguments import Parser, as_command
+from trainer.config import ConfigError, parse_config
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
+from trainer.mirror import STATE
+from trainer.runtime.heartbeat import is_live
+from trainer.runtime.json_lines import read_object
+from trainer.tracking.run_info import read_config
+
+
+@as_command({OSError: EXIT_CRASH, ResumableError: EXIT_RESUMABLE})
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        "mirror",
+        description=(
+            "Bring the mirror of a run up to what its directory holds. A run does so by itself; "
+            "this is for what was not up when it ended. Refused while the run trains."
+        ),
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    run_dir: Path = parser.parse_args(argv).run_dir
+    listing.require_run(run_dir)
+    trainer = replace(parse_config(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
+    if trainer.checkpoint.mirror is None:
+        raise ConfigError(
+            f"the run in '{run_dir}' has no mirror.\nFix: start it once with "
+            f"trainer.checkpoint.mirror=<URL>"
+        )
+    if is_live(run_dir):
+        raise ConfigError(f"'{run_dir}' is being trained in: its own process keeps the mirror")
+    from trainer.mirror.restore import prepare
+    from trainer.mirror.storage import Storage, StorageError
+    from trainer.mirror.upload import Uploader
+
+    try:
+        storage = Storage(trainer.checkpoint.mirror)
+        prepare(trainer, storage)
+        Uploader(trainer, storage).sync()
+    except StorageError as error:
+        raise OSError(str(error)) from error
+    print(listing.printable(listing.mirror_line(read_object(run_dir / STATE)).strip()))
+    return EXIT_DONE
