@@ -44,7 +44,7 @@ def words(tmp_path: Path) -> list[str]:
         "trainer.device=cpu",
         f"trainer.default_local_dir={tmp_path}/run",
         # not up to date: nobody asks it here
-        "trainer.checkpoint.mirror=hf://org/model",
+        "trainer.checkpoint.mirror=hf://buckets/org/model",
     ]
     save(tmp_path / "run", 2, 4)
     config = load_config(words)

@@ -18,6 +18,8 @@ def read_tensorboard(path: Path) -> RunLog:
     if find_spec("tensorboard") is None:
         raise UnreadableLogError("event files need tensorboard: pip install 'tensorboard>=2.18'")
     files = [path] if path.is_file() else event_files(path)
+    if not files:
+        raise UnreadableLogError(f"{path} has no event files")
     directory = max(files, key=_age).parent
     store = Store()
     for file in sorted(directory.glob(PATTERN), key=_age):
