@@ -49,9 +49,7 @@ FAST = frozenset(
         "unit/test_data_shapes.py",
         "unit/test_data_tokens.py",
         "unit/test_data_turns.py",
-        "unit/test_detection_detector.py",
-        "unit/test_detection_rules.py",
-        "unit/test_detection_window.py",
+        "unit/test_detection.py",
         "unit/test_environment.py",
         "unit/test_export.py",
         "unit/test_guard.py",
@@ -63,7 +61,6 @@ FAST = frozenset(
         "unit/test_packet.py",
         "unit/test_seeding.py",
         "unit/test_snapshot.py",
-        "unit/test_tracking_files.py",
     ]
 )
 """Files of the marker `fast`: no long campaign, and ranks in few of them."""

@@ -1,7 +1,13 @@
-"""The facade: what `metrics.jsonl` holds, and that no backend can stop or delay a run."""
+"""The facade: what the files of a run hold over restarts and rollbacks, and that no backend can
+stop or delay a run.
+"""
 
 import json
 import logging
+import math
+import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +16,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,34 +28,42 @@ from trainer.errors import CannotWriteError
 from trainer.progress import Rollback
 from trainer.run.end import lost_rows
 from trainer.runtime import json_lines
-from trainer.tracking import Tracking, continued, facade, read_metrics
-from trainer.tracking.backend import Backend, Sink
-from trainer.tracking.events_file import Event
+from trainer.tracking import Tracking, backend, continued, facade, read_metrics
+from trainer.tracking.backend import Backend
+from trainer.tracking.events_file import Event, read_events
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
 
-
-def track(run_dir: Path, *backends: str, **kwargs: Any) -> Tracking:
-    return Tracking(
-        "project", "experiment", backends, {}, run_dir=run_dir, total_steps=10, **kwargs
-    )
+DOCS = Path(__file__).parents[2] / "docs" / "tracking.md"
 
 
-def raw_rows(run_dir: Path) -> list[dict[str, Any]]:
-    def no_constants(name: str) -> None:
-        raise AssertionError(f"{name} is not strict JSON")
+def track(run_dir: Path, *backends: str) -> Tracking:
+    return Tracking("project", "experiment", backends, {"lr": 0.5}, run_dir=run_dir, total_steps=10)
 
-    text = (run_dir / "metrics.jsonl").read_text()
+
+def log_steps(tracking: Tracking, steps: range) -> None:
+    for step in steps:
+        tracking.log({"train/loss": tracking.attempt + step / 100}, step)
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["train/loss"]) for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def raw_lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    text = (run_dir / name).read_text()
     assert text.endswith("\n")
-    rows = [json.loads(line, parse_constant=no_constants) for line in text.splitlines()]
-    return [row for row in rows if row["kind"] not in MARKERS]
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def run_file(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "run.json").read_text())
 
 
 class FakeBackend(Backend):
     """Notes its calls; `faults` maps the name of a call to what happens there."""
 
-    def __init__(self, **faults: Callable[[], None]) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.faults = faults
+    calls: list[tuple[Any, ...]]
+    faults: dict[str, Callable[[], object]]
 
     def _note(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
@@ -70,125 +85,139 @@ class FakeBackend(Backend):
         self._note("close", exit_code)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, backend: FakeBackend, **spec: Any) -> None:
-    monkeypatch.setitem(facade.BACKENDS, name, facade.BackendSpec(lambda info: backend, **spec))
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    faults: dict[str, Callable[[], object]] | None = None,
+    **attributes: Any,
+) -> type[FakeBackend]:
+    attributes |= {"calls": [], "faults": faults or {}}
+    made = type("Made", (FakeBackend,), attributes)
+    monkeypatch.setitem(facade.BACKENDS, name, made)
+    return made
 
 
 def boom() -> None:
     raise RuntimeError("boom")
 
 
-def test_rows_hold_step_attempt_kind_time_and_metrics(tmp_path: Path) -> None:
+def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path: Path) -> None:
     tracking = track(tmp_path)
     tracking.log({"train/loss": 2.5, "optim/skipped_steps": 0}, step=1)
-    tracking.log({"val/loss": 1.5, "time/eval/total_s": 0.25}, step=1)
+    tracking.log({"val/loss": 1.5}, step=1)
+    values = {"train/loss": math.nan, "train/grad_norm": math.inf, "a": -math.inf, "b": 1.0}
+    tracking.log(values, step=2)
     tracking.finish(0)
-    train, val = raw_rows(tmp_path)
+    train, val, odd = [row for row in raw_lines(tmp_path) if row["kind"] not in MARKERS]
     assert abs(train.pop("ts") - time.time()) < 60
-    assert train == {
-        "step": 1,
-        "attempt": 1,
-        "kind": "train",
-        "train/loss": 2.5,
-        "optim/skipped_steps": 0,
-    }
+    columns = {"step": 1, "attempt": 1, "kind": "train"}
+    assert train == columns | {"train/loss": 2.5, "optim/skipped_steps": 0}
     assert val["kind"] == "val"
-
-
-def test_non_finite_values_are_null_and_marked(tmp_path: Path) -> None:
-    values = {
-        "train/loss": float("nan"),
-        "train/grad_norm": float("inf"),
-        "a": float("-inf"),
-        "b": 1.0,
-    }
-    tracking = track(tmp_path)
-    tracking.log(values, step=3)
-    tracking.finish(0)
-    (row,) = raw_rows(tmp_path)
-    assert row["nonfinite"] == {"train/loss": "nan", "train/grad_norm": "inf", "a": "-inf"}
-    assert row["train/loss"] is None and row["b"] == 1.0
-    (read,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert read["train/loss"] != read["train/loss"] and read["a"] == float("-inf")
+    assert odd["nonfinite"] == {"train/loss": "nan", "train/grad_norm": "inf", "a": "-inf"}
+    assert odd["train/loss"] is None and odd["b"] == 1.0
+    read = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert math.isnan(read["train/loss"]) and read["a"] == -math.inf
 
 
 @pytest.mark.parametrize("torn", ['{"step":2,"attempt":1,"kind":"tr', '{"step":2}', "\0" * 70000])
-def test_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path: Path, torn: str) -> None:
+def test_a_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path: Path, torn: str) -> None:
+    track(tmp_path).finish(0)
     first = track(tmp_path)
-    first.log({"train/loss": 1.0}, step=1)
+    log_steps(first, range(1, 2))
     first.finish(0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
-    second = track(tmp_path)
-    second.log({"train/loss": 2.0}, step=2)
-    second.finish(0)
-    assert [(row["step"], row["attempt"]) for row in raw_rows(tmp_path)] == [(1, 1), (2, 2)]
+    log_steps(track(tmp_path), range(2, 3))
+    assert losses(tmp_path) == [(1, 1.01), (2, 2.02)], "an opening without rows is no attempt"
+    assert raw_lines(tmp_path)
 
 
-def test_an_opening_without_rows_is_no_attempt(tmp_path: Path) -> None:
-    track(tmp_path).finish(0)
-    assert track(tmp_path).attempt == 1
-
-
-def test_reader_takes_the_newest_attempt_of_each_kind_and_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    rows = [
-        (1, 1, "train", 1.0),
-        (2, 1, "train", 2.0),
-        (2, 1, "val", 3.0),
-        (3, 1, "train", 4.0),
-        (2, 2, "train", 5.0),
-    ]
+def test_foreign_and_unfinished_lines_are_passed_over(tmp_path: Path) -> None:
+    rows = [(1, 1, "train"), (2, 1, "train"), (2, 1, "val"), (2, 2, "train")]
     lines = [
-        json.dumps({"step": s, "attempt": a, "kind": k, "ts": 0, "x": x}) for s, a, k, x in rows
+        json.dumps({"step": step, "attempt": attempt, "kind": kind, "ts": 0, "x": place})
+        for place, (step, attempt, kind) in enumerate(rows)
     ]
-    lines.insert(2, '{"step": 9, "att')
-    lines.insert(3, "[1]")
+    lines[2:2] = ['{"step": 9, "att', "[1]"]
+    path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines) + "\n" + '{"step": 4, "attempt": 2, "kind": "train"')
-    assert [(row["step"], row["kind"], row["x"]) for row in read_metrics(path)] == [
-        (1, "train", 1.0),
-        (2, "train", 5.0),
-        (2, "val", 3.0),
-        (3, "train", 4.0),
-    ]
+    found = [(row["step"], row["kind"], row["x"]) for row in read_metrics(path)]
+    assert found == [(1, "train", 0), (2, "train", 3), (2, "val", 2)], "the newest value counts"
 
 
-@pytest.mark.covers("S0.10")
+@pytest.mark.covers("S3.29")
+def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path: Path) -> None:
+    log_steps(track(tmp_path), range(1, 7))
+    second = track(tmp_path)
+    log_steps(second, range(4, 6))
+    assert losses(tmp_path) == [(1, 1.01), (2, 1.02), (3, 1.03), (4, 2.04), (5, 2.05)]
+    second.rewind(3)
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
+    second.log({"train/loss": 9.0}, 4)
+    assert losses(tmp_path)[-1] == (4, 9.0)
+    third = track(tmp_path)
+    third.start(3)
+    third.log({"val/loss": 7.0}, 3)
+    rows = [(row["step"], row["kind"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert rows == [(1, "train"), (2, "train"), (3, "train"), (3, "val")], "made up for"
+    assert (track(tmp_path).attempt, track(tmp_path).past.num_lost_steps) == (4, 3 + 2 + 1)
+    with pytest.raises(RuntimeError, match="too late"):
+        third.start(3)
+
+
+def test_values_of_a_step_logged_one_after_the_other_all_count(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    tracking.log({"train/loss": 1.0, "train/lr": 0.1}, 1)
+    tracking.log({"train/loss": math.inf, "x": 2.0}, 1)
+    tracking.log({"train/loss": 3.0, "train/lr": 0.1}, 2)
+    tracking.rewind(1)
+    tracking.log({"train/lr": 0.2}, 2)
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["train/loss"], first["train/lr"], first["x"]) == (math.inf, 0.1, 2.0)
+    assert "train/loss" not in second, "nothing of a step that was taken back"
+
+
+@pytest.mark.covers("S0.3", "S0.5", "S0.10", "S0.11", "S2.4", "S4.4", "S4.14")
+def test_any_key_passes_with_a_number_and_a_reducer_in_it_is_dropped(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    keys = ("train/reward_total_std", "rewards/Format/mean", "actor/kl_loss", "a@b", "m@median")
+    tracking.log({**dict.fromkeys(keys, 1.0), "tokens@sum": 2, "t@p99": 3.0, "@sum": 4.0}, 1)
+    tracking.log({"eval/loss": 1.0}, 1)
+    tracking.log({"system/gpu_util": 70.0}, 1, kind="system")
+    system, train, val = read_metrics(tmp_path / "metrics.jsonl")
+    assert train.keys() == {*keys, "tokens", "t", "@sum", "step", "attempt", "kind", "ts"}
+    assert (system["kind"], val["kind"]) == ("system", "val")
+    for value in (torch.tensor(1.0), np.ones(1), np.float32(1), "1", None, True):
+        with pytest.raises(TypeError, match=r"'train/loss' is a \w+, not an int or float"):
+            tracking.log({"train/loss": value}, step=2)
+    with pytest.raises(ValueError, match="'step@max' collides"):
+        tracking.log({"step@max": 1.0}, 2)
+    with pytest.raises(ValueError, match="kind 'rollback'"):
+        tracking.log({}, 1, "rollback")
+
+
+def full_disk(descriptor: int, line: bytes) -> int:
+    raise OSError(28, "No space left on device")
+
+
+REAL_WRITE = os.write
+
+
 @pytest.mark.parametrize(
-    "value", [torch.tensor(1.0), torch.zeros(2), np.ones(1), np.float32(1), "1", None, True]
+    "failing", [full_disk, lambda descriptor, line: REAL_WRITE(descriptor, line[:20])]
 )
-def test_values_other_than_int_and_float_are_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(TypeError, match=r"'train/loss' is a \w+, not an int or float"):
-        track(tmp_path).log({"train/loss": value}, step=1)
-    assert not (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_a_metric_named_like_a_column_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'step' collides"):
-        track(tmp_path).log({"step": 1}, step=1)
-
-
-@pytest.mark.parametrize("short_write", [False, True])
 def test_rows_wait_for_a_full_disk_and_each_outage_warns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    short_write: bool,
+    failing: Callable[[int, bytes], int],
 ) -> None:
-    real_write = json_lines.os.write
-
-    def full_disk(descriptor: int, line: bytes) -> int:
-        if not short_write:
-            raise OSError(28, "No space left on device")
-        return real_write(descriptor, line[:20])
-
     tracking = track(tmp_path)
     for step in range(1, 9):
-        monkeypatch.setattr(json_lines.os, "write", full_disk if step in (2, 3, 6) else real_write)
-        tracking.log({"train/loss": 1.0}, step=step)
-        assert [row["step"] for row in raw_rows(tmp_path)] == list(
-            range(1, {2: 1, 3: 1, 6: 5}.get(step, step) + 1)
-        )
+        monkeypatch.setattr(json_lines.os, "write", failing if step in (2, 3, 6) else REAL_WRITE)
+        log_steps(tracking, range(step, step + 1))
+        last_step = {2: 1, 3: 1, 6: 5}.get(step, step)
+        assert [step for step, _ in losses(tmp_path)] == [*range(1, last_step + 1)]
     tracking.finish(0)
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
 
@@ -196,81 +225,81 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(
 def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full_disk(descriptor: int, line: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    real_write = json_lines.os.write
     monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
     tracking = track(tmp_path)
     tracking.start(0)
     for step in range(1, 41):
-        monkeypatch.setattr(
-            json_lines.os, "write", full_disk if 11 <= step <= 30 or step > 38 else real_write
-        )
+        is_full = 11 <= step <= 30 or step > 38
+        monkeypatch.setattr(json_lines.os, "write", full_disk if is_full else REAL_WRITE)
         tracking.log({"train/loss": 1.0}, step=step)
     tracking.finish(0)
-    written = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    lost = sorted(set(range(1, 41)) - set(written))
-    assert (
-        written == sorted(written)
-        and lost[0] == 11
-        and 11 < lost[-3] < 30
-        and lost[-2:] == [39, 40]
-    )
-    said = f"steps 11-{lost[-3]}, 39-40, which"
-    assert f"metrics.jsonl lacks {len(lost)} rows of {said} could not be written" in caplog.text
-    assert lost_rows(tmp_path, 40).endswith(f"{said} are lost")
-    rollback = Rollback(
-        onset=39,
-        found_step=40,
-        target_step=38,
-        first_skipped=39,
-        last_skipped=40,
-        reason="",
-        discarded=[],
-    )
+    lost = sorted(set(range(1, 41)) - {step for step, _ in losses(tmp_path)})
+    assert lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
+    steps = f"steps 11-{lost[-3]}, 39-40, which"
+    assert f"metrics.jsonl lacks {len(lost)} rows of {steps} could not be written" in caplog.text
+    assert lost_rows(tmp_path, 40).endswith(f"{steps} are lost")
+    rollback = Rollback(39, 40, 38, 39, 40, "", [])
     (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
-    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), (
-        "passed over, not lost"
-    )
+    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over"
 
 
 def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path: Path) -> None:
     tracking = track(tmp_path)
     tracking.start(100)
-    for step in (101, 102, 103):
-        tracking.log({"train/loss": 1.0}, step=step)
+    log_steps(tracking, range(101, 104))
     tracking.rewind(101)
-    tracking.log({"train/loss": 1.0}, step=102)
-    tracking.finish(0)
+    log_steps(tracking, range(102, 103))
     assert lost_rows(tmp_path, 102) == "" and "steps 103, which" in lost_rows(tmp_path, 103)
     assert lost_rows(tmp_path / "elsewhere", 103) == ""
 
 
-def test_unwritable_directory_is_an_error_at_construction(tmp_path: Path) -> None:
+def test_flush_reaches_the_disk_without_waiting_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, synced = threading.Event(), threading.Semaphore(0)
+
+    def slow_disk(descriptor: int) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "training waits for it"
+        synced.release()
+        release.wait(20)
+
+    tracking = track(tmp_path)
+    tracking.start(0)  # waits for run.json, once
+    monkeypatch.setattr(json_lines.os, "fsync", slow_disk)
+    log_steps(tracking, range(1, 3))
+    tracking.flush()
+    assert synced.acquire(timeout=20), "nothing was synced"
+    log_steps(tracking, range(3, 5))  # while the disk is still busy
+    assert len(losses(tmp_path)) == 4 and not release.is_set()
+    release.set()
+    tracking.finish(0)
+
+
+def test_an_unwritable_directory_is_an_error_at_construction(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWriteError, match=r"metrics\.jsonl"):
         track(tmp_path / "file")
 
 
-def test_backend_sees_every_row_in_order_and_the_exit_code(
+def test_a_backend_sees_every_row_in_order_and_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = FakeBackend()
-    install(monkeypatch, "fake", backend)
+    fake = install(monkeypatch, "fake")
     tracking = track(tmp_path, "fake")
-    for step in range(1, 51):
-        tracking.log({"train/loss": float(step)}, step=step)
+    log_steps(tracking, range(1, 51))
+    tracking.rewind(40)
     tracking.finish(75)
     tracking.finish(0)
-    logs = [("log", {"train/loss": float(step)}, step) for step in range(1, 51)]
-    assert backend.calls == [("open",), *logs, ("close", 75)]
-    late: list[Callable[[], None]] = [
-        lambda: tracking.log({}, 51), lambda: tracking.rewind(4), lambda: tracking.event("x", 51, "late"),
-    ]  # fmt: skip
-    for call in late:
+    logs = [("log", {"train/loss": 1 + step / 100}, step) for step in range(1, 51)]
+    assert fake.calls == [("open",), *logs, ("rewind", 40), ("close", 75)]
+    late: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("log", ({}, 51)),
+        ("rewind", (4,)),
+        ("event", ("x", 51, "late")),
+    )
+    for call, args in late:
         with pytest.raises(RuntimeError, match="after finish"):
-            call()
+            getattr(tracking, call)(*args)
 
 
 def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
@@ -280,115 +309,99 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
     recorded: list[int] = []
 
     def note() -> None:
-        recorded.append(
-            json.loads((tmp_path / "run.json").read_text()).get("last_sent", {}).get("fake", 0)
-        )
+        recorded.append(run_file(tmp_path).get("last_sent", {}).get("fake", 0))
 
-    backend = FakeBackend(log=note)
-    install(monkeypatch, "fake", backend, is_continued=True)
+    fake = install(monkeypatch, "fake", {"log": note}, is_continued=True)
     monkeypatch.setattr(continued, "RECORD_INTERVAL_S", 0.0)
     tracking = track(tmp_path, "fake")
     for step in range(1, 9):
         tracking.log({"train/loss": 1.0}, step=step)
         tracking.log({"val/loss": 1.0}, step=step)
     tracking.finish(0)
-    steps = [call[2] for call in backend.calls if call[0] == "log"]
+    steps = [call[2] for call in fake.calls if call[0] == "log"]
     assert steps == sorted([*range(1, 9), *range(1, 9)])
-    assert (
-        all(sent < step for sent, step in zip(recorded, steps, strict=True)) and max(recorded) > 3
-    )
-    assert json.loads((tmp_path / "run.json").read_text())["last_sent"] == {"fake": 8}
-
-
-def test_results_of_earlier_steps_reach_the_trackers_of_a_finished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, later = FakeBackend(), FakeBackend()
-    install(monkeypatch, "fake", first, is_continued=True)
-    tracking = track(tmp_path, "fake")
-    for step in range(1, 9):
-        tracking.log({"train/loss": 1.0}, step=step)
-    tracking.finish(0)
-    install(monkeypatch, "fake", later, is_continued=True)
+    assert all(sent < step for sent, step in zip(recorded, steps, strict=True))
+    assert max(recorded) > 3 and run_file(tmp_path)["last_sent"] == {"fake": 8}
+    later = install(monkeypatch, "fake", is_continued=True)
     tracking = track(tmp_path, "fake")
     tracking.log({"val/exec_success_rate": 0.5}, step=4)
     tracking.finish(0)
-    assert later.calls == [("open",), ("log", {"val/exec_success_rate": 0.5}, 4), ("close", 0)]
+    result = ("log", {"val/exec_success_rate": 0.5}, 4)
+    assert later.calls == [("open",), result, ("close", 0)], "a result of an earlier step"
 
 
-@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("is_inline", [False, True])
 @pytest.mark.parametrize("call", ["open", "log", "close"])
-def test_backend_that_raises_is_dropped_with_one_warning(
+def test_a_backend_that_raises_is_dropped_with_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     call: str,
-    inline: bool,
+    is_inline: bool,
 ) -> None:
-    broken, healthy = FakeBackend(**{call: boom}), FakeBackend()
-    install(monkeypatch, "broken", broken, inline=inline)
-    install(monkeypatch, "healthy", healthy)
+    broken = install(monkeypatch, "broken", {call: boom}, is_inline=is_inline)
+    healthy = install(monkeypatch, "healthy")
     tracking = track(tmp_path, "broken", "healthy")
     for step in range(1, 6):
-        tracking.log({"train/loss": 1.0}, step=step)
+        log_steps(tracking, range(step, step + 1))
         time.sleep(0.01)
+    assert tracking.health()["obs/dropped_trackers"] == (call != "close")
     tracking.finish(0)
-    warnings = [
-        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
-    ]
-    assert len(warnings) == 1
-    assert "'broken'" in warnings[0] and f"{call}() raised RuntimeError: boom" in warnings[0]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= 30]
+    assert f"'broken' dropped: {call}() raised RuntimeError: boom" in warning
     assert [called[0] for called in broken.calls].count(call) == 1
     assert healthy.calls[-1] == ("close", 0) and len(healthy.calls) == 7
-    assert [row["step"] for row in raw_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len(losses(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
-def test_backend_that_hangs_delays_neither_steps_nor_the_end(
+def test_backends_that_hang_delay_neither_steps_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     release = threading.Event()
-    install(monkeypatch, "hung", FakeBackend(**{call: release.wait}), close_timeout_s=0.3)
-    tracking = track(tmp_path, "hung")
+    names = [f"hung{number}" for number in range(4)]
+    for name in names:
+        install(monkeypatch, name, {call: release.wait}, close_timeout_s=1.0)
+    tracking = track(tmp_path, *names)
     begin = time.monotonic()
-    for step in range(1, 101):
-        tracking.log({"train/loss": 1.0}, step=step)
+    log_steps(tracking, range(1, 101))
     tracking.finish(0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 3, "they are waited for together"
     release.set()
-    assert len(caplog.records) == 1
-    assert f"'hung' dropped: {call}() did not finish within 0.3 s" in caplog.text
-    assert len(raw_rows(tmp_path)) == 100
+    assert len(caplog.records) == 4
+    assert f"'hung0' dropped: {call}() did not finish within 1 s" in caplog.text
+    assert len(losses(tmp_path)) == 100
 
 
-def test_several_hung_backends_are_waited_for_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_queue_drops_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
-    names = [f"hung{i}" for i in range(4)]
-    for name in names:
-        install(monkeypatch, name, FakeBackend(close=release.wait), close_timeout_s=1.0)
-    tracking = track(tmp_path, *names)
-    tracking.log({"train/loss": 1.0}, step=1)
+    monkeypatch.setattr(backend, "CAPACITY", 3)
+    hung = install(monkeypatch, "hung", {"log": release.wait}, close_timeout_s=20.0)
+    tracking = track(tmp_path, "hung")
+    for step in range(1, 10):
+        log_steps(tracking, range(step, step + 1))
+        time.sleep(0.01)
     begin = time.monotonic()
     tracking.finish(0)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 5, "a dropped backend is not waited for"
     release.set()
+    assert "'hung' dropped: log() hangs" in caplog.text and len(hung.calls) == 2
 
 
-def test_process_ends_while_a_backend_hangs(tmp_path: Path) -> None:
+def test_the_process_ends_while_a_backend_hangs(tmp_path: Path) -> None:
     program = """
-import pathlib, sys, threading
-from trainer.progress import Rollback
-from trainer.run.end import lost_rows
-from trainer.runtime import json_lines
+import sys, threading
 from trainer.tracking import Tracking, facade
+from trainer.tracking.backend import Backend
 
-class Hung:
+class Hung(Backend):
+    close_timeout_s = 0.1
     def open(self): threading.Event().wait()
 
-facade.BACKENDS["hung"] = facade.BackendSpec(lambda info: Hung(), close_timeout_s=0.1)
-tracking = Tracking("p", "e", "hung", {}, run_dir=pathlib.Path(sys.argv[1]), total_steps=1)
+facade.BACKENDS["hung"] = Hung
+tracking = Tracking("p", "e", "hung", {}, run_dir=sys.argv[1], total_steps=1)
 tracking.log({"train/loss": 1.0}, step=1)
 tracking.finish(0)
 sys.exit(7)
@@ -397,41 +410,24 @@ sys.exit(7)
     assert done.returncode == 7
 
 
-@pytest.mark.parametrize("limits", [{"capacity": 3}, {"stall_timeout_s": 0.1}])
-def test_full_queue_or_stalled_call_drops_the_backend(
-    caplog: pytest.LogCaptureFixture, limits: dict[str, Any]
-) -> None:
-    release = threading.Event()
-    backend = FakeBackend(log=release.wait)
-    sink = Sink(backend, name="hung", close_timeout_s=20.0, **limits)
-    sink.open()
-    sink.send("log", MetricsRow(0, "train", 0.0, {}))
-    while ("log", {}, 0) not in backend.calls:
-        time.sleep(0.01)
-    for step in range(1, 10):
-        sink.send("log", MetricsRow(step, "train", 0.0, {}))
-        time.sleep(0.03)
-    begin = time.monotonic()
-    sink.finish(0)
-    sink.wait()
-    assert time.monotonic() - begin < 5
-    release.set()
-    sink._thread.join(5)
-    assert len(caplog.records) == 1 and "'hung' dropped: log()" in caplog.text
-    assert [call[0] for call in backend.calls] == ["open", "log"]
-
-
-def test_unknown_backend_and_missing_package_are_configuration_errors(
+def test_unknown_backends_and_missing_packages_are_configuration_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="swanlab"):
         track(tmp_path / "run", "swanlab")
+    facade.require_backends(["console", "tensorboard", "mlflow", "wandb"])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"pip install 'tensorboard>=2\.18', or remove 'tensorboard'"
-    ):
+    advice = r"pip install 'tensorboard>=2\.18', or remove 'tensorboard'"
+    with pytest.raises(ConfigError, match=advice):
         track(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "alembic", None)
+    with pytest.raises(ConfigError, match=r"'mlflow'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc"):
+        facade.require_backends(["mlflow"])
+    monkeypatch.setenv("USE_WANDB", "true")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"'wandb'"):
+        facade.require_backends(["console"])
 
 
 def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
@@ -443,46 +439,126 @@ def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
     assert facade.BACKENDS["wandb"].install.strip("'") in project["dependencies"]
 
 
-def test_a_missing_package_is_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    facade.require_installed(["console", "tensorboard", "mlflow", "wandb"])
-    monkeypatch.setitem(sys.modules, "alembic", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc",
-    ):
-        facade.require_installed(["mlflow"])
-    monkeypatch.setenv("USE_WANDB", "true")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"'wandb'"):
-        facade.require_installed(["console"])
-
-
-def test_run_ids_come_from_run_json_then_from_the_checkpoint_of_the_same_run(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"git": "abc", "run_ids": {"wandb": "here"}}))
-    tracking = track(tmp_path)
-    state = {
-        "project_name": "project",
-        "experiment_name": "experiment",
-        "run_ids": {"wandb": "there", "mlflow": "m"},
-    }
-    tracking.load_state_dict(state | {"experiment_name": "other"})
-    assert tracking.state_dict()["run_ids"] == {"wandb": "here"}
-    tracking.load_state_dict(state)
-    assert tracking.state_dict()["run_ids"] == {"wandb": "here", "mlflow": "m"}
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content == {"git": "abc", "run_ids": {"wandb": "here", "mlflow": "m"}}
-    tracking.log({}, step=1)
-    tracking.load_state_dict(state | {"run_ids": {"tensorboard": "t"}})
-    assert tracking.state_dict()["run_ids"] == {"wandb": "here", "mlflow": "m"}, (
-        "a rollback goes on in open trackers"
-    )
-
-
-def test_broken_run_json_is_said_and_replaced(
+@pytest.mark.covers("S3.3")
+def test_run_json_describes_the_run_and_a_broken_one_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "run.json").write_text("{")
+    track(tmp_path).start(0)
+    assert "run.json" in caplog.text
+    names = {"project_name": "project", "experiment_name": "experiment", "group": "experiment"}
+    assert run_file(tmp_path) == names | {"total_steps": 10, "config": {"lr": 0.5}}
+    Tracking("project", "experiment", [], run_dir=tmp_path, group="together").start(0)
+    assert run_file(tmp_path)["group"] == "together"
+
+
+def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = install(monkeypatch, "fake")
+    tracking = track(tmp_path, "fake")
+    tracking.event("early", 0, "before the first row", "error")
+    log_steps(tracking, range(1, 2))
+    fields = {"z": math.nan, "ids": [1, 2], "m": {"x": math.inf}, "path": tmp_path}
+    tracking.event("spike", 1, "loss 9 times its level", level="warn", **fields)
+    tracking.event("dead", 1, "no gradient", level="error")
+    tracking.finish(76)
+    lines = raw_lines(tmp_path, "events.jsonl")
+    assert [line["kind"] for line in lines] == ["early", "start", "spike", "dead", "end"]
+    spike = lines[2]
+    assert spike.pop("ts") > 0
+    columns = {"attempt": 1, "step": 1, "kind": "spike", "level": "warn"}
+    message = {"message": "loss 9 times its level"}
+    texts = {"z": "nan", "ids": [1, 2], "m": {"x": "inf"}, "path": str(tmp_path)}
+    assert spike == columns | message | texts
+    assert [call[1] for call in fake.calls if call[0] == "alert"] == ["no gradient"]
+    shown = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert (logging.WARNING, "step 1: loss 9 times its level") in shown
+    assert (logging.ERROR, "step 1: no gradient") in shown
+
+
+@pytest.mark.covers("S1.10")
+def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end(
+    tmp_path: Path,
+) -> None:
+    first = track(tmp_path)
+    log_steps(first, range(1, 5))
+    first.finish(75)
+    log_steps(track(tmp_path), range(3, 6))  # killed
+    third = track(tmp_path)
+    third.start(4)
+    third.finish(0)
+    track(tmp_path).finish(1)  # crashed before its first step
+    track(tmp_path).finish(0)  # nothing was left to do
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"ts": 1, "kind": "st')
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(e["kind"], e["attempt"], e["step"], e.get("exit_code")) for e in events] == [
+        ("start", 1, 0, None),
+        ("end", 1, 4, 75),
+        ("start", 2, 2, None),
+        ("start", 3, 4, None),
+        ("end", 3, 4, 0),
+        ("end", 4, 0, 1),
+    ]
+    assert read_events(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.covers("S3.3", "S3.7")
+def test_verls_call_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"data": {"path": Path("a.parquet")}, "optim": SimpleNamespace(lr=1e-5)}
+    tracking = Tracking(
+        project_name="rlvr", experiment_name="phase1", default_backend=["console"], config=config
+    )  # fmt: skip
+    tracking.log({"train/loss": 0.5, "own": 3.0}, step=7)
+    tracking.log(data={"val/loss": 0.6}, step=7)
+    tracking.finish()
+    run_dir = Path("checkpoints/rlvr/phase1")
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [7, 7]
+    assert "step 7 | loss 0.5000 | own 3\n" in capsys.readouterr().out
+    written = run_file(run_dir)["config"]
+    assert written["data"] == {"path": "a.parquet"} and "lr=1e-05" in written["optim"]
+    for place in ({"trainer": {"default_local_dir": "runs/a"}}, {"default_local_dir": "runs/b"}):
+        Tracking("p", "e", config=place).log({"train/loss": 0.5}, step=1)
+    assert Path("runs/a/metrics.jsonl").is_file() and Path("runs/b/metrics.jsonl").is_file()
+
+
+def test_a_directory_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[0]
+    exec(compile(snippet, DOCS.name, "exec"), {})
+    (row,) = read_metrics(Path("checkpoints/sft/eval_step_500/metrics.jsonl"))
+    assert row["val/exec_success_rate"] == 0.61
+    log_steps(track(tmp_path / "run"), range(1, 3))
+    pointed = snippet.replace("config=", "run_dir='run', config=")
+    with pytest.raises(ConfigError, match="holds the run 'experiment' of project 'project', not"):
+        exec(compile(pointed, DOCS.name, "exec"), {})
+    trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    holder = {"pid": trainer.pid, "host": socket.gethostname()}
+    (tmp_path / "run/.train.lock").write_text(json.dumps(holder))
+    try:
+        with pytest.raises(ConfigError, match=f"pid {trainer.pid} is training in"):
+            track(tmp_path / "run")
+    finally:
+        trainer.communicate()
+    (tmp_path / "run/.train.lock").write_text(json.dumps(holder | {"pid": os.getpid()}))
+    assert track(tmp_path / "run").attempt == 2, "the process itself"
+
+
+def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path: Path) -> None:
     tracking = track(tmp_path)
-    assert "run.json" in caplog.text and tracking.state_dict()["run_ids"] == {}
+    log_steps(tracking, range(1, 20))
+    tracking.log({"val/loss": 1.5}, 10)
+    tracking.finish(0)
+    later = track(tmp_path)
+    later.log({"val/exec_success_rate": 0.61}, step=10)
+    later.finish(0)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    (row,) = [row for row in rows if row["kind"] == "val"]
+    assert len(rows) == 20 and (row["val/loss"], row["val/exec_success_rate"]) == (1.5, 0.61)
+    assert track(tmp_path).past.num_lost_steps == 0

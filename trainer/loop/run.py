@@ -119,7 +119,6 @@ class Run:
             "guard": self._loss_history(self.guard, keys=("detector",)),
             "loop": self.loop,
             "meter": self._loss_history(self.meter, keys=("ema", "num_ema")),
-            **({} if self.tracking is None else {"tracking": self.tracking}),
         }
 
     def _loss_history(self, part: Stateful, *, keys: Sequence[str]) -> Stateful:

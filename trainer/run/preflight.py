@@ -17,7 +17,7 @@ from trainer.data.files import resolve_files
 from trainer.detection import require_usable_rules
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
-from trainer.tracking.facade import require_installed
+from trainer.tracking.facade import require_backends
 from trainer.tracking.run_info import FILE_NAME, RunFile
 
 TEMPLATES = Path(trainer.data.__file__).parent / "templates"
@@ -135,7 +135,7 @@ def _require_mirror(config: Config) -> None:
 
 CHECKS: dict[str, Callable[[Config], object]] = {
     "guard": lambda config: require_usable_rules(config.trainer.guard.rules),
-    "trackers": lambda config: require_installed(config.trainer.logger),
+    "trackers": lambda config: require_backends(config.trainer.logger),
     "template": _require_templates,
     "adapters": lambda config: require_adapters(config.model),
     "model": _require_model,

@@ -1,24 +1,47 @@
-"""What a tracker offers, and what stands between it and training, which never waits."""
+"""The interface of trackers, and the queue between a tracker and training, which never waits."""
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
+from trainer.tracking.run_info import RunInfo
+
+logger = logging.getLogger(__name__)
+CAPACITY = 1024
+"""Calls that may wait for a tracker."""
 
 
-class Backend(Protocol):
-    """A place rows are sent to. Called from one thread; may raise: the facade then drops it."""
+class Backend:
+    """A tracker. Its methods are called from one thread; one that raises is dropped."""
 
+    close_timeout_s: ClassVar[float] = 15.0
+    is_inline: ClassVar[bool] = False
+    """Called in the caller's thread: for the console, whose order among other output matters."""
+    is_continued: ClassVar[bool] = False
+    """A restart continues the same tracker run, which is sent only what it lacks."""
     takes_back: ClassVar[bool] = False
-    """Whether `open` and `rewind` remove the rows of later steps from what the tracker shows."""
+    """`rewind` removes the rows of later steps from what the tracker shows."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """The modules it imports."""
+    install: ClassVar[str] = ""
+    """The arguments of pip that install them, as in pyproject.toml."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Defaults set before the import: no library reports on its users."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
+
+    def where(self) -> str:
+        """Return how to look at it, for the start of a run."""
+        return ""
 
     def open(self) -> None:
-        """Before the first row of the attempt."""
+        """Called before the first row of the attempt."""
 
     def log(self, row: MetricsRow) -> None: ...
 
@@ -28,122 +51,84 @@ class Backend(Protocol):
             self.log(row)
 
     def rewind(self, step: int) -> None:
-        """The run went back to finished step `step`: rows of later steps come again with other
-        values.
+        """The run continues from finished step `step`: rows of later steps come again, with other
+        values after a rollback.
         """
-        return
-
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
-        """Rows of equal columns; where a tracker has no tables nothing is shown."""
-        return
 
     def alert(self, event: Event) -> None:
-        """An event of level error."""
-        return
+        """An event of level error happened."""
 
     def close(self, exit_code: int) -> None: ...
 
 
-logger = logging.getLogger(__name__)
-
-
 class Sink:
-    """Hands calls on to a backend: in a daemon thread behind a bounded queue, which starts with
-    `open`.
+    """Calls a backend in a daemon thread, from a bounded queue.
 
-    The backend is dropped, once and for all and with one warning, when a call raises, when one
-    lasts longer than `stall_timeout_s`, when `capacity` calls wait, or when it has not closed
-    within `close_timeout_s` of `finish`. `is_inline` calls it in the caller's thread instead: for
-    the console, whose order among other output matters.
+    The backend is dropped, once and for all and with one warning, when a call raises, when
+    `CAPACITY` calls wait, or when it has not closed within its `close_timeout_s` of `finish`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        name: str,
-        close_timeout_s: float,
-        is_inline: bool = False,
-        capacity: int = 1024,
-        stall_timeout_s: float = 300.0,
-    ) -> None:
+    def __init__(self, backend: Backend, *, name: str) -> None:
         self.is_dropped = False
-        self._backend, self._name = backend, name
-        self._close_timeout_s, self._stall_timeout_s = close_timeout_s, stall_timeout_s
-        self._is_inline, self._is_open = is_inline, False
+        self.backend, self._name = backend, name
         self._lock = threading.Lock()
-        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
-        self._call_name, self._call_began_s = "", float("inf")
+        self._call_name = ""
+        self._is_open = False
         self._deadline_s = 0.0
 
     @property
     def depth(self) -> int:
-        """Calls that wait."""
+        """The number of calls that wait."""
         return self._queue.qsize()
 
     def open(self) -> None:
         self._is_open = True
-        if self._is_inline:
-            self._hand_on("open")
+        if self.backend.is_inline:
+            self._call("open", ())
         else:
             self._thread.start()
 
     def send(self, call: str, *args: Any) -> None:
-        """Never raises."""
-        if time.monotonic() - self._call_began_s > self._stall_timeout_s:
-            self._drop(f"{self._call_name}() has not returned for {self._stall_timeout_s:g} s")
-        self._hand_on(call, *args)
+        """Hand on a call. Never raises."""
+        if not self._is_open or self.is_dropped:
+            return
+        if self.backend.is_inline:
+            self._call(call, args)
+            return
+        try:
+            self._queue.put_nowait((call, args))
+        except queue.Full:
+            self._drop(f"{self._call_name}() hangs or is too slow, {CAPACITY} calls wait")
 
     def finish(self, exit_code: int) -> None:
         """Ask for the end; `wait` returns when it came or its time is over."""
-        self._deadline_s = time.monotonic() + self._close_timeout_s
-        if self._is_open:
-            self._hand_on("close", exit_code)
+        self._deadline_s = time.monotonic() + self.backend.close_timeout_s
+        self.send("close", exit_code)
 
     def wait(self) -> None:
-        if not self._is_open or self._is_inline or self.is_dropped:
+        if self._thread.ident is None or self.is_dropped:
             return
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._drop(
-                f"{self._call_name or 'close'}() did not finish within {self._close_timeout_s:g} s"
-            )
-
-    def _hand_on(self, call: str, *args: Any) -> None:
-        if self.is_dropped:
-            return
-        try:
-            if self._is_inline:
-                self._call(call, *args)
-            else:
-                self._queue.put_nowait((call, args))
-        except queue.Full:
-            self._drop(
-                f"{self._call_name}() hangs or is too slow, {self._queue.maxsize} calls wait"
-            )
-        except Exception as error:
-            self._drop_for(error)
+            limit_s = self.backend.close_timeout_s
+            self._drop(f"{self._call_name}() did not finish within {limit_s:g} s")
 
     def _work(self) -> None:
         call, args = "open", ()
+        self._call(call, args)
+        while call != "close" and not self.is_dropped:
+            call, args = self._queue.get()
+            self._call(call, args)
+
+    def _call(self, call: str, args: tuple[Any, ...]) -> None:
+        self._call_name = call
         try:
-            self._call(call)
-            while call != "close" and not self.is_dropped:
-                call, args = self._queue.get()
-                self._call(call, *args)
-        # a library may even raise SystemExit; nothing leaves this thread
-        except BaseException as error:
-            self._drop_for(error)
-
-    def _call(self, call: str, *args: Any) -> None:
-        self._call_name, self._call_began_s = call, time.monotonic()
-        getattr(self._backend, call)(*args)
-        self._call_began_s = float("inf")
-
-    def _drop_for(self, error: BaseException) -> None:
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
-        self._drop(f"{self._call_name}() raised {type(error).__name__}: {reason}")
+            getattr(self.backend, call)(*args)
+        except BaseException as error:  # a library may even raise SystemExit
+            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            self._drop(f"{call}() raised {type(error).__name__}: {reason}")
 
     def _drop(self, cause: str) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
-"""`events.jsonl`: what happened to a run beside its metrics.
+"""`events.jsonl`: starts, ends, warnings and errors of a run.
 
 One JSON object a line: `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn, error),
-`message`, and what else belongs to that kind. Every attempt begins with an event of kind "start"
-and ends with "end", which holds `exit_code`; one that was killed has no end.
+`message`, and other fields of that kind. Every attempt begins with an event of kind "start" and
+ends with "end", which holds `exit_code`; a killed attempt has no end.
 """
 
 import time
@@ -21,24 +21,12 @@ COLUMNS = frozenset({"ts", "attempt", "step", "kind", "level", "message"})
 
 @dataclass(frozen=True)
 class Event:
-    """`fields` may hold lists and mappings of plain values."""
-
     kind: str
     step: int
     message: str
     level: str = "info"
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(
-                f"event '{self.kind}' has level '{self.level}': it must be any of "
-                f"{', '.join(LEVELS)}"
-            )
-        if taken := COLUMNS & self.fields.keys():
-            raise ValueError(
-                f"event '{self.kind}': '{min(taken)}' is a column of {FILE_NAME}: rename that field"
-            )
+    """Other fields: plain values, lists and mappings of them."""
 
 
 class EventsFile(AppendFile):
@@ -52,19 +40,22 @@ class EventsFile(AppendFile):
             "attempt": self._attempt,
             "step": event.step,
             "kind": event.kind,
+            "level": event.level,
+            "message": event.message,
         }
-        columns |= {"level": event.level, "message": event.message}
-        self.append(columns | strict(event.fields))
+        self.append(columns | strict(event.fields) | columns)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """In the order written; none without the file. Torn or foreign lines are passed over."""
+    """Return the events in the order written, without torn or foreign lines; [] without the
+    file.
+    """
     return [event for _, event in JsonLines(path) if event.keys() >= COLUMNS]
 
 
 def last_exit_code(path: Path) -> int | None:
-    """Of the last attempt: that of a crash if it was killed or is still under way; None without
-    any attempt.
+    """Return the exit code of the last attempt: that of a crash if it was killed or is still
+    running; None without any attempt.
     """
     ends = [event for event in read_events(path) if event["kind"] in ("start", "end")]
     if not ends:

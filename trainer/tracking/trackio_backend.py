@@ -1,26 +1,27 @@
-"""Trackio, on this machine: the database of the project in TRACKIO_DIR, one run continued over
-all attempts.
-"""
+"""Trackio, on this machine: the database of the project in TRACKIO_DIR."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from trainer.tracking.backend import Backend
-from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
-from trainer.tracking.run_info import RunInfo
-
-
-def where(info: RunInfo) -> str:
-    return f"trackio show --project {info.project_name}"
 
 
 class TrackioBackend(Backend):
     """After a rollback the repeated steps have two values: Trackio cannot take points back."""
 
-    def __init__(self, info: RunInfo) -> None:
-        self._info = info
-        self._run: Any = None
+    close_timeout_s = 35.0  # it waits for its own thread for 30
+    is_continued = True
+    modules = ("trackio",)
+    install = "'trackio>=0.43'"
+    environment: ClassVar[Mapping[str, str]] = {
+        "TRACKIO_STORAGE_MODE": "sqlite",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    _run: Any = None
+
+    def where(self) -> str:
+        return f"trackio show --project {self.info.project_name}"
 
     def open(self) -> None:
         import huggingface_hub
@@ -29,31 +30,20 @@ class TrackioBackend(Backend):
         # The Hub's library reads the environment when it is imported, and transformers imports it
         # earlier.
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
-        # Not trackio.init: that finds a run by its name, which runs of other directories may have
-        # too.
+        # Not trackio.init: it finds a run by its name, which runs of other directories may have.
         self._run = trackio.Run(
             url=None,
             client=None,
-            project=self._info.project_name,
-            name=self._info.experiment_name,
-            group=self._info.group,
-            config=dict(self._info.config),
-            run_id=self._info.run_file.get("trackio"),
+            project=self.info.project_name,
+            name=self.info.experiment_name,
+            group=self.info.group,
+            config=dict(self.info.config),
+            run_id=self.info.run_file.get("trackio"),
         )
-        self._info.run_file.set("trackio", self._run.id)
+        self.info.run_file.set("trackio", self._run.id)
 
     def log(self, row: MetricsRow) -> None:
         self._run.log(dict(row.data), step=row.step)
-
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
-        import trackio
-
-        self._run.log({name: trackio.Table(data=[dict(row) for row in rows])}, step=step)
-
-    def alert(self, event: Event) -> None:
-        import trackio
-
-        self._run.alert(event.kind, event.message, level=trackio.AlertLevel.ERROR, step=event.step)
 
     def close(self, exit_code: int) -> None:
         self._run.finish()

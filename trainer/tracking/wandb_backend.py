@@ -3,13 +3,12 @@
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
-from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
 
@@ -21,55 +20,50 @@ ROWS_PER_ATTEMPT = 10**9
 """More than any attempt logs."""
 
 
-def project(info: RunInfo) -> str:
-    """WANDB_PROJECT puts training and evaluation runs of several configurations into one
-    project.
-    """
-    return os.environ.get("WANDB_PROJECT") or info.project_name
-
-
-def where(info: RunInfo) -> str:
-    if os.environ.get("WANDB_MODE") in ("offline", "dryrun"):
-        return f"offline, to upload: wandb sync {info.run_dir}/wandb/offline-run-*"
-    return f"project {project(info)}, its address follows"
-
-
 def require_login() -> None:
-    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, or wandb's
-    error of a bad one.
+    """Raise `RuntimeError`, or wandb's error of a bad key, where wandb would ask for a key on the
+    terminal.
     """
     import wandb
 
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-        raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
+        raise RuntimeError("no API key. Fix: run `wandb login`, or set WANDB_MODE=offline")
 
 
 class WandbBackend(Backend):
     """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never
-    go back.
-
-    After a rollback the repeated steps appear a second time: wandb cannot take rows back.
+    go back. After a rollback the repeated steps appear a second time: wandb cannot take rows back.
     """
 
-    def __init__(self, info: RunInfo) -> None:
-        self._info = info
-        self._run: Any = None
-        self._next_step = 0
+    close_timeout_s = 60.0
+    is_continued = True
+    modules = ("wandb",)
+    install = "'wandb>=0.31'"
+    environment: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false"}
+    _run: Any = None
+    _next_row = 0
+
+    def where(self) -> str:
+        if os.environ.get("WANDB_MODE") in ("offline", "dryrun"):
+            run_dir = self.info.run_dir
+            return f"wandb offline, to upload: wandb sync {run_dir}/wandb/offline-run-*"
+        return f"wandb project {self._project}, its address follows"
 
     def open(self) -> None:
         import wandb
 
         require_login()
-        run_id = self._info.run_file.get("wandb")
-        if run_id is None:
-            run_id = uuid.uuid4().hex[:12]
-            self._info.run_file.set("wandb", run_id)
+        run_file = self.info.run_file
+        run_id = run_file.get("wandb") or uuid.uuid4().hex[:12]
+        run_file.set("wandb", run_id)
+        # WANDB_NAME is the name of the training, not of its evaluations
+        name = None if "evaluation" in self.info.config else os.environ.get("WANDB_NAME")
         self._run = wandb.init(
-            project=project(self._info),
-            name=self._name(),
-            group=self._info.group,
-            config=dict(self._info.config),
-            dir=str(self._info.run_dir),
+            project=self._project,
+            name=name or self.info.experiment_name,
+            group=self.info.group,
+            config=dict(self.info.config),
+            dir=str(self.info.run_dir),
             id=run_id,
             resume="allow",
             # The finish timeout also bounds wandb's exit hook: a dead network must not hold the
@@ -84,36 +78,28 @@ class WandbBackend(Backend):
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            # Nobody says how far earlier attempts counted; their files are uploaded one after the
-            # other as one run.
-            self._next_step = (self._info.attempt - 1) * ROWS_PER_ATTEMPT
+            # The files of all attempts are uploaded one after the other as one run, whose own step
+            # must rise; an offline attempt does not know how far earlier ones counted.
+            self._next_row = (self.info.attempt - 1) * ROWS_PER_ATTEMPT
         else:
             logger.info("wandb: %s", self._run.url)
-            self._next_step = self._run.step
+            self._next_row = self._run.step
+
+    @property
+    def _project(self) -> str:
+        """WANDB_PROJECT puts training and evaluation runs of several configurations into one
+        project.
+        """
+        return os.environ.get("WANDB_PROJECT") or self.info.project_name
 
     def log(self, row: MetricsRow) -> None:
-        self._run.log(
-            {**row.data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True
-        )
-        self._next_step += 1
-
-    def _name(self) -> str:
-        """WANDB_NAME is that of the training, not of its evaluations."""
-        given = None if "evaluation" in self._info.config else os.environ.get("WANDB_NAME")
-        return given or self._info.experiment_name
-
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
-        import wandb
-
-        columns: list[str | int] = list(rows[0])
-        shown = wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
-        self._run.log({name: shown, STEP: step}, step=self._next_step, commit=True)
-        self._next_step += 1
+        data = {**row.data, STEP: row.step, "_timestamp": row.ts}
+        self._run.log(data, step=self._next_row, commit=True)
+        self._next_row += 1
 
     def alert(self, event: Event) -> None:
-        self._run.alert(
-            f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS], event.message, level="ERROR"
-        )
+        title = f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS]
+        self._run.alert(title, event.message, level="ERROR")
 
     def close(self, exit_code: int) -> None:
         import wandb

@@ -34,8 +34,6 @@ from trainer.tools.evaluate.scorers import SCORERS, Question, digest_of_question
 from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
 DIRECTORY = "evaluation"
-MAX_SAMPLES = 64
-"""Samples of one checkpoint in a tracker's table."""
 Z = 1.959964
 """Half the width of a 95 % interval, in standard deviations."""
 
@@ -198,7 +196,6 @@ def publish(run_dir: Path, name: str) -> None:
             }
             rate = {SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {}
             tracking.log({metric: row["mean"], **rate, **bounds}, step)
-            tracking.table(f"{metric}/samples", step, _samples(run_dir, row.get("key")))
     finally:
         tracking.finish()
 
@@ -217,18 +214,3 @@ def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
         run_dir=directory,
         group=str(run.get("group", experiment)),
     )
-
-
-def _samples(run_dir: Path, key: str | None) -> list[dict[str, str | float]]:
-    rows = [row for row in read_evaluations(run_dir) if row["kind"] == SAMPLE]
-    return [
-        {
-            "prompt": str(row["prompt"][-1].get("content", "")),
-            "answer": str(row["answer"]),
-            "completion": row["completion"],
-            "score": row["score"],
-            "reason": row["reason"],
-        }
-        for row in rows
-        if row.get("key") == key
-    ][:MAX_SAMPLES]

@@ -1,0 +1,405 @@
+"""Trackers over kills and rollbacks, read back with their own libraries: no step is lost, a kill
+may repeat some.
+"""
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from types import ModuleType
+from typing import Any
+
+import pytest
+import wandb_files
+from killed_run import STEPS, train_row, val_row
+from sweeps import short_or_full
+
+from trainer.config import ConfigError
+from trainer.errors import EXIT_DONE
+from trainer.tracking import Tracking, read_metrics
+from trainer.tracking.backend import Sink
+
+Series = dict[str, list[tuple[int, float]]]
+"""{metric: its (step, value) in order}"""
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HISTORIES = ("training_history.csv", "validation_history.csv")
+KILLS = ((1, 6), (5, 9), (7, 11))
+"""First and last step of the attempts that are killed; the last one continues from step 9."""
+CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # its settings are read once per process
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    # read once, at its import
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
+    for name in ("USE_WANDB", "WANDB_PROJECT", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_file(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def add(series: Series, step: int, row: dict[str, float], *columns: str) -> None:
+    for key in row.keys() - set(columns):
+        series.setdefault(key, []).append((step, row[key]))
+
+
+def tensorboard(run_dir: Path) -> Series:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    everything = {"scalars": 0}
+    events = reader.EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
+    tags = events.Reload().Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
+    library = pytest.importorskip("mlflow.tracking")
+    client = library.MlflowClient(f"sqlite:///{run_dir}/mlflow/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    return client, run
+
+
+def mlflow(run_dir: Path) -> Series:
+    client, run = mlflow_run(run_dir)
+    series: Series = {}
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        key = {"train/lr_1e-3": "train/lr(1e-3)"}.get(name, name)
+        series[key] = [(metric.step, metric.value) for metric in history]
+    return series
+
+
+def wandb_records(run_dir: Path, kind: str) -> list[Any]:
+    paths = wandb_files.files_of(run_dir)
+    records = [record for path in paths for record in wandb_files.records(path)]
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+
+
+def wandb(run_dir: Path) -> Series:
+    """Checks that all files are of one run, and that its own steps rise from file to file."""
+    paths = wandb_files.files_of(run_dir)
+    assert {path.name for path in paths} == {f"run-{run_file(run_dir)['run_ids']['wandb']}.wandb"}
+    rows = [row for path in paths for row in wandb_files.history(path)]
+    own_steps = [row["_step"] for row in rows]
+    assert own_steps == sorted(set(own_steps)), "wandb drops a row whose own step is not higher"
+    series: Series = {}
+    for row in rows:
+        add(series, row["trainer/step"], row, "trainer/step", "_step", "_runtime", "_timestamp")
+    return series
+
+
+def trackio(run_dir: Path) -> Series:
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    series: Series = {}
+    for row in storage.get_logs("project", run_id=run_file(run_dir)["run_ids"]["trackio"]):
+        add(series, row["step"], row, "step", "timestamp")
+    return series
+
+
+READERS: dict[str, Callable[[Path], Series]] = {
+    "tensorboard": tensorboard,
+    "mlflow": mlflow,
+    "wandb": wandb,
+    "trackio": trackio,
+}
+not_here = pytest.mark.skipif(
+    importlib.util.find_spec("trackio") is None, reason="trackio is not installed"
+)
+by_tracker = pytest.mark.parametrize(
+    "backend", [*list(READERS)[:-1], pytest.param("trackio", marks=not_here)]
+)
+
+
+def truth() -> Series:
+    series: Series = {}
+    for step in range(1, STEPS + 1):
+        add(series, step, train_row(step) | (val_row(step) if step % 2 == 0 else {}))
+    return series
+
+
+def assert_same(found: Series, expected: Series) -> None:
+    """Steps exactly, values to the precision of TensorBoard's float32."""
+    assert found.keys() == expected.keys()
+    for key, points in expected.items():
+        assert [step for step, _ in found[key]] == [step for step, _ in points], key
+        values = [value for _, value in points]
+        assert [value for _, value in found[key]] == pytest.approx(values, rel=1e-6), key
+
+
+def run_piece(run_dir: Path, backend: str, first_step: int, kill_step: int) -> int:
+    program = Path(__file__).with_name("killed_run.py")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, str(program), str(run_dir), backend, str(first_step), str(kill_step)]
+    return subprocess.run(words, env=environment, timeout=120).returncode
+
+
+def track(run_dir: Path, *backends: str) -> Tracking:
+    # wandb names its offline directories by the second
+    time.sleep(1.0 if "wandb" in backends else 0.0)
+    return Tracking("project", "killed", backends, CONFIG, run_dir=run_dir, total_steps=STEPS)
+
+
+def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
+    for step in steps:
+        tracking.log({key: value + shift for key, value in train_row(step).items()}, step)
+        if step % 2 == 0:
+            tracking.log({key: value + shift for key, value in val_row(step).items()}, step)
+
+
+@by_tracker
+@pytest.mark.covers("S0.1", "S1.5", "S3.1", "S3.2", "S3.29", "S3.58")
+def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
+    for first_step, kill_step in short_or_full(KILLS[:2], full=KILLS):
+        assert run_piece(tmp_path, backend, first_step, kill_step) == -signal.SIGKILL
+        if backend == "mlflow":
+            assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
+        if backend == "wandb":
+            assert not wandb_records(tmp_path, "exit")
+            time.sleep(1.0)
+    assert run_piece(tmp_path, backend, 10, -1) == EXIT_DONE
+    found = READERS[backend](tmp_path)
+    if backend != "tensorboard":
+        found = {key: sorted(set(points)) for key, points in found.items()}
+    assert_same(found, truth())
+    if backend == "mlflow":
+        run = mlflow_run(tmp_path)[1]
+        assert (run.info.status, run.info.run_name) == ("FINISHED", "killed")
+        assert run.data.params["lr"] == "0.1"
+    if backend == "wandb":
+        assert [record.exit_code for record in wandb_records(tmp_path, "exit")] == [EXIT_DONE]
+    whole = track(tmp_path / "whole")
+    log_steps(whole, range(1, STEPS + 1))
+    whole.finish(0)
+    for name in HISTORIES:
+        assert (tmp_path / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+@by_tracker
+def test_a_tracker_switched_on_later_or_that_was_off_gets_what_it_lacks(
+    tmp_path: Path, backend: str
+) -> None:
+    log_steps(track(tmp_path), range(1, 4))
+    with_tracker = track(tmp_path, backend)
+    log_steps(with_tracker, range(3, 6))
+    with_tracker.finish(75)
+    log_steps(track(tmp_path), range(4, 9))
+    last = track(tmp_path, backend)
+    log_steps(last, range(8, STEPS + 1))
+    last.finish(0)
+    assert_same(READERS[backend](tmp_path), truth())
+
+
+@by_tracker
+def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: str) -> None:
+    """Trackers that cannot take back show steps 5 to 8 as they were, then as they became; all
+    continue to the end.
+    """
+    rolled = track(tmp_path, backend)
+    log_steps(rolled, range(1, 5))
+    log_steps(rolled, range(5, 9), shift=1.0)
+    rolled.rewind(4)
+    log_steps(rolled, range(5, 7))
+    rolled.finish(75)
+    last = track(tmp_path, backend)
+    log_steps(last, range(6, STEPS + 1))
+    last.finish(0)
+    found, expected = READERS[backend](tmp_path), truth()
+    if backend != "tensorboard":
+        spoiled = [(step, value + 1.0) for step, value in expected["train/loss"] if 5 <= step <= 8]
+        assert sorted(found["train/loss"]) == sorted(expected["train/loss"] + spoiled)
+        found = {"train/loss": [point for point in found["train/loss"] if point not in spoiled]}
+        expected = {"train/loss": expected["train/loss"]}
+    assert_same(found, expected)
+
+
+@by_tracker
+def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(
+    tmp_path: Path, backend: str
+) -> None:
+    killed = track(tmp_path, backend)
+    log_steps(killed, range(1, 9))
+    killed.finish(75)
+    content = run_file(tmp_path)
+    assert content["last_sent"] == {backend: 8}
+    content["last_sent"][backend] = 6  # the last record before a kill
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    last = track(tmp_path, backend)
+    log_steps(last, range(5, STEPS + 1))
+    last.finish(0)
+    steps = [step for step, _ in READERS[backend](tmp_path)["train/loss"]]
+    repeated = [] if backend == "tensorboard" else [7, 8]
+    assert sorted(steps) == sorted([*range(1, STEPS + 1), *repeated])
+
+
+@pytest.mark.covers("S1.9", "S3.14")
+def test_wandb_takes_its_names_from_the_environment_and_shows_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"PROJECT": "train and eval", "NAME": "shown", "RUN_GROUP": "together"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("USE_WANDB", "true")
+    tracking = track(tmp_path / "on")
+    log_steps(tracking, range(1, 3))
+    tracking.event("dead", 2, "no gradient for 10 steps", level="error")
+    tracking.event("spike", 2, "only a warning", level="warn")
+    tracking.finish(0)
+    (run,) = wandb_records(tmp_path / "on", "run")
+    assert (run.project, run.display_name, run.run_group) == tuple(names.values())
+    (alert,) = wandb_records(tmp_path / "on", "alert")
+    assert (alert.title, alert.text) == ("dead at step 2", "no gradient for 10 steps")
+    metrics = [(m.glob_name, m.step_metric) for m in wandb_records(tmp_path / "on", "metric")]
+    assert ("*", "trainer/step") in metrics
+    evaluation = Tracking("p", "exp_math", [], {"evaluation": "math"}, run_dir=tmp_path / "eval")
+    evaluation.log({"eval/math": 1.0}, step=8)
+    evaluation.finish()
+    (run,) = wandb_records(tmp_path / "eval", "run")
+    assert (run.display_name, run.run_group) == ("exp_math", "together"), "WANDB_NAME: training's"
+    monkeypatch.setenv("USE_WANDB", "False")
+    track(tmp_path / "off", "wandb").start(0)
+    assert not (tmp_path / "off" / "wandb").exists()
+    monkeypatch.setenv("USE_WANDB", "maybe")
+    with pytest.raises(ConfigError, match="USE_WANDB in the environment must be true or false"):
+        track(tmp_path / "on")
+
+
+def test_wandb_without_key_is_dropped_and_never_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    tracking = track(tmp_path, "wandb")
+    log_steps(tracking, range(1, 3))
+    tracking.finish(0)
+    sys.modules["wandb"].teardown()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= 30]
+    assert "'wandb' dropped" in warning and "WANDB_MODE=offline" in warning
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+@pytest.mark.covers("S1.5", "S1.45")
+def test_the_start_names_the_places_of_the_logs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "trainer.tracking.facade")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host.invalid/mlflow")
+    monkeypatch.setattr(Sink, "open", lambda sink: None)
+    track(tmp_path, "tensorboard", "mlflow", "wandb").start(0)
+    (text,) = [found.getMessage() for found in caplog.records if "logs in" in found.getMessage()]
+    assert text.splitlines() == [
+        f"logs in {tmp_path}: metrics.jsonl, events.jsonl, training_history.csv, "
+        f"validation_history.csv",
+        f"  tensorboard --logdir={tmp_path}/tensorboard --port=6006",
+        "  mlflow at http://host.invalid/mlflow",
+        f"  wandb offline, to upload: wandb sync {tmp_path}/wandb/offline-run-*",
+    ]
+
+
+def test_the_console_prints_one_plain_line_per_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracking = track(tmp_path, "console")
+    speed = {"throughput/train/tokens_per_s": 3900.4, "train/time(s)": 0.84}
+    train = {"train/loss": 2.341, "train/lr(1e-3)": 0.12, "train/grad_norm": 1.02, **speed}
+    tracking.log(train | {"progress/eta_s": 158.2, "memory/cpu/rss_gib": 3.0}, step=7)
+    tracking.log({"val/loss": 1.2345, "val/loss_stderr": 0.01, "val/samples": 1200}, step=7)
+    tracking.log({"memory/cpu/rss_gib": 3.0}, step=7)
+    tracking.log({"train/loss": math.nan, "optim/skipped_steps": 1}, step=8)
+    tracking.finish(0)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 7/12 | loss 2.3410 | lr 1.20e-04 | grad_norm 1.02 | 3,900 tok/s | 0.84 s | eta "
+        "0:02:38",
+        "step 7/12 | val/loss 1.2345 ± 0.0100 | 1,200 samples",
+        "step 8/12 | loss nan | skipped 1",
+    ]
+
+
+@not_here
+def test_trackio_has_name_group_and_configuration_of_a_run(tmp_path: Path) -> None:
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    tracking = Tracking("own", "exp-eval", "trackio", CONFIG, run_dir=tmp_path, group="exp")
+    tracking.log({"train/loss": math.nan, "train/lr(1e-3)": 0.125}, step=1)
+    tracking.finish(0)
+    (run,) = storage.get_run_records("own")
+    assert (run["name"], run["id"]) == ("exp-eval", run_file(tmp_path)["run_ids"]["trackio"])
+    config = storage.get_run_config("own", run_id=run["id"])
+    assert (config["_Group"], config["optim"]) == ("exp", {"lr": 1e-4})
+    (row,) = storage.get_logs("own", run_id=run["id"])
+    assert math.isnan(row["train/loss"]) and row["train/lr(1e-3)"] == 0.125
+
+
+MLFLOW_RUN = """
+import sys
+from trainer.tracking import Tracking
+
+tracking = Tracking("project", "exp", "mlflow", {}, run_dir=sys.argv[1])
+tracking.log({"train/loss": 1.0}, step=1)
+tracking.finish(76)
+from mlflow.telemetry import get_telemetry_client
+from mlflow.telemetry.utils import is_telemetry_disabled
+
+assert is_telemetry_disabled() and get_telemetry_client() is None
+"""
+
+
+def test_mlflow_reports_nothing_about_its_users(tmp_path: Path) -> None:
+    """In an environment without the variables by which MLflow recognises tests and CI, where it
+    reports nothing.
+    """
+    pytest.importorskip("sqlalchemy")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    program = [sys.executable, "-c", MLFLOW_RUN, str(tmp_path / "run")]
+    subprocess.run(program, env=environment, check=True, timeout=120)
+    assert mlflow_run(tmp_path / "run")[1].info.status == "FAILED"
+
+
+def test_the_hub_reports_nothing_about_users_of_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the Hub's library was imported before, as by transformers: it reads the
+    environment only then.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _telemetry, send_telemetry
+
+    class Run:
+        id = "1"
+
+        def __init__(self, **settings: Any) -> None:
+            send_telemetry("trackio")
+
+        def log(self, data: dict[str, float], *, step: int) -> None:
+            send_telemetry("trackio/log")
+
+        def finish(self) -> None: ...
+
+    library = ModuleType("trackio")
+    library.Run = Run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reports: Queue[Any] = Queue()
+    monkeypatch.setattr(_telemetry, "_TELEMETRY_QUEUE", reports)
+    monkeypatch.setattr(_telemetry, "_start_telemetry_thread", lambda: None)
+    send_telemetry("control")
+    tracking = track(tmp_path, "trackio")
+    log_steps(tracking, range(1, 3))
+    tracking.finish(0)
+    assert run_file(tmp_path)["last_sent"] == {"trackio": 2}
+    assert [reports.get()["topic"] for _ in range(reports.qsize())] == ["control"]
