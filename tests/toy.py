@@ -221,7 +221,7 @@ def toy_run(
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
-        "routers": Routers(model, world.device, is_asked=True),
+        "routers": Routers(model, world.device),
         "optimizer": OPTIMIZERS[optim.name](model, optim),
         "lr_schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "loop": LoopState(),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from rank_server import CONTEXT
 
@@ -185,3 +186,17 @@ def run(
     """(exit code, output) of one start."""
     with started(num_ranks, *words, log=log, before=before) as attempt:
         return attempt.wait(timeout_s), attempt.output
+
+
+def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
+    """In this process: the signal comes within the step, counted from 1."""
+    from trainer.loop import fit
+
+    whole = fit.training_step
+
+    def training_step(run: Any, batch: Any) -> Any:
+        if batch.step == step:
+            os.kill(os.getpid(), number)
+        return whole(run, batch)
+
+    fit.training_step = training_step

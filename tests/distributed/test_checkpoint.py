@@ -188,26 +188,6 @@ def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_a_changed_share_at_peak_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints that were saved before this field was part of the state have nothing to
-    compare.
-    """
-
-    def part(stable_ratio: float) -> RateState:
-        config = optim_config(lr_scheduler="wsd", stable_ratio=stable_ratio)
-        return RateState(
-            LrSchedule.from_config(config, peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12)
-        )
-
-    saved = part(0.9).state_dict()
-    older = {key: value for key, value in saved.items() if key != "stable_ratio"}
-    part(0.9).load_state_dict(saved)
-    part(0.5).load_state_dict(older)
-    assert caplog.text == ""
-    part(0.5).load_state_dict(saved)
-    assert "another schedule from here on: stable_ratio: 0.9 -> 0.5" in caplog.text
-
-
 def histories_after_load(world: Any, source: Any, loss: str) -> list[tuple[float, Any]]:
     """(loss_ema, what the detector remembers) after a run, after its state was loaded as saved and
     as before, at last of a new run.

@@ -205,9 +205,9 @@ def test_other_tensors_are_another_run(
     root, _ = source
     own = tmp_path / "own"
     shutil.copytree(root, own)
-    assert train(own, tmp_path / "run", "trainer.stop_at_step=2") in (0, 75)
+    assert train(own, tmp_path / "run") == 0
     add_tensors(own / "model", ("mtp.another.weight",))
-    assert train(own, tmp_path / "run") == 2
+    assert train(own, tmp_path / "run", "trainer.total_training_steps=8") == 2
     assert "other_parts: " in (tmp_path / "run.log").read_text()
 
 

@@ -19,7 +19,7 @@ LOW = (*LORA, "optim.state_dtype=bfloat16", "model.master_dtype=bfloat16")
 UNDONE = (
     *LORA,
     "trainer.max_ckpt_to_keep=null",
-    "trainer.guard.on_nonfinite=rollback",
+    "trainer.guard.on_diverging=rollback",
     "trainer.total_training_steps=24",
 )
 BAD_STEP = 20

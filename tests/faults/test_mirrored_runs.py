@@ -2,6 +2,7 @@
 that is killed.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,14 @@ from trainer.tracking import read_metrics
 NUMBERS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss", "train/total_token_count")
 
 
-def train(*words: str, log: Path) -> tuple[int | None, str]:
+def train(
+    *words: str, log: Path, before: Callable[[], None] | None = None
+) -> tuple[int | None, str]:
     """As the launcher does on two ranks."""
     with mirrored(load_config(list(words)), NodeLayout()) as refusal:
-        return whole_runs.run(2, *words, log=log) if refusal is None else (refusal, "")
+        if refusal is not None:
+            return refusal, ""
+        return whole_runs.run(2, *words, log=log, before=before)
 
 
 def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -73,7 +78,8 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(
         f"trainer.default_local_dir={lost}",
         f"trainer.checkpoint.mirror=file://{tmp_path}/mirror",
     )
-    assert train(*own, "trainer.stop_at_step=4", log=tmp_path / "log")[0] == 75
+    stop = functools.partial(whole_runs.stop_in_step, 4)
+    assert train(*own, log=tmp_path / "log", before=stop)[0] == 75
     identity = (lost / "run.json").read_text()
     shutil.rmtree(lost)
     code, output = train(*own, log=tmp_path / "log")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from whole_equality import compare_runs
-from whole_runs import run, tiny_model
+from whole_runs import run, stop_in_step, tiny_model
 
 from trainer.tracking import read_metrics
 
@@ -48,20 +48,6 @@ def start(base: tuple[str, ...], tmp_path: Path) -> Start:
         return run(1, *words, log=tmp_path / "log", before=before)
 
     return start
-
-
-def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
-    """In this process: the signal comes within the step, counted from 1."""
-    from trainer.loop import fit
-
-    whole = fit.training_step
-
-    def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == step:
-            os.kill(os.getpid(), number)
-        return whole(run, batch)
-
-    fit.training_step = training_step
 
 
 def expire_in_step(step: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from covering import Pair, Row
 from family_trials import save_model
 from peft import LoraConfig, get_peft_model
-from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, STABLE_RATIO, WARMUP_STEPS
+from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, WARMUP_STEPS
 from transformers import AutoModelForCausalLM
 
 from trainer.quickstart import MODEL_DIR
@@ -32,7 +32,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "muon"),
     "states": ("float32", "bfloat16", "bfloat16 parameters"),
     "schedule": ("cosine", "linear", "constant", "wsd"),
-    "router_loss": ("auto", "off"),
     "sources": ("one", "two"),
     "turns": ("together", "apart"),
     "train_on": ("all", "last"),
@@ -203,7 +202,6 @@ KEYS = {
     "loss": "model.loss",
     "optimizer": "optim.name",
     "schedule": "optim.lr_scheduler",
-    "router_loss": "model.router_loss",
     "turns": "data.turns",
     "train_on": "data.train_on",
     "truncation": "data.truncation",
@@ -224,7 +222,6 @@ def fixed_words(places: Places) -> list[str]:
         f"optim.weight_decay={DECAY}",
         f"optim.lr_warmup_steps={WARMUP_STEPS}",
         f"optim.min_lr_ratio={MIN_LR_RATIO}",
-        f"optim.stable_ratio={STABLE_RATIO}",
         f"data.train_batch_size={BATCH_SIZE}",
         f"data.cache_dir={places.root / 'cache'}",
         "data.val_ratio=0",

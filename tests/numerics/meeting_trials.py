@@ -146,7 +146,6 @@ def defined(row: Row, places: Places) -> tuple[Definition, int]:
         loss=row["loss"],
         optimizer=row["optimizer"],
         schedule=row["schedule"],
-        has_router_loss=row["router_loss"] == "auto",
     )
     return definition, max_length
 

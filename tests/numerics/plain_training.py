@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-EPS, BETAS, DECAY, WARMUP_STEPS, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 1, 0.1, 0.5
+EPS, BETAS, DECAY, WARMUP_STEPS, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 1, 0.1, 0.9
 Rows = dict[int, dict[str, float]]
 
 
@@ -50,7 +50,6 @@ class Definition:
     loss: str = "cross_entropy"
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    has_router_loss: bool = True
     max_norm: float = math.inf
     skip_above: float = math.inf
     """Steps whose gradient norm is larger change nothing."""
@@ -172,9 +171,7 @@ def measured(
     """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
     routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
-    is_routed = bool(
-        coefficient and any(p.requires_grad for p in routers) and definition.has_router_loss
-    )
+    is_routed = bool(coefficient and any(p.requires_grad for p in routers))
     found = list(
         judged(
             model,

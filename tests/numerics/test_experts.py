@@ -44,9 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def train(
-    world: Any, source: Any, *, is_asked: bool = True, **settings: Any
-) -> dict[str, list[float]]:
+def train(world: Any, source: Any, **settings: Any) -> dict[str, list[float]]:
     """Columns of a short run's rows; `settings` of the model but for the limits of a
     micro-batch.
     """
@@ -55,7 +53,7 @@ def train(
     }
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         model = build_toy_model(world, source, **settings)
-    routers = Routers(model, world.device, is_asked=is_asked)
+    routers = Routers(model, world.device)
     parts = toy_run(world, model, ToySamples(), total_steps=STEPS, routers=routers, **limits)
     parts.validation_batches = ValidationBatches(
         ToySamples(5, seed=1), parts.batches.plan, batch_size=4
@@ -166,16 +164,6 @@ def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
     assert found["moe/router_loss"][0] == 0.0 and min(found["moe/router_loss"][1:]) > 1
 
 
-def test_without_the_router_loss_only_its_metric_and_its_gradient_are_gone(
-    source: Any, expected: dict[str, list[float]]
-) -> None:
-    found = run_ranks(train, 1, source, is_asked=False)[0]
-    assert found["moe/router_loss"] == [] and len(found["moe/load_max_over_mean"]) == STEPS
-    first, second, *_ = found["train/grad_norm"]
-    assert first == pytest.approx(expected["train/grad_norm"][0], rel=1e-5)
-    assert second != pytest.approx(expected["train/grad_norm"][1], rel=1e-3)
-
-
 def continued(run_dir: Path, whole: Path, source: Any, world_size: int) -> Result:
     """From the second step's checkpoint on."""
     shutil.copytree(whole / "global_step_2", run_dir / "global_step_2")
@@ -244,7 +232,7 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
     """
     model, plain = build_toy_model(world, source, is_packed=False), plain_model(source)
     model.train()
-    routers = Routers(model, world.device, is_asked=True)
+    routers = Routers(model, world.device)
     parts = toy_run(world, model, ToySamples(), total_steps=1, routers=routers)
     batch = next(iter(parts.batches))
     for _ in range(2):
@@ -283,30 +271,26 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "is_asked", "said"),
+    ("model_type", "changes", "said"),
     [
         (
             "qwen3_moe",
             {**SIZES, "router_aux_loss_coef": 0.25},
-            True,
             "(coefficient 0.25 in config.json) is trained",
         ),
-        ("qwen3_moe", SIZES, True, "(coefficient 0.001 in config.json) is trained"),
-        ("qwen3_moe", SIZES, False, "is left out of the loss: model.router_loss=off"),
+        ("qwen3_moe", SIZES, "(coefficient 0.001 in config.json) is trained"),
         (
             "deepseek_v4",
             {"router_aux_loss_coef": 0.1},
-            True,
             "left out of the loss: the routers of this architecture",
         ),
         (
             "hy_v3",
             {**SIZES, "router_aux_loss_coef": 0.1},
-            True,
             "left out of the loss: transformers has none for this",
         ),
-        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.0}, True, ""),
-        ("qwen3", {}, True, ""),
+        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.0}, ""),
+        ("qwen3", {}, ""),
     ],
 )
 def test_what_was_decided_is_said(
@@ -314,13 +298,12 @@ def test_what_was_decided_is_said(
     caplog: pytest.LogCaptureFixture,
     model_type: str,
     changes: dict[str, Any],
-    is_asked: bool,
     said: str,
 ) -> None:
     source = write_model_config(tmp_path, model_type, **changes)
     model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
     with caplog.at_level("INFO"):
-        Routers(model, torch.device("cpu"), is_asked=is_asked)
+        Routers(model, torch.device("cpu"))
     assert [said in message for message in caplog.messages] == [True] * bool(said)
 
 
@@ -331,6 +314,6 @@ def test_routers_that_are_not_trained_have_no_loss(
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "mlp.gate" not in name
     with caplog.at_level("INFO"):
-        routers = Routers(model, torch.device("cpu"), is_asked=True)
+        routers = Routers(model, torch.device("cpu"))
     assert "left out of the loss: its routers are not trained" in caplog.text
     assert routers.take()[0] == {}

@@ -221,7 +221,7 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
 def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
     """(gathers of each step, parameters afterwards), of two steps of three micro-batches."""
     model = build_toy_model(world, source, **changes)
-    routers = Routers(model, world.device, is_asked=True)
+    routers = Routers(model, world.device)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     gathers = []
     for step in range(2):

@@ -80,10 +80,6 @@ def test_every_refused_difference_must_be_allowed() -> None:
         ("optim.betas=[0.9,0.999]", "optim.betas: [0.9, 0.95] -> [0.9, 0.999]"),
         ("optim.clip_grad=0.5", "optim.clip_grad: 1.0 -> 0.5"),
         (
-            "model.fsdp_config.reduce_dtype=bfloat16",
-            "model.fsdp_config.reduce_dtype: float32 -> bfloat16",
-        ),
-        (
             "trainer.checkpoint.export_dtype=float32",
             "trainer.checkpoint.export_dtype: bfloat16 -> float32",
         ),

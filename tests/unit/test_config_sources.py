@@ -77,14 +77,12 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
     assert chat == expected("b", "b.jsonl", chat_template="t.jinja", messages_key="m"), (
         "it says where to look itself"
     )
-    text, tokens = sources(
-        *common, "data.train_files=[{files:a.jsonl,text_key:t},{files:b.jsonl,vocabulary_digest:d}]"
+    text, named = sources(
+        *common, "data.train_files=[{files:a.jsonl,text_key:t},{files:b.jsonl,messages_key:m}]"
     )
     own = {"chat_template": "t.jinja", "messages_key": "chat"}
     assert text == expected("a", "a.jsonl", text_key="t", **own)
-    assert tokens == expected("b", "b.jsonl", vocabulary_digest="d", **own), (
-        "rows of tokens are in no other columns"
-    )
+    assert named == expected("b", "b.jsonl", chat_template="t.jinja", messages_key="m")
 
 
 MISTAKES = {

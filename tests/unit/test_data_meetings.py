@@ -119,8 +119,9 @@ def test_tokens_made_before_the_vocabulary_grew_are_taken(
 
 def test_a_source_of_tokens_needs_no_columns_of_the_others(files: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    write_rows(files / "tokens.jsonl", *[{"input_ids": [5, 6], "labels": [5, 6]}] * 3)
-    tokens = f"{{files:{files}/tokens.jsonl,vocabulary_digest:'{vocabulary_digest(tokenizer)}'}}"
+    row = {"input_ids": [5, 6], "labels": [5, 6], "vocabulary_digest": vocabulary_digest(tokenizer)}
+    write_rows(files / "tokens.jsonl", *[row] * 3)
+    tokens = f"{{files:{files}/tokens.jsonl,messages_key:messages}}"
     for others in (["data.prompt_key=q", "data.response_key=a"], ["data.text_key=text"]):
         inputs = inputs_of(*words(files, tokens, answers(files)), *others, "data.val_ratio=0")
         assert inputs.train.shares[0].num_rows == 3

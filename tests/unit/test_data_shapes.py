@@ -191,7 +191,7 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": HIDDEN, **TOLD}, EXPECTED),
     ({"loss_mask": [0] + [1] * (len(IDS) - 1), "attention_mask": [1] * len(IDS), **TOLD}, EXPECTED),
     ({"loss_mask": [False] + [True] * (len(IDS) - 1), "labels": HIDDEN, **TOLD}, EXPECTED),
-    ({"labels": HIDDEN}, f"unknown vocabulary: .* set data.vocabulary_digest={DIGEST}"),
+    ({"labels": HIDDEN}, f"unknown vocabulary: .* add a column vocabulary_digest with '{DIGEST}'"),
     (
         {"labels": HIDDEN, "vocabulary_digest": "0"},
         f"other vocabulary: .*'0', this model's is '{DIGEST}'",
@@ -243,17 +243,12 @@ def test_rows_of_tokens_are_taken_over_or_refused(columns: dict[str, Any], expec
     assert found == expected or re.match(expected, found), found
 
 
-def test_what_made_rows_of_tokens_may_be_declared_and_is_part_of_the_cache(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"input_ids": IDS, "labels": HIDDEN})
-    keys = RowKeys(vocabulary_digest=vocabulary_digest(fixtures.make_tokenizer()))
-    dataset = run(path, replace(OPTIONS, keys=keys), cache=tmp_path)
+def test_rows_of_tokens_are_prepared(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"input_ids": IDS, "labels": HIDDEN, **TOLD})
+    dataset = run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
     ids, mask = dataset.sample(0)
     assert ids.tolist() == IDS and mask.tolist() == [False] + [True] * (len(IDS) - 1)
     assert dataset.summary.end_token_ids == [TOKENIZER.eos_token_id]
-    again = run(
-        path, replace(OPTIONS, keys=replace(keys, text_key=None, prompt_key=None)), cache=tmp_path
-    )
-    assert again.directory == dataset.directory
     text = run(
         write_rows(tmp_path / "t.jsonl", {"text": "a"}), replace(OPTIONS, keys=TEXT), cache=tmp_path
     )

@@ -78,7 +78,7 @@ def test_guard_survives_a_restart() -> None:
     guard = new_guard()
     for step, loss in enumerate((NAN, 1.0, NAN, NAN, NAN, NAN), start=1):
         guard.observe(step, signals(loss), is_skipped=math.isnan(loss))
-    resumed = new_guard(on_nonfinite="rollback")
+    resumed = new_guard(on_diverging="rollback")
     resumed.load_state_dict(guard.state_dict())
     assert resumed.num_skipped == 5
     decision = resumed.observe(7, signals(NAN), is_skipped=True)

@@ -241,7 +241,7 @@ def real_step(
 ) -> dict[str, int]:
     """Bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source)
-    routers = Routers(model, world.device, is_asked=True)
+    routers = Routers(model, world.device)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     batches = [fake_step.full_batch(seqlens)] * num_micro_batches
     fake_step.run_step(model, routers, optimizer, batches)

@@ -79,7 +79,7 @@ def size_of_the_copy(world: Any, source: Any) -> int:
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     fake_step.run_step(
         model,
-        Routers(model, world.device, is_asked=True),
+        Routers(model, world.device),
         optimizer,
         [fake_step.full_batch((32, 32))],
     )

@@ -125,7 +125,7 @@ def test_every_limit_has_a_reader() -> None:
 def test_the_schedules_of_this_trainer_are_recognised_however_short(
     kind: str, total_steps: int
 ) -> None:
-    own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
+    own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])
     told = learning_rate(Series(steps, rates), (), limits=LIMITS, total_steps=total_steps)

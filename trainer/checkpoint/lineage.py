@@ -44,7 +44,6 @@ WARNED = (
     "model.loss",
     "model.master_dtype",
     "model.fsdp_config.param_dtype",
-    "model.fsdp_config.reduce_dtype",
     "optim.betas",
     "optim.eps",
     "optim.state_dtype",

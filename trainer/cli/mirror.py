@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.checkpoint_tools import listing
 from trainer.cli.arguments import Parser, as_command
-from trainer.config import ConfigError, parse_config
+from trainer.config import ConfigError, parse_recorded
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
 from trainer.mirror import STATE
 from trainer.runtime.heartbeat import is_live
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir: Path = parser.parse_args(argv).run_dir
     listing.require_run(run_dir)
-    trainer = replace(parse_config(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
+    trainer = replace(parse_recorded(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
     if trainer.checkpoint.mirror is None:
         raise ConfigError(
             f"the run in '{run_dir}' has no mirror.\nFix: start it once with "

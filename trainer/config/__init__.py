@@ -6,7 +6,13 @@ It imports neither torch nor hydra, so a mistyped key fails before anything slow
 
 from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of
 from trainer.config.keys import ConfigError, did_you_mean, parse_duration_s
-from trainer.config.parse import known_keys, parse_config, problem_with_key, require_consistent
+from trainer.config.parse import (
+    known_keys,
+    parse_config,
+    parse_recorded,
+    problem_with_key,
+    require_consistent,
+)
 from trainer.config.schema import (
     AUTO,
     DTYPES,

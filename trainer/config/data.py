@@ -49,7 +49,6 @@ class SourceConfig:
     prompt_key: str | None = key(None, "column of the user's text")
     response_key: str | None = key(None, "column of the assistant's text")
     text_key: str | None = key(None, "column of plain text, all of it trained")
-    vocabulary_digest: str | None = key(None, "of the vocabulary that made its rows of tokens")
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,6 @@ class DataConfig:
         None,
         "column of plain text, for continued pretraining: all of it is trained, and the "
         "tokenizer's end token",
-    )
-    vocabulary_digest: str | None = key(
-        None,
-        "rows of tokens (input_ids): which vocabulary made them, where they do not say it "
-        "(docs/data.md)",
     )
     chat_template: str | None = key(
         None,
@@ -159,8 +153,6 @@ class RowKeys:
     prompt_key: str | None = None
     response_key: str | None = None
     text_key: str | None = None
-    vocabulary_digest: str | None = None
-    """Of the vocabulary that made rows of tokens which do not name it themselves."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +207,8 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
-    # a source that says where its conversation stands, or that it is tokens, does not look where
-    # others have theirs
-    own = (given.messages_key, given.prompt_key, given.text_key, given.vocabulary_digest)
+    # a source that names its columns does not look where others have theirs
+    own = (given.messages_key, given.prompt_key, given.text_key)
     is_own = any(key is not None for key in own)
     return Source(
         name=given.name or _name(given.files, dotted),
@@ -231,7 +222,6 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
             prompt_key=given.prompt_key if is_own else data.prompt_key,
             response_key=given.response_key if is_own else data.response_key,
             text_key=given.text_key if is_own else data.text_key,
-            vocabulary_digest=given.vocabulary_digest or data.vocabulary_digest,
         ),
     )
 

@@ -39,6 +39,24 @@ def parse_config(
     return config
 
 
+def parse_recorded(tree: Mapping[str, Any]) -> Config:
+    """Turn the configuration that a run recorded into a `Config`, without the keys that this
+    version no longer has. Raises `ConfigError`.
+    """
+    return parse_config(_without_unknown_keys(Config, tree))
+
+
+def _without_unknown_keys(cls: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+    groups = {name: own.type for name, own in declared(cls).items()}
+    return {
+        name: _without_unknown_keys(groups[name], value)
+        if dataclasses.is_dataclass(groups[name])
+        else value
+        for name, value in tree.items()
+        if name in groups
+    }
+
+
 def require_consistent(config: Config) -> None:
     """Raises `ConfigError` for values that do not go together."""
     if found := list(contradictions(config)):

@@ -46,11 +46,6 @@ class FsdpConfig:
         "(bfloat16 where the hardware computes it)",
         one_of(AUTO, *DTYPES[:2]),
     )
-    reduce_dtype: str = key(
-        "float32",
-        "dtype of the gradient reduction between ranks: float32 | bfloat16",
-        one_of(*DTYPES[:2]),
-    )
     cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
     reshard_after_forward: bool | str = key(
         AUTO,
@@ -103,12 +98,6 @@ class ModelConfig:
         "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: "
         "for pretrained weights); train/loss, the guard and validation use cross_entropy in any "
         "case, train/objective shows the other",
-    )
-    router_loss: str = key(
-        AUTO,
-        "auto | off: train the auxiliary loss of a mixture of experts too, with the coefficient in "
-        "config.json (train/loss is without it)",
-        one_of(AUTO, "off"),
     )
     attention: str = key(
         AUTO,
@@ -185,7 +174,8 @@ class OptimConfig:
     weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
     clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
     lr_scheduler: str = key(
-        "cosine", "cosine | linear | constant | wsd (stable, then linear decay)"
+        "cosine",
+        "cosine | linear | constant | wsd (stable, then linear decay over the last tenth)",
     )
     lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
     lr_warmup_steps: int | None = key(
@@ -194,9 +184,6 @@ class OptimConfig:
         at_least(0, special=-1, means="-1"),
     )
     min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
-    stable_ratio: float = key(
-        0.9, "wsd: share of the steps after warm-up at peak before the decay", _RATIO
-    )
 
 
 @dataclass(frozen=True)
@@ -237,11 +224,6 @@ class GuardRule:
 class GuardConfig:
     """Watches loss and gradient norm against their own recent past."""
 
-    on_nonfinite: str = key(
-        "stop",
-        "after 5 steps in a row without a finite loss and gradient: stop (exit 76) | rollback",
-        one_of("stop", "rollback"),
-    )
     on_severe: str = key(
         "warn",
         "a step far off: warn (and keep its samples) | skip its update | rollback | stop",
@@ -249,7 +231,8 @@ class GuardConfig:
     )
     on_diverging: str = key(
         "warn",
-        "the loss keeps rising: warn | rollback (to a checkpoint before, past the batches) | stop",
+        "the loss keeps rising: warn | rollback (to a checkpoint before, past the batches) | stop; "
+        "after 5 steps in a row without a finite loss and gradient warn stops too (exit 76)",
         one_of("warn", "rollback", "stop"),
     )
     rules: list[GuardRule] = key(
@@ -349,9 +332,6 @@ class TrainerConfig:
         "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, "
         "other_parts",
         one_of(*RESUME_ALLOW),
-    )
-    stop_at_step: int | None = key(
-        None, "save and stop (exit 75) after this step of the schedule", _COUNT_OR_NULL
     )
     max_time: str | None = key(
         None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration

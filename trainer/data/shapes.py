@@ -50,7 +50,7 @@ class RowParser:
         """
         self._keys, self._token_rows = (
             keys,
-            TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {}),
+            TokenRows(tokenizer, new_tokens or {}),
         )
         self._seen = Seen() if seen is None else seen
 

@@ -34,17 +34,12 @@ class TokenRows:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        declared_digest: str | None,
         new_tokens: Mapping[str, int],
     ) -> None:
-        """`declared_digest`: of the vocabulary that made rows which do not name it themselves.
-        `new_tokens`: what that may have been without, since no other token's id changed.
+        """`new_tokens`: what the vocabulary of the rows may lack, since no other token's id
+        changed.
         """
-        self._tokenizer, self._declared_digest, self._new_tokens = (
-            tokenizer,
-            declared_digest,
-            new_tokens,
-        )
+        self._tokenizer, self._new_tokens = tokenizer, new_tokens
 
     @cached_property
     def _num_ids(self) -> dict[str, int]:
@@ -55,7 +50,7 @@ class TokenRows:
 
     def encoded(self, record: Mapping[str, Any]) -> Encoded:
         """Raises `UnusableError`."""
-        num_ids = self._num_ids_of(record.get(DIGEST_KEY, self._declared_digest))
+        num_ids = self._num_ids_of(record.get(DIGEST_KEY))
         sample = tokens_in(
             record, [key for key in (MASK_KEY, LABELS_KEY) if record.get(key) is not None]
         )
@@ -72,7 +67,7 @@ class TokenRows:
             return self._num_ids[digest]
         own = list(self._num_ids)[-1]
         if digest is None:
-            fix = f"if they were made with this model's tokenizer, set data.{DIGEST_KEY}={own}"
+            fix = f"if this model's tokenizer made them, add a column {DIGEST_KEY} with '{own}'"
             raise UnusableError(
                 f"unknown vocabulary: nothing says which tokenizer made the ids; {fix}"
             )

@@ -191,7 +191,8 @@ class Guard(Remembered):
         elif level == Level.DEAD and step <= NUM_EARLY_STEPS:
             action = "stop"
         elif first_nonfinite is not None:
-            action, onset = config.on_nonfinite, first_nonfinite
+            action = "rollback" if config.on_diverging == "rollback" else "stop"
+            onset = first_nonfinite
             reason = f"too many steps without a finite loss and gradient since step {onset}"
         if action == "warn" and level not in HARMFUL:
             return None

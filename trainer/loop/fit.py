@@ -71,11 +71,7 @@ def _settle_debts(run: Run) -> int | None:
     if run.loop.has_stopped_early:
         logger.info("this run has ended early, at step %d", step)
         return EXIT_DONE
-    return (
-        _stopped(run, step)
-        if run.cadence.is_stop(step) and step < run.cadence.total_steps
-        else None
-    )
+    return None
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
@@ -83,7 +79,6 @@ def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
     is_last = step >= run.cadence.total_steps
     if is_last or run.cadence.is_validation(step):
         is_last |= validate(run, step).is_stop
-    run.is_stopping |= run.cadence.is_stop(step)
     is_ending = run.is_stopping or is_last
     if is_ending or run.is_save_requested or run.cadence.is_save(step):
         _save(run, row, is_required=is_ending)
@@ -93,9 +88,7 @@ def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
 
 
 def _stopped(run: Run, step: int) -> int:
-    reason = run.stop.reason or (
-        "trainer.stop_at_step" if run.cadence.is_stop(step) else "a signal"
-    )
+    reason = run.stop.reason or "a signal"
     logger.info("stopped at step %d on %s: saved, resumable", step, reason)
     return EXIT_RESUMABLE
 

@@ -40,17 +40,12 @@ class Cadence:
     total_steps: int
     save_freq: int
     test_freq: int
-    stop_at: int | None = None
-    """The run stops after it, to be continued."""
 
     def is_save(self, step: int) -> bool:
         return self.save_freq > 0 and step % self.save_freq == 0
 
     def is_validation(self, step: int) -> bool:
         return self.test_freq > 0 and step % self.test_freq == 0
-
-    def is_stop(self, step: int) -> bool:
-        return self.stop_at is not None and step >= self.stop_at
 
 
 @dataclass

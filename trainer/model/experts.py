@@ -71,8 +71,7 @@ class Routers:
     tokens. f counts what was chosen, also where a bias takes part in the choice.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, *, is_asked: bool) -> None:
-        """`is_asked`: add the loss where config.json has a coefficient for it."""
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._experts, self._device = experts_of(model), device
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # layers that differ have no common distribution
@@ -81,7 +80,7 @@ class Routers:
         coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(
             config, "aux_loss_coef", None
         )
-        obstacle = self._obstacle(model) if is_asked else "model.router_loss=off"
+        obstacle = self._obstacle(model)
         self._coefficient = coefficient if coefficient and not obstacle else 0.0
         if self._coefficient:
             for router, index in self._recorded:

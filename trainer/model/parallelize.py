@@ -123,7 +123,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         mesh=world.mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype(fsdp.param_dtype, world.device),
-            reduce_dtype=getattr(torch, fsdp.reduce_dtype),
+            reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
         offload_policy=CPUOffloadPolicy()

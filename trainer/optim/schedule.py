@@ -14,28 +14,30 @@ if TYPE_CHECKING:
 
     from trainer.config import OptimConfig
 
-Decay = Callable[[float, float], float]
+Decay = Callable[[float], float]
+STABLE_RATIO = 0.9
+"""Share of the steps after warm-up that `wsd` stays at the peak."""
 
 
-def cosine(progress: float, _stable_ratio: float) -> float:
+def cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def linear(progress: float, _stable_ratio: float) -> float:
+def linear(progress: float) -> float:
     return 1 - progress
 
 
-def constant(_progress: float, _stable_ratio: float) -> float:
+def constant(_progress: float) -> float:
     return 1.0
 
 
-def wsd(progress: float, stable_ratio: float) -> float:
-    return 1.0 if progress <= stable_ratio else (1 - progress) / (1 - stable_ratio)
+def wsd(progress: float) -> float:
+    return 1.0 if progress <= STABLE_RATIO else (1 - progress) / (1 - STABLE_RATIO)
 
 
 DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "constant": constant, "wsd": wsd}
-"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them) and
-`optim.stable_ratio` to the rate as a share of the peak, before `min_lr_ratio`."""
+"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them)
+to the rate as a share of the peak, before `min_lr_ratio`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class LrSchedule:
     total_steps: int
     warmup_steps: int
     min_lr_ratio: float
-    stable_ratio: float
 
     @classmethod
     def from_config(
@@ -62,7 +63,6 @@ class LrSchedule:
             total_steps=total_steps,
             warmup_steps=share if given is None or given < 0 else given,
             min_lr_ratio=config.min_lr_ratio,
-            stable_ratio=config.stable_ratio,
         )
 
     def lr_at(self, step: int) -> float:
@@ -70,7 +70,7 @@ class LrSchedule:
             return self.peak_lr * step / self.warmup_steps
         # 0 at the first step after warm-up, 1 one step after the last
         progress = (step - 1 - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
-        decay = DECAYS[self.kind](progress, self.stable_ratio)
+        decay = DECAYS[self.kind](progress)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
     def apply(self, optimizer: "Optimizer", *, step: int, factor: float) -> float:

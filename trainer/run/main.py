@@ -22,7 +22,7 @@ from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
-from trainer.config import AUTO, Config, require_consistent
+from trainer.config import Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
@@ -177,7 +177,7 @@ def make_run(
     parts = Run(
         world=world,
         model=model,
-        routers=Routers(model, world.device, is_asked=config.model.router_loss == AUTO),
+        routers=Routers(model, world.device),
         optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
         lr_schedule=_lr_schedule(config, inputs, total_steps),
         batches=batches,
@@ -191,7 +191,7 @@ def make_run(
             location=inputs.train.location,
         ),
         tracking=tracking,
-        cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),
+        cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq),
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,

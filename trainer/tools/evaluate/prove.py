@@ -21,7 +21,7 @@ import transformers
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import require_export
-from trainer.config import ConfigError, parse_config
+from trainer.config import ConfigError, parse_recorded
 from trainer.run.inputs import prepare_data_of_run
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
@@ -136,7 +136,7 @@ def read_trained(checkpoint: Path) -> Trained:
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
         raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason}")
-    config = parse_config(read_config(run_dir))
+    config = parse_recorded(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
     if not rows:

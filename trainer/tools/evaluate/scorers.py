@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, parse_config
+from trainer.config import ConfigError, parse_recorded
 from trainer.data.readers import iter_rows
 from trainer.data.rows import location
 from trainer.errors import DataError
@@ -60,7 +60,7 @@ def read_questions(path: Path, *, answer_key: str) -> list[Question]:
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
     """Return the rows that the run holds out for validation. Raises `ConfigError` without any."""
-    validation = prepare_data_of_run(parse_config(read_config(run_dir)), run_dir).validation
+    validation = prepare_data_of_run(parse_recorded(read_config(run_dir)), run_dir).validation
     if validation is None:
         raise ConfigError("the run holds out no rows for validation. Fix: add --prompts FILE")
     places = dict.fromkeys(validation.location(index) for index in range(len(validation)))

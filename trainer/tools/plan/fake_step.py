@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
-from trainer.config import AUTO, Config, ConfigError
+from trainer.config import Config, ConfigError
 from trainer.model import adapters, attention, cpu_attention, load, packed_lm, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
@@ -111,8 +111,7 @@ def measure(job: Job, num_layers: int) -> Measured:
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
-                has_router_loss = job.config.model.router_loss == AUTO
-                routers = Routers(model, world.device, is_asked=has_router_loss)
+                routers = Routers(model, world.device)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [batch.to(world.device)] * num_run
                 with live:

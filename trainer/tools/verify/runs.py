@@ -181,7 +181,6 @@ _FORCED = (
     "trainer.max_ckpt_to_keep=1",  # the least disk, and a resume has nothing older to fall back on
     "trainer.resume_mode=auto",
     "trainer.max_time=null",
-    "trainer.stop_at_step=null",
     "trainer.checkpoint.mirror=null",
     "trainer.logger=[console]",
 )
