@@ -8,10 +8,8 @@ import resource
 import shlex
 import shutil
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 from unittest.mock import Mock
 
@@ -26,7 +24,6 @@ from trainer.config import Config, ConfigError
 from trainer.launch import checks as machine
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config, with_words
-from trainer.run.inputs import prepare_data_alone
 from trainer.tools.plan import memory
 from trainer.tools.plan.memory import Change, MemoryPlan, planner
 from trainer.tools.verify import checks
@@ -46,7 +43,7 @@ class Scene:
     """A good machine and recipe, in the working directory; its methods plant faults."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.limits = patch, {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 65536}
+        self.patch, self.limits = patch, {resource.RLIMIT_NOFILE: 65536}
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
         for name in [
@@ -113,10 +110,6 @@ class Scene:
         for name, value in values.items():
             self.patch.setenv(name, value)
 
-    def clock(self, now_s: float) -> None:
-        faked = SimpleNamespace(time=lambda: now_s, strftime=time.strftime, gmtime=time.gmtime)
-        self.patch.setattr(machine, "time", faked)
-
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
         self.write(
@@ -125,21 +118,10 @@ class Scene:
         )
         self.write("model/model.safetensors", "")
 
-    def vllm(self) -> None:
-        """Of an interpreter that is none; a name that was served once is no longer."""
-        self.write("python", f"#!/bin/sh\necho {Path.cwd()}/vllm/__init__.py\n")
-        Path("python").chmod(0o755)
-        tables = "_TEXT = {'LlamaForCausalLM': 1}\n_OLD = {'Qwen2ForCausalLM': '0.1'}\n_VLLM_MODELS = {**_TEXT}\n"
-        Path("vllm/model_executor").mkdir(parents=True)
-        self.write("vllm/model_executor/models/registry.py", tables)
-
     def checkpoint(self, pointer: str = "2") -> None:
         Path("run").mkdir()
         save(Path("run").absolute(), 2)
         self.write("run/latest_checkpointed_iteration.txt", pointer)
-
-    def prepare(self) -> None:
-        prepare_data_alone(BASE)
 
 
 WORDS = ["data.train_files=rows.jsonl", "data.val_files=val.jsonl", "data.cache_dir=tokens"]
@@ -191,13 +173,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "?limits",
         "ulimit -l unlimited",
     ),
-    "core files": (
-        "",
-        lambda s: (s.cards(), s.limit(resource.RLIMIT_CORE, -1)),
-        "?limits",
-        "ulimit -c 0",
-    ),
-    "clock in 1970": ("", lambda s: s.clock(0.0), "?clock", "1970-01-01"),
     "interface": (
         "",
         lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
@@ -308,12 +283,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "?architecture",
         "--trust-remote-code",
     ),
-    "not in vLLM": (
-        "--python=./python",
-        lambda s: s.vllm(),
-        "?serving",
-        "Qwen2ForCausalLM is not among",
-    ),
     "broken row": (
         "",
         lambda s: s.write("rows.jsonl", "{\n"),
@@ -324,7 +293,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "data.on_bad_row=skip",
         lambda s: s.write("rows.jsonl", "{\n"),
         "?rows",
-        "it is left out",
+        "it is skipped",
     ),
     "template": (
         "data.chat_template=t",
@@ -344,12 +313,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         lambda s: (s.model(), s.write("model/tokenizer.json", "{")),
         "!rows",
         "copy a whole one",
-    ),
-    "leak": (
-        "data.val_files=rows.jsonl",
-        lambda s: s.prepare(),
-        "?cache",
-        "take them out of one side",
     ),
     "big model": (
         "trainer.device=cpu",
@@ -404,14 +367,11 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
 ) -> None:
     assert complaints("", capsys) == (0, [])
     assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "val.jsonl"]
-    scene.prepare()
     scene.checkpoint()
     scene.cards()
     assert doctor.main([*WORDS]) == 0
     out = capsys.readouterr().out
-    assert (
-        "continues from run/global_step_2" in out and "prepared: 4 samples, 1 for validation" in out
-    )
+    assert "continues from run/global_step_2" in out
     assert "[[Bye 0<|im_end|>]]" in out and "H100; torch" in out and "NCCL 2.29.3" in out
 
 
@@ -437,6 +397,4 @@ def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main([*WORDS, "model.partial_pretrain=./nope"]) == 1
-    assert capsys.readouterr().out.endswith(
-        "is mended: architecture, serving, rows, cache, memory and disk\n"
-    )
+    assert capsys.readouterr().out.endswith("are fixed: architecture, rows, memory and disk\n")

@@ -9,26 +9,27 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.launch.checks import Checked, Launch, launch_of
-from trainer.tools.verify.checks import CHECKS, examine
+from trainer.launch.checks import Checked, launch_of
+from trainer.tools.verify import checks
 
 EXIT_WELL, EXIT_FAILS = 0, 1
-Found = Iterator[tuple[str, Checked | None]]
-"""Name of a check and a finding; None for a check that waits until others are mended."""
+Found = list[tuple[str, Checked | None]]
+"""Name of a check and a finding; None for a check that waits for another one."""
 
 
 @as_command()
 def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
-        usage="%(prog)s [N] [--run] [key=value ...] [--python PYTHON] [--json]",
+        usage="%(prog)s [N] [--run] [key=value ...] [--json]",
         description="Check machine, data, model and disk before training: each line ok, warn or "
         "fail, with its fix.",
     )
@@ -41,56 +42,57 @@ def main(argv: list[str]) -> int:
         "it",
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON, at the end")
-    about = "an interpreter with vLLM, whose list of architectures is read (default: this one)"
-    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
     options = parser.parse_intermixed_args(argv)
     asked, config = read_words(parser, options.words)
-    launch = replace(launch_of(config, asked.num_ranks), vllm_python=options.python)
+    launch = launch_of(config, asked.num_ranks)
     if options.run and launch.layout.num_nodes > 1:
         raise ConfigError(
             "doctor --run works on one machine. Fix: unset NNODES, and give the ranks of this "
             "machine"
         )
     from trainer.tools.plan.checks import memory_and_disk
-
-    said, waiting = _collect(
-        examine({**CHECKS, "memory and disk": memory_and_disk}, launch), options.json
-    )
-    if options.run:
-        has_failed = any(one["level"] == "fail" for one in said)
-        more, still_waiting = _collect(
-            _trained(launch, asked.overrides, is_possible=not has_failed), options.json
-        )
-        said += more
-        waiting += still_waiting
-    if options.json:
-        print(json.dumps({"checks": said, "not_checked": waiting}, indent=1))
-    elif waiting:
-        print(f"not checked before that is mended: {', '.join(waiting)}")
-    return EXIT_FAILS if any(one["level"] == "fail" for one in said) else EXIT_WELL
-
-
-def _collect(found: Found, is_json: bool) -> tuple[list[dict[str, str]], list[str]]:
-    """Findings and the names of checks that wait; printed one by one unless they become JSON."""
-    said, waiting = [], []
-    for name, checked in found:
-        if checked is None:
-            waiting.append(name)
-            continue
-        said.append({"check": name, **asdict(checked)})
-        if not is_json:
-            print(checked.line(name), flush=True)
-    return said, waiting
-
-
-def _trained(launch: Launch, overrides: list[str], *, is_possible: bool) -> Found:
-    """Checks that train, in a temporary directory that is removed."""
     from trainer.tools.plan.memory import plan_memory
-    from trainer.tools.verify.runs import RunFailedError, Runs
-    from trainer.tools.verify.training import run_checks
+    from trainer.tools.verify.runs import Runs
+    from trainer.tools.verify.training import NEEDS, RUN_CHECKS
 
-    def planned_gib(config: Config, num_ranks: int) -> float:
-        return plan_memory(config, num_ranks).needed_gib
+    def shown(found: Iterator[tuple[str, Checked | None]]) -> Found:
+        said = []
+        for name, checked in found:
+            said.append((name, checked))
+            if checked is not None and not options.json:
+                print(checked.line(name), flush=True)
+        return said
+
+    all_checks = {**checks.CHECKS, "memory and disk": memory_and_disk}
+    found = shown(checks.examine(all_checks, launch, checks.NEEDS))
+    if options.run and _has_failed(found):
+        found += [(name, None) for name in RUN_CHECKS]
+    elif options.run:
+        with _temporary_directory() as directory:
+            runs = Runs(
+                asked.overrides,
+                launch.num_ranks,
+                directory,
+                is_on_gpu=launch.num_gpus > 0,
+                planned_gib=lambda config, num_ranks: plan_memory(config, num_ranks).needed_gib,
+            )
+            found += shown(checks.examine(RUN_CHECKS, runs, NEEDS))
+    waiting = [name for name, checked in found if checked is None]
+    if options.json:
+        lines = [{"check": name, **asdict(checked)} for name, checked in found if checked]
+        print(json.dumps({"checks": lines, "not_checked": waiting}, indent=1))
+    elif waiting:
+        print(f"not checked before the failures are fixed: {', '.join(waiting)}")
+    return EXIT_FAILS if _has_failed(found) else EXIT_WELL
+
+
+def _has_failed(found: Found) -> bool:
+    return any(checked is not None and checked.level == "fail" for _, checked in found)
+
+
+@contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    """Make a directory that is removed at the end, also after SIGTERM and SIGHUP."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -104,20 +106,7 @@ def _trained(launch: Launch, overrides: list[str], *, is_possible: bool) -> Foun
             f"cannot make a temporary directory: {error}. Fix: set TMPDIR"
         ) from error
     with place as directory:
-        runs = Runs(overrides, launch.num_ranks, Path(directory), is_on_gpu=launch.num_gpus > 0)
-        for name, check in run_checks(planned_gib).items():
-            if not is_possible:
-                yield name, None
-                continue
-            try:
-                yield name, check(runs)
-            except RunFailedError as error:
-                print(error, file=sys.stderr)
-                yield (
-                    name,
-                    Checked("fail", str(error).splitlines()[0], "the end of its log is above"),
-                )
-                is_possible = name != "training"
+        yield Path(directory)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether two finished runs of the same length logged and saved the same, bit for bit (floor 5)."""
+"""Compare what two finished runs of the same length logged and saved, bit for bit (floor 5)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,31 +16,31 @@ from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
 """Entry of `data.pt`: torchdata's counters, which start again with every process."""
-MISSING = object()
-"""Differs from every value, also from itself."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Stands for a value that a run lacks; it differs from every value, even another missing one."""
+
+    why: str = "missing"
 
 
 @dataclass
 class Comparison:
-    """`differences`: a line for each value or tensor that differs, in the order of the run."""
+    """`num_equal`: values and tensors that are equal. `differences`: a line for each other one, in
+    the order of the run.
+    """
 
-    num_steps: int = 0
-    num_tensors: int = 0
-    num_validations: int = 0
+    num_equal: int = 0
     differences: list[str] = field(default_factory=list)
 
     def add(self, place: str, left: Any, right: Any) -> None:
         """Compare a value or tensor of two runs."""
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
-            self.num_tensors += 1
-            difference = _tensor_difference(left, right)
-        # repr is exact, and NaN equals NaN
-        elif left is MISSING or right is MISSING or repr(left) != repr(right):
-            difference = f"{_shown(left)} and {_shown(right)}"
-        else:
-            difference = ""
+        difference = _difference(left, right)
         if difference:
             self.differences.append(f"{place}: {difference}")
+        else:
+            self.num_equal += 1
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
@@ -48,70 +48,58 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
     step.
     """
     found = Comparison()
-    both = [_rows(run_dir, "train") for run_dir in (left, right)]
-    found.num_steps = len(both[0].keys() & both[1].keys())
-    for step in sorted({*range(1, steps + 1), *both[0], *both[1]}):
-        rows = [rows.get(step) for rows in both]
-        if None in rows:
-            logged = ["logged" if row else "not logged" for row in rows]
-            found.differences.append(f"step {step}: {' and '.join(logged)}")
-            continue
-        for key in STEP_KEYS:
-            found.add(f"step {step}, {key}", *(row.get(key, MISSING) for row in rows if row))
-    _compare_checkpoints(
-        found, *(run_dir / layout.step_dir_name(steps) for run_dir in (left, right))
-    )
-    both = [_rows(run_dir, "val") for run_dir in (left, right)]
-    found.num_validations = len(both[0].keys() & both[1].keys())
-    for step in sorted({*both[0], *both[1]}):
-        losses = [rows.get(step, {}).get("val/loss", MISSING) for rows in both]
-        found.add(f"validation of step {step}, val/loss", *losses)
+    left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
+    for place in {**left_values, **right_values}:
+        found.add(place, left_values.get(place, Missing()), right_values.get(place, Missing()))
     return found
 
 
+def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of everything that is compared."""
+    rows = _rows(run_dir, "train")
+    for step in sorted({*range(1, steps + 1), *rows}):
+        row = rows.get(step, {})
+        for key in STEP_KEYS:
+            yield f"step {step}, {key}", row.get(key, Missing())
+    yield from _saved(run_dir / layout.step_dir_name(steps))
+    for step, row in _rows(run_dir, "val").items():
+        yield f"validation of step {step}, val/loss", row.get("val/loss", Missing())
+
+
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """{step: its row}, of the newest attempt; empty before the first row."""
+    """Return the row of the newest attempt of each step."""
     path = run_dir / FILE_NAME
     rows = read_metrics(path) if path.exists() else []
     return {row["step"]: row for row in rows if row["kind"] == kind}
 
 
-def _compare_checkpoints(found: Comparison, left: Path, right: Path) -> None:
-    infos = [layout.inspect(path) for path in (left, right)]
-    name = left.name
-    for info in infos:
-        if info.manifest is None:
-            found.differences.append(
-                f"{name}: {info.path.parent.name} has none: {info.reason or info.status}"
-            )
-    sizes = [info.manifest.world_size for info in infos if info.manifest]
-    if len(sizes) < 2:
+def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    info = layout.inspect(checkpoint)
+    if info.manifest is None:
+        yield checkpoint.name, Missing(info.reason or info.status)
         return
-    if sizes[0] != sizes[1]:
-        found.differences.append(f"{name}: {sizes[0]} and {sizes[1]} ranks")
-        return
-    ranks = range(sizes[0])
-    files = [layout.model_file(sizes[0], rank) for rank in ranks]
-    files += [layout.optim_file(sizes[0], rank) for rank in ranks]
-    for file in (*files, layout.DATA):
+    num_ranks = info.manifest.world_size
+    yield f"{checkpoint.name}, ranks", num_ranks
+    shards = [
+        name(num_ranks, rank)
+        for name in (layout.model_file, layout.optim_file)
+        for rank in range(num_ranks)
+    ]
+    for file in (*shards, layout.DATA):
+        place = f"{checkpoint.name}, {file}"
         try:
-            leaves = [dict(_leaves(path / file)) for path in (left, right)]
+            tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
         except CorruptShardError as error:
-            found.differences.append(f"{name}, {file}: {error}")
+            yield place, Missing(str(error))
             continue
-        for key in {**leaves[0], **leaves[1]}:
-            found.add(f"{name}, {file}, {key}", *(side.get(key, MISSING) for side in leaves))
+        yield place, "readable"
+        if file == layout.DATA:
+            tree.pop(LOADER, None)
+        yield from _leaves(tree, f"{place}, ")
 
 
-def _leaves(path: Path) -> Iterator[tuple[str, Any]]:
-    """(dotted name, tensor or plain value) of a file; tensors stay on disk until they are used."""
-    tree = read_torch(path)
-    if path.name == layout.DATA:
-        tree = {name: value for name, value in tree.items() if name != LOADER}
-    return _flat(tree, "")
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, name: str, separator: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names with the tensors and plain values of nested containers."""
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list | tuple):
@@ -120,37 +108,39 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, item in items:
-        yield from _flat(item, f"{name}.{key}" if name else str(key))
+        yield from _leaves(item, f"{name}{separator}{key}", ".")
 
 
-def _tensor_difference(left: Tensor, right: Tensor) -> str:
+def _difference(left: Any, right: Any) -> str:
+    """Describe how two values differ; empty if they are equal. NaN equals NaN."""
+    both = f"{_shown(left)} and {_shown(right)}"
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        is_missing = isinstance(left, Missing) or isinstance(right, Missing)
+        return both if is_missing or repr(left) != repr(right) else ""
     if _shown(left) != _shown(right):
-        return f"{_shown(left)} and {_shown(right)}"
+        return both
     left, right = _local(left), _local(right)
-    left_bytes, right_bytes = _bytes(left), _bytes(right)
-    if torch.equal(left_bytes, right_bytes):
+    if torch.equal(_bytes(left), _bytes(right)):
         return ""
-    per_number = (left_bytes != right_bytes).reshape(left.numel(), -1)
-    num_different = int(per_number.any(1).sum())
     largest = (left.double() - right.double()).abs().max().item()
-    return f"{num_different} of {left.numel()} numbers differ, by at most {largest:.3g}"
+    return f"numbers differ, by at most {largest:.3g}"
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part in this file. The mesh that comes with it belongs to the run that saved it."""
+    """Return the part in this file. The mesh that comes with it belongs to the run that saved it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     assert isinstance(local, Tensor)
     return local
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes]: -0.0 differs from 0.0, and NaN equals the same NaN."""
+    """Return uint8 [bytes], in which -0.0 differs from 0.0, and NaN equals the same NaN."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _shown(value: Any) -> str:
-    if value is MISSING:
-        return "missing"
+    if isinstance(value, Missing):
+        return value.why
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {tuple(value.shape)}, of which {tuple(_local(value).shape)} here"

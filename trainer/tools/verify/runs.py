@@ -1,12 +1,11 @@
-"""Short runs of a recipe in a temporary directory: straight, with other settings, or killed and
-resumed (floor 5).
+"""Train a recipe for a few steps in a temporary directory: without an interruption, with other
+settings, or killed and resumed (floor 5).
 
 No torch. Every process that is started here ends with its block, or with this process.
 """
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -51,8 +50,11 @@ class ShortRun:
     def log(self) -> Path:
         return self.run_dir.with_suffix(".log")
 
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
     def rows(self) -> list[dict[str, Any]]:
-        """Logged training steps."""
+        """Return the logged training steps."""
         path = self.run_dir / FILE_NAME
         rows = read_metrics(path) if path.exists() else []
         return [row for row in rows if row["kind"] == "train"]
@@ -62,10 +64,6 @@ class ShortRun:
 
     def saved_step(self) -> int:
         return layout.read_pointer(self.run_dir).step or 0
-
-    def tokens_per_s(self) -> float:
-        rows = self.rows()[NUM_WARMUP_STEPS:]
-        return statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
 
 
 @dataclass(frozen=True)
@@ -77,14 +75,24 @@ class KilledRun(ShortRun):
 
 
 class Runs:
-    """Runs of a recipe on `num_ranks` ranks. Everything they write is in `directory`."""
+    """Runs of a recipe on `num_ranks` ranks. Everything they write is in `directory`.
+
+    `planned_gib`: from a configuration and a number of ranks to the memory that `plan` predicts.
+    """
 
     def __init__(
-        self, overrides: Sequence[str], num_ranks: int, directory: Path, *, is_on_gpu: bool
+        self,
+        overrides: Sequence[str],
+        num_ranks: int,
+        directory: Path,
+        *,
+        is_on_gpu: bool,
+        planned_gib: Callable[[Config, int], float],
     ) -> None:
         self.num_ranks = num_ranks
         self.is_on_gpu = is_on_gpu
         self.directory = directory
+        self.planned_gib = planned_gib
         self._overrides = (*self._first_overrides(overrides), *overrides)
 
     @property
@@ -94,7 +102,7 @@ class Runs:
 
     @cached_property
     def straight(self) -> ShortRun:
-        """All steps in one piece; deterministic on a GPU."""
+        """All steps without an interruption; deterministic on a GPU."""
         return self.train("straight")
 
     @cached_property
@@ -105,13 +113,11 @@ class Runs:
         return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
 
     def train(
-        self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None
+        self, name: str, *overrides: str, num_ranks: int | None = None, until: int = NUM_STEPS + 1
     ) -> ShortRun:
         """Train to the end, or until step `until` is logged. Raises `RunFailedError`."""
         run = ShortRun(self.directory / name)
-        self._start(
-            run, overrides, num_ranks, lambda: until is not None and run.last_step() >= until
-        )
+        self._start(run, lambda: run.last_step() >= until, overrides, num_ranks)
         return run
 
     def train_killed(self) -> KilledRun | None:
@@ -120,10 +126,10 @@ class Runs:
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
-            is_killed = self._start(run, (), None, partial(_is_due, run))
+            is_killed = self._start(run, partial(_is_in_the_middle, run))
             saved_step = run.saved_step()
             if is_killed and saved_step < NUM_STEPS:
-                self._start(run, (), None, lambda: False)
+                self._start(run, lambda: False)
                 rows = run.rows()
                 newest = max(row["attempt"] for row in rows)
                 first_step = min(row["step"] for row in rows if row["attempt"] == newest)
@@ -133,36 +139,26 @@ class Runs:
     def _start(
         self,
         run: ShortRun,
-        overrides: Sequence[str],
-        num_ranks: int | None,
         is_due: Callable[[], bool],
+        overrides: Sequence[str] = (),
+        num_ranks: int | None = None,
     ) -> bool:
         """Start the run; True if it was killed because `is_due`, False if it ended by itself."""
-        command = [
-            "-m",
-            "trainer.launch",
-            str(num_ranks or self.num_ranks),
-            *self._overrides,
-            *overrides,
-        ]
-        command += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
-        with _started(command, run.log, self.directory) as process:
+        words = [str(num_ranks or self.num_ranks), *self._overrides, *overrides]
+        words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
+        with _started(["-m", "trainer.launch", *words], run.log, self.directory) as process:
             while process.poll() is None:
                 if is_due():
                     return True
                 time.sleep(POLL_S)
         if process.returncode != EXIT_DONE:
-            lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[
-                -NUM_LOG_LINES:
-            ]
-            text = f"the {run.run_dir.name} run ended with exit code {process.returncode}; the end of its log:"
-            raise RunFailedError("\n  ".join([text, *lines]))
+            code = f"the {run.run_dir.name} run ended with exit code {process.returncode}"
+            lines = run.said().splitlines()[-NUM_LOG_LINES:]
+            raise RunFailedError("\n  ".join([f"{code}; the end of its log:", *lines]))
         return False
 
     def _first_overrides(self, overrides: Sequence[str]) -> list[str]:
-        """Settings that the user's overrides may replace: only as many rows as the steps need,
-        an own cache.
-        """
+        """Return settings that the user's overrides may replace: few rows, and another cache."""
         batch_size = load_config(list(overrides)).data.train_batch_size
         words = [
             f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
@@ -187,13 +183,13 @@ _FORCED = (
 """Nothing of the user's own run is read or written."""
 
 
-def _is_due(run: ShortRun) -> bool:
+def _is_in_the_middle(run: ShortRun) -> bool:
     return run.last_step() >= KILL_AFTER and run.saved_step() > 0
 
 
 @contextmanager
 def _started(words: Sequence[str], log: Path, scratch: Path) -> Iterator[subprocess.Popen]:
-    """A Python program whose processes all end with the block."""
+    """Run a Python program whose processes all end with the block."""
     environment = {**os.environ, "TMPDIR": str(scratch), "USE_WANDB": "false"}
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""Checks of `doctor --run`: short runs of the recipe here, compared with each other and with
-the plan (floor 5).
+"""Checks of `doctor --run`: short runs of the recipe, compared with each other and with the plan
+(floor 5).
 """
 
 import math
@@ -7,7 +7,6 @@ import re
 import statistics
 from collections.abc import Callable
 
-from trainer.config import Config
 from trainer.launch.checks import Checked
 from trainer.tools.verify.equality import compare_runs
 from trainer.tools.verify.runs import (
@@ -25,24 +24,22 @@ TOLERANCES = {"train/loss": 1e-6, "train/grad_norm": 1e-5}
 larger.
 """
 NUM_ROUNDINGS = 4
+FLOAT32 = "model.fsdp_config.param_dtype=float32"
 MEMORY_MARGIN = 1.1
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 MFU = "throughput/train/mfu"
-PlannedGib = Callable[[Config, int], float]
-"""Memory that a rank needs: from a configuration and the number of ranks."""
 
 
 def check_training(runs: Runs) -> Checked:
-    """The recipe trains; with what its self-check found."""
-    log = runs.straight.log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"^self-check: (.*)$", log, re.MULTILINE)
+    """Train the recipe, and report its self-check."""
+    found = re.search(r"^self-check: .*$", runs.straight.said(), re.MULTILINE)
     if found is None:
         return Checked("fail", "the run did not check itself against transformers' forward pass")
     return Checked("ok", f"{NUM_STEPS} steps on {runs.num_ranks} ranks; {found[0]}")
 
 
 def check_ranks(runs: Runs) -> Checked:
-    """One rank computes the same steps as all."""
+    """Compare the steps of one rank with those of all."""
     if runs.num_ranks == 1:
         return Checked("skip", "there is one rank: give a number of ranks")
     try:
@@ -51,15 +48,16 @@ def check_ranks(runs: Runs) -> Checked:
         if OUT_OF_MEMORY.search(str(error)):
             return Checked("skip", "the model does not fit one rank: check a smaller one")
         raise
-    fix = "a card, a link or NCCL computes wrongly: check fewer ranks to find which (CUDA_VISIBLE_DEVICES)"
+    fix = (
+        "a card, a link or NCCL computes wrongly: check fewer ranks to find which "
+        "(CUDA_VISIBLE_DEVICES)"
+    )
     return _same_steps(runs, alone, f"1 rank and {runs.num_ranks} ranks", fix)
 
 
 def check_packing(runs: Runs) -> Checked:
-    """Packed documents compute the same steps as documents alone."""
-    if "documents run packed" not in runs.straight.log.read_text(
-        encoding="utf-8", errors="replace"
-    ):
+    """Compare the steps of packed documents with those of documents alone."""
+    if "documents run packed" not in runs.straight.said():
         return Checked("skip", "documents of this model run one by one in any case")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
@@ -69,27 +67,18 @@ def check_packing(runs: Runs) -> Checked:
 def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
     found = _differences(runs.straight, other)
     allowed = dict(TOLERANCES)
-    dtype = runs.config.model.fsdp_config.param_dtype
-    if dtype != "float32":
-        precise = runs.train(f"float32_beside_{other.run_dir.name}", _FLOAT32, until=NUM_COMPARED)
-        rounding = _differences(runs.straight, precise)
-        allowed = {
-            key: max(least, NUM_ROUNDINGS * rounding[key]) for key, least in TOLERANCES.items()
-        }
-    texts = [
-        f"{name} differ by {found[key]:.1e} (allowed {allowed[key]:.0e})"
-        for name, key in (("losses", "train/loss"), ("gradient norms", "train/grad_norm"))
-    ]
+    if runs.config.model.fsdp_config.param_dtype != "float32":
+        precise = runs.train(f"float32_beside_{other.run_dir.name}", FLOAT32, until=NUM_COMPARED)
+        for key, rounding in _differences(runs.straight, precise).items():
+            allowed[key] = max(allowed[key], NUM_ROUNDINGS * rounding)
+    texts = [f"{key} differs by {found[key]:.1e} (allowed {allowed[key]:.0e})" for key in found]
     what = f"{what}: {', '.join(texts)}, relative, over {NUM_COMPARED} steps"
-    is_same = all(found[key] <= allowed[key] < 1 for key in TOLERANCES)  # False for NaN
+    is_same = all(found[key] <= allowed[key] < 1 for key in found)  # False for NaN
     return Checked("ok", what) if is_same else Checked("fail", what, fix)
 
 
-_FLOAT32 = "model.fsdp_config.param_dtype=float32"
-
-
 def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
-    """Largest relative difference of the first steps, by key; NaN if a value is NaN."""
+    """Return the largest relative difference of the first steps, by key; NaN if a value is NaN."""
     pairs = list(zip(left.rows()[:NUM_COMPARED], right.rows()[:NUM_COMPARED], strict=True))
     found = {}
     for key in TOLERANCES:
@@ -99,65 +88,65 @@ def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
 
 
 def check_resume(runs: Runs) -> Checked:
-    """A run that is killed with SIGKILL and started again equals the straight run, bit for bit."""
-    straight = runs.straight
+    """Compare a run that is killed with SIGKILL and started again with the straight one, bit for
+    bit.
+    """
     killed = runs.train_killed()
     if killed is None:
-        return Checked(
-            "skip", "the run ended before it could be killed: check a larger model or batch"
-        )
-    found = compare_runs(straight.run_dir, killed.run_dir, steps=NUM_STEPS)
+        return Checked("skip", "the runs ended before a kill: check a larger model or batch")
     if killed.resumed_from < killed.saved_before:
-        what = f"step {killed.saved_before} was saved before the kill, and the run resumed from {killed.resumed_from}"
-        return Checked(
-            "fail", what, "look at the directory's file system: `doctor` tries its operations"
+        what = (
+            f"step {killed.saved_before} was saved before the kill, and the run resumed from "
+            f"{killed.resumed_from}"
         )
-    if not found.differences:
-        what = f"killed, and resumed from step {killed.resumed_from}: {found.num_steps} steps, {found.num_tensors} "
-        return Checked(
-            "ok", f"{what}tensors and {found.num_validations} validations are equal bit for bit"
-        )
-    again = runs.train("straight_again")
-    repeated = compare_runs(straight.run_dir, again.run_dir, steps=NUM_STEPS)
-    if repeated.differences:
-        what = f"training is not deterministic here: two straight runs differ, first at {repeated.differences[0]}"
-        fix = "trainer.deterministic=true, model.compile=false, no code of the model's own that draws at random"
+        fix = "look at the directory's file system: `doctor` tries its operations"
         return Checked("fail", what, fix)
-    return Checked(
-        "fail", f"a resumed run differs from a straight one, first at {found.differences[0]}"
+    straight = runs.straight.run_dir
+    found = compare_runs(straight, killed.run_dir, steps=NUM_STEPS)
+    if not found.differences:
+        what = (
+            f"killed, and resumed from step {killed.resumed_from}: {found.num_equal} values and "
+            f"tensors of {NUM_STEPS} steps are equal bit for bit"
+        )
+        return Checked("ok", what)
+    repeated = compare_runs(straight, runs.train("straight_again").run_dir, steps=NUM_STEPS)
+    if not repeated.differences:
+        what = f"a resumed run differs from a straight one, first at {found.differences[0]}"
+        return Checked("fail", what)
+    what = (
+        f"training is not deterministic here: two straight runs differ at {repeated.differences[0]}"
     )
+    fix = "trainer.deterministic=true, model.compile=false, no model code that draws at random"
+    return Checked("fail", what, fix)
 
 
-def check_memory(runs: Runs, planned_gib: PlannedGib) -> Checked:
-    """The fullest rank needs at most what was planned; micro-batches that are not full need
-    less.
-    """
+def check_memory(runs: Runs) -> Checked:
+    """Compare the memory of the fullest rank with the plan, which is an upper bound."""
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
-    planned = planned_gib(runs.config, runs.num_ranks)
-    what = f"the fullest rank needs {peak_gib:.2f} GiB, {planned:.2f} were planned"
-    if peak_gib <= planned:
+    planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
+    what = f"the fullest rank needs {peak_gib:.2f} GiB, {planned_gib:.2f} were planned"
+    if peak_gib <= planned_gib:
         return Checked("ok", what)
-    fix = f"give `plan` a limit that is {peak_gib - planned:.1f} GiB lower (--memory-gib)"
-    return Checked("warn" if peak_gib <= MEMORY_MARGIN * planned else "fail", what, fix)
+    fix = f"give `plan` a limit that is {peak_gib - planned_gib:.1f} GiB lower (--memory-gib)"
+    return Checked("warn" if peak_gib <= MEMORY_MARGIN * planned_gib else "fail", what, fix)
 
 
 def check_speed(runs: Runs) -> Checked:
     rows = runs.timed.rows()[NUM_WARMUP_STEPS:]
-    what = f"{runs.timed.tokens_per_s():,.0f} tokens/s"
+    rate = statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
     shares = [row[MFU] for row in rows if MFU in row]
-    if shares:
-        what += f", MFU {statistics.median(shares):.1%}"
-    return Checked("ok", f"{what} (median of {len(rows)} steps on {runs.num_ranks} ranks)")
+    mfu = f", MFU {statistics.median(shares):.1%}" if shares else ""
+    on = f"median of {len(rows)} steps on {runs.num_ranks} ranks"
+    return Checked("ok", f"{rate:,.0f} tokens/s{mfu} ({on})")
 
 
-def run_checks(planned_gib: PlannedGib) -> dict[str, Callable[[Runs], Checked]]:
-    """By name, in their order."""
-    return {
-        "training": check_training,
-        "ranks": check_ranks,
-        "packing": check_packing,
-        "resume": check_resume,
-        "peak memory": lambda runs: check_memory(runs, planned_gib),
-        "speed": check_speed,
-    }
+RUN_CHECKS: dict[str, Callable[[Runs], Checked]] = {
+    "training": check_training,
+    "ranks": check_ranks,
+    "packing": check_packing,
+    "resume": check_resume,
+    "peak memory": check_memory,
+    "speed": check_speed,
+}
+NEEDS = {name: {"training"} for name in RUN_CHECKS if name != "training"}
