@@ -35,7 +35,9 @@ def export_model(
         parameters=parameters,
         buffers=buffers,
     )
-    plans = export.plan_exports(model, parameters, source, dtype=dtype, lora="adapter")
-    records = export.write_export(plans, target, reader, source, share=(world.rank, world.size))
+    plan = export.plan_of(
+        parameters, buffers, export.meta_copy(model), source, dtype=dtype, lora="adapter"
+    )
+    records = export.write_export(plan, target, reader, source, share=(world.rank, world.size))
     dist.barrier()
     return records

@@ -166,7 +166,7 @@ def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
 
 MTP = ("mtp.fc.weight", "mtp.norm.weight")
 FOUR_STEPS = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=bfloat16")
-LORA = ("model.lora_rank=4", "trainer.checkpoint.export_lora=both")
+LORA = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
 
 
 @pytest.fixture(scope="module")
@@ -223,5 +223,6 @@ def test_merged_adapters_carry_them_and_adapters_alone_do_not(
         assert all(same(tensors[name], tensor) for name, tensor in added.items())
         assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
         assert not (path / OTHER_PARTS).exists()
-    adapter = load_file(checkpoint / "huggingface" / "lora_adapter" / "adapter_model.safetensors")
+    export_from_shards(checkpoint, tmp_path / "adapter", dtype="bfloat16", lora="adapter")
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(".lora_" in name for name in adapter)

@@ -60,7 +60,7 @@ def words(root: Path) -> tuple[str, ...]:
 def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     """{case: run directory}."""
     cases: dict[str, tuple[int, tuple[str, ...]]] = {
-        "lora 1": (1, (*LORA, "trainer.checkpoint.export_lora=both")),
+        "lora 1": (1, (*LORA, "trainer.checkpoint.export_lora=merged")),
         "lora 2": (2, LORA),
         "lora 4": (4, (*LORA, "model.fsdp_config.fsdp_size=2")),
         "freeze 1": (1, FREEZE),
@@ -204,9 +204,11 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_exports_load_in_peft_and_transformers(
     straight: dict[str, Path], root: Path, tmp_path: Path
 ) -> None:
-    whole = straight["lora 1"] / "global_step_4" / "huggingface"
+    checkpoint, afterwards = straight["lora 1"] / "global_step_4", tmp_path / "afterwards"
+    export_from_shards(checkpoint, afterwards, dtype="float32", lora="adapter")
+    whole = checkpoint / "huggingface"
     alone = straight["lora 2"] / "global_step_4" / "huggingface"
-    for adapter in (whole / "lora_adapter", alone):
+    for adapter in (afterwards, alone):
         base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
         plain = logits_of(base)
         loaded: Any = PeftModel.from_pretrained(base, adapter)
@@ -245,16 +247,11 @@ def test_an_export_afterwards_is_that_of_the_save(
     straight: dict[str, Path], root: Path, tmp_path: Path
 ) -> None:
     checkpoint, moved = straight["lora 1"] / "global_step_4", tmp_path / "moved"
-    for lora in ("merged", "both", "adapter"):
-        export_from_shards(checkpoint, tmp_path / lora, dtype="float32", lora=lora)
-    saved = checkpoint / "huggingface"
-    assert files(tmp_path / "both") == files(saved)
-    assert files(tmp_path / "merged") == {
-        k: v for k, v in files(saved).items() if "lora_adapter" not in k
-    }
-    assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (
-        saved / "lora_adapter" / ADAPTER
-    ).read_bytes()
+    other = straight["lora 2"] / "global_step_4"
+    export_from_shards(checkpoint, tmp_path / "merged", dtype="float32")
+    export_from_shards(other, tmp_path / "adapter", dtype="float32", lora="adapter")
+    assert files(tmp_path / "merged") == files(checkpoint / "huggingface")
+    assert files(tmp_path / "adapter") == files(other / "huggingface")
     shutil.copytree(root / "model", moved)
     export_from_shards(checkpoint, tmp_path / "of another place", dtype="float32", base=moved)
     assert files(tmp_path / "of another place") == files(tmp_path / "merged")
@@ -320,13 +317,15 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(
     architecture.
     """
     prepare(tmp_path, family)
-    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=both")
+    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
     output = start(
         tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora
     )
     assert output.count("LoRA: rank 4 on ") == 1, output
     whole = tmp_path / "run" / "global_step_6" / "huggingface"
-    adapter = load_file(whole / "lora_adapter" / ADAPTER)
+    alone = tmp_path / "adapter"
+    export_from_shards(whole.parent, alone, dtype="float32", lora="adapter")
+    adapter = load_file(alone / ADAPTER)
     base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", whole))
     assert base.keys() == merged.keys()
     for name, tensor in base.items():
@@ -340,10 +339,8 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(
     of_merged = logits_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     before = logits_of(plain)
-    in_peft = logits_of(PeftModel.from_pretrained(plain, whole / "lora_adapter"))
-    direct = logits_of(
-        AutoModelForCausalLM.from_pretrained(whole / "lora_adapter", dtype=torch.float32)
-    )
+    in_peft = logits_of(PeftModel.from_pretrained(plain, alone))
+    direct = logits_of(AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32))
     assert not torch.allclose(before, of_merged, rtol=1e-3)
     for logits in (in_peft, direct):
         assert (logits - of_merged).abs().max() < 1e-4 * of_merged.abs().max()

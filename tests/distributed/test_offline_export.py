@@ -384,17 +384,6 @@ def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path
     assert known("qwen2", auto_map=elsewhere) is None
 
 
-def test_a_version_that_left_out_buffers_is_noticed(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = trained["plain"][0] / "global_step_2"
-    with patch.object(offline_export, "read_torch", lambda _: {}):
-        export_from_shards(checkpoint, tmp_path / "none", dtype="float32")  # this model has none
-        with (
-            patch.object(offline_export, "weight_buffers", lambda _: {"bias": 0}),
-            pytest.raises(ConfigError, match="out bias"),
-        ):
-            export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
-
-
 def test_the_command_exports_what_a_resume_takes(
     trained, tmp_path: Path, capsys, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]

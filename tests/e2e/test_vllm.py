@@ -33,6 +33,7 @@ from whole_models import WRAPPERS, write_whole_model
 
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import evaluate
 from trainer.config import ConfigError
 from trainer.model.assemble import build_model
@@ -141,7 +142,7 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
         AutoConfig.from_pretrained(base), dtype=torch.float32
     ).save_pretrained(base)
     words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
-    words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32"]
+    words += ["trainer.checkpoint.export_lora=merged", "trainer.checkpoint.export_dtype=float32"]
     return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
 
 
@@ -197,6 +198,7 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     run_ranks(export_families, 1, root)
     (root / "adapter").mkdir()
     base, checkpoint = run_adapter(root / "adapter", cache)
+    export_from_shards(checkpoint, root / "adapter-export", dtype="float32", lora="adapter")
     ids = random_ids(VOCAB)
     # so many steps make the tokens of its answers certain; a second rank would take half as long
     # again
@@ -213,7 +215,7 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
         },
         "adapter": {
             "model": base,
-            "adapter": checkpoint / "huggingface" / "lora_adapter",
+            "adapter": root / "adapter-export",
             "ids": random_ids(500),
         },
         "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},

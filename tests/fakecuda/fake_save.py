@@ -33,9 +33,6 @@ class Writer:
         self.device = next(fake.run.model.parameters()).device
         self.written: list[dict[str, int]] = []
 
-    def source_changes(self) -> list[str]:
-        return []
-
     def prepare(self) -> None:
         """A stand-in agrees with nobody."""
 

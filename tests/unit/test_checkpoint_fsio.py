@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -177,17 +176,6 @@ def test_rename_does_not_replace_a_directory_with_content(tmp_path: Path) -> Non
         (tmp_path / name / "file").write_text(name)
     with pytest.raises(OSError, match="not empty"):
         fsio.rename(tmp_path / "a", tmp_path / "b")
-
-
-def test_an_unnamed_file_gives_back_its_bytes_and_leaves_nothing(tmp_path: Path) -> None:
-    file, parts = fsio.UnnamedFile(tmp_path), [os.urandom(size) for size in (5, 0, 3 << 20)]
-    offsets = [file.append(memoryview(part)) for part in parts]
-    assert list(tmp_path.iterdir()) == []
-    with patch.object(fsio, "READ_BYTES", 1 << 20):
-        read = [file.read(offset, len(part)) for offset, part in zip(offsets, parts, strict=True)]
-    assert read == parts
-    with pytest.raises(OSError, match="ends 1 bytes too early"):
-        file.read(offsets[-1], len(parts[-1]) + 1)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

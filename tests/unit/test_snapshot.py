@@ -15,9 +15,9 @@ import torch
 from toy import START
 
 from trainer.checkpoint import snapshot as module
-from trainer.checkpoint.manager import _Pending
 from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
 from trainer.progress import History
+from trainer.runtime.processes import begun
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
 
@@ -127,10 +127,9 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
     """
     buffers = HostBuffers(CARD)
     buffers.copy(state())
-    pending = _Pending(1, lambda: buffers.wait_until_ready() or 7, CARD)
-    pending.join()
-    assert pending.outcome == 7
-    assert cuda.waits == [("checkpoint", CARD)]
+    begun(buffers.wait_until_ready).result()
+    ((thread, device),) = cuda.waits
+    assert thread != threading.current_thread().name and device == CARD
 
 
 @pytest.mark.parametrize("device", [CPU, CARD])

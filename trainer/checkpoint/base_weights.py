@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
 from trainer.adapter_names import adapted_name
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import deal_by_size
-from trainer.checkpoint.model_files import copied
-from trainer.checkpoint.shards import ShardReader
+from trainer.checkpoint.shards import ShardReader, copied, shapes_of
 from trainer.config import ConfigError
 from trainer.runtime.environment import local_rank, ranks_on_machine
 from trainer.weight_files import weight_files
@@ -97,11 +94,7 @@ class BaseWeights:
     """The tensors of a base's files under their own names, without their values."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        self._tensors = tensors
-        self.shapes = {
-            name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
-            for name, tensor in tensors.items()
-        }
+        self._tensors, self.shapes = tensors, shapes_of(tensors)
 
     @classmethod
     def of(cls, directory: Path) -> Self:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import str_to_torch_dtype
 
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name, peft_name
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, BaseWeights, MergedReader, stored_name
 from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles, copied
-from trainer.checkpoint.shards import ShardReader, weight_buffers, write_tensors
+from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
+from trainer.checkpoint.shards import ShardReader, copied, shapes_of, write_tensors
 from trainer.config import ConfigError
 from trainer.weight_files import INDEX
 from trainer.weights import TensorGroup, WholeCheckpoint, match
@@ -44,27 +43,27 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What the exported directory takes over: the files of the model trained from, and the
-    template trained with.
+    """What an export takes over from the training.
+
+    `chat_template`: only if it is not the tokenizer's own, whose files are copied byte for byte.
+    `whole`: set if the model's files hold more than is trained, which the export holds too.
+    `adapter`: set if adapters are trained.
     """
 
     files: ModelFiles
     chat_template: str | None
-    """Only when it is not the tokenizer's own; the tokenizer's files are copied byte for byte
-    otherwise.
-    """
     end_token_ids: tuple[int, ...]
     whole: WholeCheckpoint | None = None
-    """Where the files of the model hold more than is trained: the export holds that too."""
     adapter: Adapter | None = None
-    """Of a run that trains adapters."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """`layout`: exported name -> tensor without memory, in the order written; `split`: into which
-    files; `groups`: exported name -> what it is made of; `architecture`: the class that an export
-    loads as, without weights.
+    """Which tensors an export has, in which files.
+
+    layout: exported name -> tensor without memory, in the order written; `groups`: exported name ->
+    tensors it is made from; `architecture`: the class that an export loads as, without weights;
+    `base`: the weights that adapters are merged with.
     """
 
     layout: dict[str, Tensor]
@@ -74,7 +73,6 @@ class ExportPlan:
     whole: WholeCheckpoint | None
     dtype: torch.dtype
     base: BaseWeights | None = None
-    """What adapters are merged with."""
 
     @property
     def is_adapter(self) -> bool:
@@ -82,97 +80,107 @@ class ExportPlan:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.layout.values())
+        return _bytes(self.layout)
 
     @property
     def others(self) -> dict[str, Tensor]:
-        """Name -> tensor without memory of what passes through."""
-        found = {} if self.whole is None else self.whole.others
-        return {
-            name: torch.empty(t.shape, dtype=str_to_torch_dtype[t.dtype], device="meta")
-            for name, t in found.items()
-        }
+        """Tensors that pass through, by name, without memory."""
+        return {} if self.whole is None else shapes_of(self.whole.others)
 
-    @property
-    def others_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.others.values())
+    def num_bytes(self, *, has_weights: bool = True) -> int:
+        return _bytes(self.others) + self.weights_bytes * has_weights
+
+    def copied_bytes(self, *, has_weights: bool = True) -> int:
+        """Return what `with_copies` takes on the disk, over all writers."""
+        from_base = self.base.shapes if self.base is not None and has_weights else {}
+        return _bytes(self.others) + _bytes(from_base)
+
+    def with_copies(
+        self, directory: Path, *, share: tuple[int, int], has_weights: bool = True
+    ) -> Self:
+        """Copy this writer's share of the tensors from the model directory, which is not read
+        again.
+
+        Raises `ConfigError` if they changed since their digest was taken, `OSError` if they cannot
+        be copied.
+        """
+        plan = self
+        if plan.whole is not None and share[0] == 0:
+            whole = dataclasses.replace(plan.whole, others=copied(plan.whole.others, directory))
+            if whole.others_digest != plan.whole.others_digest:
+                raise ConfigError(
+                    "the weights of the model changed while the run started; start again"
+                )
+            plan = dataclasses.replace(plan, whole=whole)
+        if plan.base is not None and has_weights:
+            names = [name for names in plan.files_of(share).values() for name in names]
+            plan = dataclasses.replace(plan, base=plan.base.with_copies(names, directory))
+        return plan
+
+    def files_of(self, share: tuple[int, int]) -> dict[str, list[str]]:
+        """Return file name -> names of its tensors, of share `(index, count)` of the files."""
+        index, count = share
+        files = enumerate(self.split.filename_to_tensors.items())
+        return {name: names for number, (name, names) in files if number % count == index}
 
 
-Plans = Mapping[str, ExportPlan]
-"""By the directory below `huggingface/`; '' is that itself."""
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def num_bytes(plans: Plans, *, has_weights: bool = True) -> int:
-    return sum(plan.others_bytes + plan.weights_bytes * has_weights for plan in plans.values())
-
-
-def plan_exports(
-    model: PreTrainedModel,
-    parameters: Mapping[str, Tensor],
+def plan_of(
+    shapes: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    architecture: PreTrainedModel | None,
     source: ExportSource,
     *,
     dtype: str,
     lora: str,
-) -> Plans:
-    """What a save of `parameters` exports. `lora`: adapter, merged or both, where these are
-    adapters.
+) -> ExportPlan:
+    """Plan the export of `shapes`; `lora` is `adapter` or `merged`, if these are adapters.
+
+    A merged export has the base's tensors with the adapters added, under the names of its files.
+    `architecture` is then the base's class; tensors of its files that the class lacks are exported
+    unchanged. Without a class all weights are exported in `dtype`.
+
+    Raises `ConfigError` for a base that adapters cannot be merged with.
     """
-    architecture = meta_copy(model)
-    if source.adapter is not None:
-        return plan_lora(parameters, source.adapter, architecture, dtype=dtype, lora=lora)
-    return {
-        "": plan_export(
-            parameters, weight_buffers(model), architecture, dtype=dtype, whole=source.whole
-        )
+    if source.adapter is None:
+        return plan_export(shapes, buffers, architecture, dtype=dtype, whole=source.whole)
+    if lora == "adapter":
+        return _plan_adapter(shapes, getattr(torch, dtype))
+    base = BaseWeights.of(source.adapter.base)
+    for name in shapes:
+        stored_name(base, adapted_name(name))
+    unknown = match(architecture, None, base.shapes)[1] if architecture is not None else []
+    weights = {
+        name: tensor
+        for name, tensor in base.shapes.items()
+        if tensor.is_floating_point() and name not in unknown
     }
+    others = {name: tensor for name, tensor in base.shapes.items() if name not in weights}
+    return dataclasses.replace(plan_export(weights, others, None, dtype=dtype), base=base)
 
 
-def plan_lora(
-    shapes: Mapping[str, Tensor],
-    adapter: Adapter,
-    architecture: PreTrainedModel | None,
-    *,
-    dtype: str,
-    lora: str,
-) -> Plans:
-    """Adapters under peft's names in one file, and the base with what they add, under the names of
-    its files.
+def _plan_adapter(shapes: Mapping[str, Tensor], dtype: torch.dtype) -> ExportPlan:
+    """Plan one file of adapters under peft's names."""
+    stored = {
+        peft_name(name): torch.empty(tensor.shape, dtype=dtype, device="meta")
+        for name, tensor in shapes.items()
+    }
+    groups = {peft_name(name): TensorGroup((peft_name(name),), (name,)) for name in shapes}
+    return ExportPlan(
+        stored, _split(stored, ADAPTER_WEIGHTS, sys.maxsize), groups, None, None, dtype
+    )
 
-    `architecture` is the base's class on the meta device; what its files hold besides the tensors
-    of that class is merged unchanged. Without a class all weights of the files are exported in
-    `dtype`.
 
-    Raises `ConfigError` for a base that they cannot be merged with.
-    """
-    plans, target_dtype = dict[str, ExportPlan](), getattr(torch, dtype)
-    if lora != "adapter":
-        base = BaseWeights.of(adapter.base)
-        for name in shapes:
-            stored_name(base, adapted_name(name))
-        unknown = match(architecture, None, base.shapes)[1] if architecture is not None else []
-        numbers = {
-            name: tensor
-            for name, tensor in base.shapes.items()
-            if tensor.is_floating_point() and name not in unknown
-        }
-        others = {name: tensor for name, tensor in base.shapes.items() if name not in numbers}
-        merged = plan_export(numbers, others, None, dtype=dtype)
-        plans[""] = dataclasses.replace(merged, base=base)
-    if lora != "merged":
-        stored = {
-            peft_name(key): torch.empty(t.shape, dtype=target_dtype, device="meta")
-            for key, t in shapes.items()
-        }
-        split = split_state_dict_into_shards_factory(
-            stored,
-            get_storage_size=lambda t: t.nbytes,
-            filename_pattern=ADAPTER_WEIGHTS,
-            max_shard_size=sys.maxsize,
-        )
-        groups = {peft_name(name): TensorGroup((peft_name(name),), (name,)) for name in shapes}
-        plan = ExportPlan(stored, split, groups, None, None, target_dtype)
-        plans[layout.LORA_ADAPTER if lora == "both" else ""] = plan
-    return plans
+def _split(stored: dict[str, Tensor], pattern: str, max_bytes: int) -> StateDictSplit:
+    return split_state_dict_into_shards_factory(
+        stored,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=pattern,
+        max_shard_size=max_bytes,
+    )
 
 
 def plan_export(
@@ -216,14 +224,8 @@ def plan_export(
         made = group.to_stored([own[name] for name in group.own])
         stored |= made
         by_name |= dict.fromkeys(made, group)
-    split = split_state_dict_into_shards_factory(
-        stored,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors"
-        if whole is None
-        else "model-text{suffix}.safetensors",
-        max_shard_size=MAX_FILE_BYTES,
-    )
+    name = "model" if whole is None else "model-text"
+    split = _split(stored, f"{name}{{suffix}}.safetensors", MAX_FILE_BYTES)
     return ExportPlan(stored, split, by_name, several or architecture, whole, target_dtype)
 
 
@@ -254,7 +256,7 @@ def require_export(info: layout.CheckpointInfo) -> None:
 
 
 def write_export(
-    plans: Plans,
+    plan: ExportPlan,
     target: Path,
     reader: ShardReader,
     source: ExportSource,
@@ -262,71 +264,20 @@ def write_export(
     share: tuple[int, int] = (0, 1),
     has_weights: bool = True,
 ) -> list[FileRecord]:
-    """This writer's share `(index, count)` of the weights' files, in the existing directories below
-    `target`, by their paths from `target`'s own directory; the first writer adds what is beside
-    them.
+    """Write share `(index, count)` of the weights' files into the existing directory `target`.
+
+    The first writer adds the other files. Paths are relative to the directory above `target`.
     """
     root, is_first = target.parent, share[0] == 0
     # first: the checkpoint that they are copied from may go while the weights are written
-    records = write_companions(plans[""], target, source) if is_first else []
-    for directory, plan in plans.items():
-        place = target / directory
-        if has_weights:
-            tensors = (
-                MergedReader(plan.base, reader, source.adapter)
-                if plan.base and source.adapter
-                else reader
-            )
-            records += write_weights(plan, place, tensors, root=root, share=share)
-        if has_weights and is_first:
-            records += write_index(plan, place, root=root)
-        if is_first and plan.is_adapter and source.adapter:
-            records.append(_write_json(place / ADAPTER_CONFIG, source.adapter.settings, root=root))
-    return records
-
-
-def copied_bytes(plans: Plans, *, has_weights: bool = True) -> int:
-    """What `with_copies` takes on the disk, over all writers."""
-    bases = [plan for plan in plans.values() if plan.base is not None and has_weights]
-    base_bytes = sum(
-        tensor.nbytes for plan in bases if plan.base for tensor in plan.base.shapes.values()
-    )
-    return base_bytes + sum(plan.others_bytes for plan in plans.values())
-
-
-def with_copies(
-    plans: Plans, directory: Path, *, share: tuple[int, int], has_weights: bool = True
-) -> Plans:
-    """Plans that read the model directory no more: this writer's share of what they take from there
-    is copied.
-
-    Raises `ConfigError` if it changed since its digest was taken, `OSError` if the copies cannot be
-    made.
-    """
-    return {
-        place: _with_copies(plan, directory, share, has_weights) for place, plan in plans.items()
-    }
-
-
-def _with_copies(
-    plan: ExportPlan, directory: Path, share: tuple[int, int], has_weights: bool
-) -> ExportPlan:
-    if plan.whole is not None and share[0] == 0:
-        whole = dataclasses.replace(plan.whole, others=copied(plan.whole.others, directory))
-        if whole.others_digest != plan.whole.others_digest:
-            raise ConfigError("the weights of the model changed while the run started; start again")
-        plan = dataclasses.replace(plan, whole=whole)
-    if plan.base is not None and has_weights:
-        names = [name for names in _files_of(plan, share).values() for name in names]
-        plan = dataclasses.replace(plan, base=plan.base.with_copies(names, directory))
-    return plan
-
-
-def _files_of(plan: ExportPlan, share: tuple[int, int]) -> dict[str, list[str]]:
-    """File name -> names of its tensors, of share `(index, count)` of the files."""
-    index, count = share
-    files = plan.split.filename_to_tensors.items()
-    return {name: names for number, (name, names) in enumerate(files) if number % count == index}
+    records = write_companions(plan, target, source) if is_first else []
+    if not has_weights:
+        return records
+    tensors: TensorReader = reader
+    if plan.base is not None and source.adapter is not None:
+        tensors = MergedReader(plan.base, reader, source.adapter)
+    records += write_weights(plan, target, tensors, root=root, share=share)
+    return records + (write_index(plan, target, root=root) if is_first else [])
 
 
 def write_weights(
@@ -340,7 +291,7 @@ def write_weights(
     """Write this writer's share `(index, count)` of the files into the existing directory
     `target`; read them back.
     """
-    mine = _files_of(plan, share)
+    mine = plan.files_of(share)
     tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
     return [
         write_tensors(
@@ -359,8 +310,17 @@ def _exported(plan: ExportPlan, reader: TensorReader, names: list[str]) -> Itera
         if name not in made:
             made.clear()
             group, dtype = plan.groups[name], plan.layout[name].dtype
-            made |= group.to_stored([reader.whole(own).to(dtype) for own in group.own])
+            made |= group.to_stored([_cast(reader.whole(own), dtype, own) for own in group.own])
         yield made.pop(name)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(cast).all():
+        raise ConfigError(
+            f"'{name}' has values beyond the range of float16.\nFix: export in bfloat16 or float32"
+        )
+    return cast
 
 
 def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> list[FileRecord]:
@@ -371,9 +331,11 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
     model.
     """
     root = target.parent
-    records = (
-        [] if plan.is_adapter else [_write_json(target / CONFIG, _config(source, plan), root=root)]
-    )
+    records = []
+    if source.adapter is not None and plan.is_adapter:
+        records.append(_write_json(target / ADAPTER_CONFIG, source.adapter.settings, root=root))
+    else:
+        records.append(_write_json(target / CONFIG, _config(source, plan), root=root))
     records.append(_write_json(target / GENERATION_CONFIG, _generation_config(source), root=root))
     for name, data in source.files.companions.items():
         if source.chat_template is not None and name in TEMPLATES:
@@ -397,7 +359,7 @@ def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecor
     if not plan.split.is_sharded and plan.whole is None:
         return []
     index: dict[str, object] = {
-        "metadata": {"total_size": plan.weights_bytes + plan.others_bytes},
+        "metadata": {"total_size": plan.num_bytes()},
         "weight_map": plan.split.tensor_to_filename | dict.fromkeys(plan.others, OTHER_PARTS),
     }
     return [_write_json(target / INDEX, index, root=root)]

@@ -14,7 +14,6 @@ import hashlib
 import os
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,8 +24,6 @@ from typing import Self
 from trainer.runtime.files import SMALL_FILE_BYTES, read_regular, regular_opener
 
 COPY_CHUNK_BYTES = 4 << 20
-READ_BYTES = 1 << 30
-"""Linux reads less than 2 GiB in one call."""
 VISIBILITY_POLL_S = 0.05
 
 
@@ -143,43 +140,6 @@ class HashingFile:
             self._file.close()
         if self._error is not None and isinstance(error, Exception):
             raise self._error from error
-
-
-class UnnamedFile:
-    """Space on the disk for this process alone: no other process can open, change or truncate it,
-    and it is given back when the process ends, however that ends. It is no part of any checkpoint,
-    so it is neither synced nor announced.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._size_bytes = directory, 0
-        with _named(directory):
-            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives as long as this object
-
-    def append(self, data: memoryview) -> int:
-        """Where `data` begins in the file."""
-        offset = self._size_bytes
-        with _named(self._directory):
-            self._file.write(data)
-            self._file.flush()
-        self._size_bytes += data.nbytes
-        return offset
-
-    def read(self, offset: int, size_bytes: int) -> bytearray:
-        data = bytearray(size_bytes)
-        view, done = memoryview(data), 0
-        while done < size_bytes:
-            with _named(self._directory):
-                count = os.preadv(
-                    self._file.fileno(), [view[done : done + READ_BYTES]], offset + done
-                )
-            if count == 0:
-                raise OSError(
-                    f"{self._directory}: a temporary copy there ends {size_bytes - done} bytes too "
-                    f"early"
-                )
-            done += count
-        return data
 
 
 def make_dir(path: Path) -> None:

@@ -4,9 +4,9 @@ becomes of a failed one.
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -26,16 +26,17 @@ from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Outcome = tuple[int | SaveFailedError, float]
+"""Bytes of the committed checkpoint or why there is none, and the seconds it took."""
 Tell = Callable[[str, int, str, str], None]
-"""Takes kind, step, message and level of what happened."""
+"""Takes kind, step, message and level of an event."""
 RETRY_AFTER_S = (60.0, 300.0)
-"""Training goes on for so long after the first and the second failed save in a row; the third
-ends the run.
+"""Training continues for this long after the first and the second failed save in a row; the
+third ends the run.
 """
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
-"""The same for a save that the run ends with: nothing goes on meanwhile."""
+"""Pauses of a save that the run ends with: nothing continues meanwhile."""
 CLOSE_TIMEOUT_S = 10.0
-SOURCE_ANSWERS_WITHIN_S = 5.0
 
 
 class CheckpointManager:
@@ -51,19 +52,14 @@ class CheckpointManager:
     ) -> None:
         """`state` is what is saved; `tell` is told what became of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
-        self._saver, self._state, self._tell, self._retry_after_s = (
-            saver,
-            state,
-            tell,
-            retry_after_s,
-        )
+        self._saver, self._state, self._tell = saver, state, tell
+        self._retry_after_s = retry_after_s
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, Future[Outcome]] | None = None
         self._num_failed_in_a_row = 0
         self._failed_at, self._last_error = 0.0, ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
-        self._told_changes: set[str] = set()
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be
@@ -97,84 +93,65 @@ class CheckpointManager:
     ) -> None:
         """Save the state as it is now, at `position`, unless this step is saved already.
 
-        A save behind training is finished first: one is in flight at most. With `is_required` the
-        state is on disk on return, or `CannotWriteError` is raised. Raises `ResumableError` after
-        the third failure in a row.
+        A save in the background is finished first. With `is_required` the state is on disk on
+        return, or `CannotWriteError` is raised. Raises `ResumableError` after the third failure in
+        a row.
         """
         started = time.perf_counter()
         self.finish()
         step = position.step
-        if self._world.is_main:
-            self._tell_source_changes(step)
         for pause_s in (0.0, *(REQUIRED_RETRY_AFTER_S if is_required else ())):
             if step == self._committed_step:
                 break
             self._raise_if_exhausted(is_required)
             time.sleep(pause_s)
             snapshot = self._snapshot(position, loss=loss, grad_norm=grad_norm, history=history)
-            self._try(snapshot, in_background=not is_required)
+            self._try(snapshot, in_background=self._buffers is not None and not is_required)
         if is_required and step != self._committed_step:
-            text = f"the checkpoint of step {step} cannot be written: {self._last_error}"
-            raise CannotWriteError(f"{text}; mend that, then the same command goes on")
+            raise CannotWriteError(
+                f"the checkpoint of step {step} cannot be written: {self._last_error}; mend that, "
+                f"then the same command continues"
+            )
         self._raise_if_exhausted(is_required)
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
     def before_update(self) -> None:
-        """A save behind training may still copy what an update changes."""
+        """Wait for a background save that still copies what an update changes."""
         if self._buffers is not None:
             self._buffers.before_update()
 
     def is_retry_due(self) -> bool:
-        """Main rank: whether a failed save should be tried again now; the others follow its
-        word.
-        """
-        if self._pending is not None and self._pending.is_done:
+        """Main rank: whether a failed save should be tried again now; the others follow."""
+        if self._pending is not None and self._pending[1].done():
             self.finish()
         if self._num_failed_in_a_row == 0:
             return False
         pauses_s = (*self._retry_after_s, 0.0)
-        return (
-            time.monotonic() - self._failed_at
-            >= pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
-        )
+        pause_s = pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
+        return time.monotonic() - self._failed_at >= pause_s
 
     def finish(self) -> None:
-        """Wait for a save in flight and take note of its outcome, which all ranks share."""
+        """Wait for a background save; all ranks share its outcome."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.join()
-            self._note(pending.step, pending.outcome, stall_s=0.0, total_s=pending.duration_s)
+            step, future = pending
+            outcome, duration_s = future.result()
+            self._note(step, outcome, duration_s)
+            if isinstance(outcome, int):
+                self._metrics["time/train/checkpoint_bg_s"] = duration_s
 
     def take_metrics(self, step: int) -> dict[str, float]:
-        """What became known since the last call, in seconds: training stood still, and writing
-        went on behind it.
-        """
+        """Return what became known since the last call."""
         metrics, self._metrics = self._metrics, {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
 
-    def _tell_source_changes(self, step: int) -> None:
-        """Say once of each file of the model directory that it is no longer what the run read
-        at its start.
-        """
-        try:  # the file server may be gone, and then never answer
-            found = begun(self._saver.source_changes).result(SOURCE_ANSWERS_WITHIN_S)
-        except TimeoutError:
-            found = [f"the model directory gave no answer within {SOURCE_ANSWERS_WITHIN_S:.0f} s"]
-        new = [change for change in found if change not in self._told_changes]
-        self._told_changes.update(new)
-        if new:
-            text = f"{'; '.join(new)}; exports go on with what the run read at its start"
-            self._tell("model_changed", step, text, "warn")
-
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         started, step = time.perf_counter(), snapshot.position.step
         if not self._is_finite(snapshot):
-            error = SaveFailedError(
-                "a parameter or a moment of the optimizer is not finite: that is never saved"
-            )
-            self._note(step, error, stall_s=0.0, total_s=0.0)
+            error = "a parameter or a moment of the optimizer is not finite: that is never saved"
+            self._note(step, SaveFailedError(error), 0.0)
             return
         self._saver.prepare()
         buffers = self._buffers
@@ -183,58 +160,50 @@ class CheckpointManager:
         if buffers is not None and (in_background or self._saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
 
-        def write() -> int:
+        def write() -> Outcome:
+            begun_at = time.perf_counter() if in_background else started
             if buffers is not None:
                 buffers.wait_until_ready()
-            return self._saver.save(snapshot)
+            outcome: int | SaveFailedError
+            try:
+                outcome = self._saver.save(snapshot)
+            except SaveFailedError as error:
+                # the frames of its traceback would keep the snapshot
+                outcome = error.with_traceback(None)
+            return outcome, time.perf_counter() - begun_at
 
-        if buffers is not None and in_background:
-            self._pending = _Pending(step, write, self._world.device)
+        if in_background:
+            self._pending = step, begun(write, name="checkpoint")
         else:
-            self._note(step, _outcome(write), stall_s=time.perf_counter() - started, total_s=None)
+            self._note(step, *write())
 
-    def _note(
-        self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None
-    ) -> None:
+    def _note(self, step: int, outcome: int | SaveFailedError, duration_s: float) -> None:
         if isinstance(outcome, UnresolvedSaveError):
-            text = f"the save of step {step} was left undecided: {outcome}"
-            raise ResumableError(f"{text}; the same command finds out and goes on") from outcome
+            raise ResumableError(
+                f"the save of step {step} was left undecided: {outcome}; the same command finds "
+                f"out and continues"
+            ) from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            self._tell(
-                "checkpoint_failed",
-                step,
-                f"its checkpoint failed, the older ones stand: {outcome}",
-                "warn",
-            )
+            text = f"its checkpoint failed, the older ones stand: {outcome}"
+            self._tell("checkpoint_failed", step, text, "warn")
             return
-        if isinstance(outcome, BaseException):
-            raise outcome
         self._num_failed_in_a_row, self._committed_step = 0, step
-        path = self.run_dir / layout.step_dir_name(step)
-        self._metrics |= {
-            "ckpt/bytes": outcome,
-            "ckpt/save_s": stall_s if total_s is None else total_s,
-        }
+        self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": duration_s}
         with suppress(OSError):  # a count for the log must not end the run
             names = fsio.list_dir(self.run_dir)
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
+        path = self.run_dir / layout.step_dir_name(step)
         self._tell("checkpoint", step, f"saved {path}", "info")
-        if total_s is None:
-            logger.info("saved %s (%s, %.1f s)", path, readable(outcome), stall_s)
-        else:
-            self._metrics["time/train/checkpoint_bg_s"] = total_s
-            logger.info("saved %s (%s, %.1f s behind training)", path, readable(outcome), total_s)
+        logger.info("saved %s (%s, %.1f s)", path, readable(outcome), duration_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
-            text = (
-                f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}"
-            )
             raise ResumableError(
-                f"{text}; mend that, then the same command goes on from the checkpoint before"
+                f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}; "
+                f"mend that, then the same command continues from the checkpoint before"
             )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
@@ -319,55 +288,12 @@ class CheckpointManager:
         self._on_main(point_and_delete)
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """However the run ends: give a save in flight a moment to end. After that nothing may
-        be committed.
-        """
+        """Give a background save a moment to end. After that nothing may be committed."""
         if self._pending is not None:
-            self._pending.join(timeout_s)
+            wait([self._pending[1]], timeout_s)
 
     def _on_main(self, action: Callable[[], T]) -> T:
         def describe(error: OSError) -> CannotWriteError:
             return CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
 
         return on_main(action, self._world, describe=describe)
-
-
-class _Pending:
-    """A save that goes on behind training, in a thread of its own."""
-
-    def __init__(self, step: int, write: Callable[[], int], device: torch.device) -> None:
-        self.step, self._write, self._device = step, write, device
-        self._started, self.duration_s = time.perf_counter(), 0.0
-        self._outcome: int | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def outcome(self) -> int | BaseException:
-        assert self._outcome is not None
-        return self._outcome
-
-    def join(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            # a new thread stands on device 0, and would open a context there
-            torch.cuda.set_device(self._device)
-        self._outcome = _outcome(self._write)
-        self.duration_s = time.perf_counter() - self._started
-
-
-def _outcome(write: Callable[[], int]) -> int | BaseException:
-    """The size of the committed checkpoint in bytes, or what went wrong."""
-    try:
-        return write()
-    except SaveFailedError as error:
-        # its message says all, and its frames would keep all that the run holds
-        return error.with_traceback(None)
-    except BaseException as error:
-        return error

@@ -170,15 +170,20 @@ class Saver:
             for name, p in parameters.items()
         }
         self.device = next(model.parameters()).device
-        self._plans = export.plan_exports(
-            model, parameters, source, dtype=config.export_dtype, lora=config.export_lora
+        self._plan = export.plan_of(
+            parameters,
+            shards.weight_buffers(model),
+            export.meta_copy(model),
+            source,
+            dtype=config.export_dtype,
+            lora=config.export_lora,
         )
         self._has_weights = "hf_model" in config.save_contents
 
     @property
     def copied_bytes(self) -> int:
         """What `keep_sources` takes on the disk, over all ranks."""
-        return export.copied_bytes(self._plans, has_weights=self._has_weights)
+        return self._plan.copied_bytes(has_weights=self._has_weights)
 
     def keep_sources(self) -> None:
         """Copy what exports take from the model directory, so that no save reads it. Collective.
@@ -189,8 +194,8 @@ class Saver:
         share = (self.world.rank, self.world.size)
         error: ConfigError | CannotWriteError | None = None
         try:
-            self._plans = export.with_copies(
-                self._plans, self.run_dir, share=share, has_weights=self._has_weights
+            self._plan = self._plan.with_copies(
+                self.run_dir, share=share, has_weights=self._has_weights
             )
         except ConfigError as failure:
             error = failure
@@ -204,18 +209,11 @@ class Saver:
             if found is not None:
                 raise found
 
-    def source_changes(self) -> list[str]:
-        """How the model directory differs from what the run read at its start, each with the
-        directory's name.
-        """
-        files = self._source.files
-        return [f"{files.directory}: {change}" for change in files.changes()]
-
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much
         on the others.
         """
-        exported = export.num_bytes(self._plans, has_weights=self._has_weights)
+        exported = self._plan.num_bytes(has_weights=self._has_weights)
         return shards.num_bytes(state) * self.world.size + exported
 
     def prepare(self) -> None:
@@ -288,8 +286,7 @@ class Saver:
         )
         self._staging = staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
-        for directory in ("", *filter(None, self._plans)):
-            fsio.make_dir(staging / layout.HUGGINGFACE / directory)
+        fsio.make_dir(staging / layout.HUGGINGFACE)
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
@@ -323,7 +320,7 @@ class Saver:
             buffers=snapshot.extra["buffers"],
         )
         return export.write_export(
-            self._plans,
+            self._plan,
             staging / layout.HUGGINGFACE,
             reader,
             self._source,
@@ -375,7 +372,7 @@ class Saver:
             files=tuple(records),
             tensors=self._tensors,
             text_names=self._source.whole.text_names if self._source.whole else (),
-            num_passed_through=len(self._plans[""].others),
+            num_passed_through=len(self._plan.others),
             fingerprints=dict(self.fingerprints),
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,

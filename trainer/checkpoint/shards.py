@@ -11,7 +11,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import str_to_torch_dtype
 
 from trainer.adapter_names import is_adapter
-from trainer.checkpoint import layout
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
 from trainer.config import ConfigError
-from trainer.weights import bytes_of
+from trainer.weights import StoredTensor, bytes_of, stored_in
 
 
 class CorruptShardError(ConfigError):
@@ -337,6 +337,29 @@ def write_tensors(
             del data
     _read_back(path, layout, digests)
     return file.record
+
+
+def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return tensors without memory, in the shapes and dtypes of stored ones."""
+    return {
+        name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
+    }
+
+
+def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
+    """Copy tensors into a file of `directory` that has no name, so that nobody else can change it.
+
+    It stays readable while this process lives. Raises `OSError`.
+    """
+    path = fsio.temporary_path(directory / "model")
+    try:
+        contents = (tensor.whole() for tensor in tensors.values())
+        write_tensors(path, shapes_of(tensors), contents, root=directory)
+        return stored_in(path)
+    finally:
+        with suppress(FileNotFoundError):
+            fsio.unlink(path)
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from trainer.checkpoint.shards import with_local
 from trainer.progress import History, Position
@@ -77,6 +78,8 @@ class HostBuffers:
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
         if self._ready is not None:
+            # a new thread is on device 0, and would open a context there
+            torch.cuda.set_device(self._device)
             self._ready.synchronize()
             self._copied = []
 
@@ -140,14 +143,12 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested containers with every local tensor changed."""
-    if isinstance(value, DTensor):
-        return with_local(value, change(value._local_tensor))
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _mapped(item, change) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
+def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change every local tensor in nested containers."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return with_local(tensor, change(tensor._local_tensor))
+        return change(tensor)
+
+    return tree_map_only(Tensor, changed, tree)

@@ -125,9 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--lora",
-        choices=("adapter", "merged", "both"),
+        choices=("adapter", "merged"),
         default="merged",
-        help="export LoRA adapters, the merged model, or both (default: %(default)s)",
+        help="export LoRA adapters, or the merged model (default: %(default)s)",
     )
     command.add_argument(
         "--base",

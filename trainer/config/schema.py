@@ -266,8 +266,8 @@ class CheckpointConfig:
     export_lora: str = key(
         "adapter",
         "what of LoRA is in huggingface/: adapter (PEFT's layout) | merged (the whole model with "
-        "what adapters add) | both (merged, and the adapter in lora_adapter/)",
-        one_of("adapter", "merged", "both"),
+        "what adapters add)",
+        one_of("adapter", "merged"),
     )
     require_lock: bool = key(
         True,

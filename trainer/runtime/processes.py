@@ -86,7 +86,7 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def begun(work: Callable[[], T]) -> Future[T]:
+def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
     """In a thread of its own that holds up no end of the process: a storage, or a stopped
     process, may never answer.
     """
@@ -98,5 +98,5 @@ def begun(work: Callable[[], T]) -> Future[T]:
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=in_thread, daemon=True).start()
+    threading.Thread(target=in_thread, name=name, daemon=True).start()
     return answer

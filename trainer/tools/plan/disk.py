@@ -53,11 +53,7 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
     num_exported = plan.num_parameters
     if config.model.has_adapters:
         num_base = plan.num_parameters - plan.num_trained
-        num_exported = {
-            "adapter": plan.num_trained,
-            "merged": num_base,
-            "both": num_base + plan.num_trained,
-        }[checkpoint.export_lora]
+        num_exported = {"adapter": plan.num_trained, "merged": num_base}[checkpoint.export_lora]
     dtype: torch.dtype = getattr(torch, checkpoint.export_dtype)
     return size_bytes + num_exported * dtype.itemsize
 
