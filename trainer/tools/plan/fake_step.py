@@ -6,7 +6,6 @@ GPU's kernel does.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,18 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.model import adapters, attention, cpu_attention, load, packed_lm, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
@@ -37,7 +32,7 @@ from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 from trainer.tools.plan import live_storage
 from trainer.tools.plan.fused_norm import fuse_norms
-from trainer.tools.plan.live_storage import LiveStorages, Phase
+from trainer.tools.plan.live_storage import LiveStorages, Peaks
 
 FEWEST_LAYERS = 4
 """The first two layers and the last two; all layers between them are alike."""
@@ -81,17 +76,11 @@ class Job:
         return inputs
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A step on `num_layers` layers: bytes by category at the fullest moment of each phase, counted
-    for all tensors, for those on the device, and for all with page-locked memory as the host has
-    it.
-    """
-
-    num_layers: int
-    everything: dict[Phase, Counter[str]]
-    on_device: dict[Phase, Counter[str]]
-    on_host: dict[Phase, Counter[str]]
+ALL, DEVICE, HOST = "all", "device", "host"
+Measured = dict[str, Peaks]
+"""Of a step: bytes by category at the fullest moment of each phase, counted for `ALL` tensors, for
+those on the `DEVICE`, and for all with page-locked memory as the `HOST` has it.
+"""
 
 
 def measure(job: Job, num_layers: int) -> Measured:
@@ -117,20 +106,14 @@ def measure(job: Job, num_layers: int) -> Measured:
                 with live:
                     update_begins = follow(model, optimizer, live)
                     run_step(model, routers, optimizer, batches, update_begins=update_begins)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"model.partial_pretrain={job.source.path}: the memory of this architecture depends on "
-            f"its data, which a plan does not see ({error})"
-        ) from error
     finally:
         attention.register()
         cpu_attention._mask.cache_clear()
-    return Measured(
-        num_layers=num_layers,
-        everything=live.peaks(),
-        on_device=live.peaks(elsewhere=job.elsewhere),
-        on_host=live.peaks(pinned=job.elsewhere & live_storage.PINNED),
-    )
+    return {
+        ALL: live.peaks(),
+        DEVICE: live.peaks(elsewhere=job.elsewhere),
+        HOST: live.peaks(pinned=job.elsewhere & live_storage.PINNED),
+    }
 
 
 @register_op_impl(lambda func: func is torch.ops.aten._grouped_mm.default)

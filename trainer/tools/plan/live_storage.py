@@ -43,6 +43,8 @@ _HANDED_OVER = {
 FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
+Peaks = dict[Phase, Counter[str]]
+"""Bytes by category at the fullest moment of each phase."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -83,8 +85,8 @@ class LiveStorages(TorchDispatchMode):
 
     def peaks(
         self, *, elsewhere: frozenset[str] = frozenset(), pinned: frozenset[str] = frozenset()
-    ) -> dict[Phase, Counter[str]]:
-        """For each phase, in order, bytes by category at its fullest moment.
+    ) -> Peaks:
+        """Return the fullest moment of each phase, in order.
 
         `elsewhere` lists categories that live in other memory: they count here only at the moment
         they are made. `pinned` lists those in page-locked memory, which each tensor takes more of
@@ -92,7 +94,7 @@ class LiveStorages(TorchDispatchMode):
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()
-        found: dict[Phase, Counter[str]] = {}
+        found: Peaks = {}
         for index, change_bytes, phase in self._events:
             category = self._categories[index]
             if category in pinned:

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,17 @@ from trainer.run.compose import with_words
 from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divided
 from trainer.runtime.environment import pinned_bytes
-from trainer.tools.plan.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
+from trainer.tools.plan.fake_step import (
+    ALL,
+    DEVICE,
+    FEWEST_LAYERS,
+    HOST,
+    Job,
+    Measured,
+    Workload,
+    measure,
+    on_meta,
+)
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
     FROZEN,
@@ -30,11 +41,10 @@ from trainer.tools.plan.live_storage import (
     GRADIENTS,
     HEAD,
     HOST_INPUTS,
-    LASTING,
     OPTIMIZER,
     PARAMETERS,
     SHARDED_GRADIENTS,
-    Phase,
+    Peaks,
 )
 
 GIB = 2**30
@@ -66,9 +76,6 @@ class Change:
 
     num_ranks: int
     overrides: tuple[str, ...] = ()
-
-
-Planner = Callable[[Change], "MemoryPlan"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class MemoryPlan:
         return on_device_gib if self.is_cuda else on_device_gib + self.host_gib
 
 
-def planner(config: Config) -> Planner:
+def planner(config: Config) -> Callable[[Change], MemoryPlan]:
     """Return a function that plans the configuration with a change; it plans each change once."""
 
     @cache
@@ -140,27 +147,35 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     try:
         model = on_meta(job)
         layers = decoder_layers(model)
-        if len(layers) <= FEWEST_LAYERS + 1 or not _are_alike(model, layers):
-            return _plan(job, model, measure(job, len(layers)), (len(layers),))
-        few = measure(job, FEWEST_LAYERS)
-        more = measure(job, FEWEST_LAYERS + 1)
-        measured = extrapolated(few, more, len(layers))
-        return _plan(job, model, measured, (few.num_layers, more.num_layers))
+        measured = [len(layers)]
+        if len(layers) > FEWEST_LAYERS + 1 and _are_alike(model, layers):
+            measured = [FEWEST_LAYERS, FEWEST_LAYERS + 1]
+        steps = [measure(job, num_layers) for num_layers in measured]
+        step = extrapolated(steps[0], steps[-1], len(layers) - measured[0])
+        return _plan(job, model, step, len(layers), tuple(measured))
     except ConfigError:
         raise
     except Exception as error:  # a model's own code may fail in any way on tensors without memory
-        raise _not_planned(config, error) from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        cause = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
+            f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Fix: measure it: "
+            "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in "
+            "metrics.jsonl"
+        ) from error
 
 
-def _not_planned(config: Config, error: Exception) -> ConfigError:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    cause = (str(error).splitlines() or [""])[0]
-    return ConfigError(
-        f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
-        f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Fix: measure it: "
-        "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in "
-        "metrics.jsonl"
-    )
+def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
+    """Add to the step `few` the growth to `more`, which has one layer more, for every layer."""
+
+    def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
+        return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
+
+    return {
+        where: {phase: grown(held, more[where][phase]) for phase, held in peaks.items()}
+        for where, peaks in few.items()
+    }
 
 
 def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
@@ -180,58 +195,42 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
     return Workload(seqlens, num_micro_batches)
 
 
-def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
-    """A step on `num_layers` layers, from a step on fewer and one with a single layer more."""
-    num_between = num_layers - few.num_layers
-
-    def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
-        return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
-
-    def all_grown(
-        a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]
-    ) -> dict[Phase, Counter[str]]:
-        return {phase: grown(a[phase], b[phase]) for phase in a}
-
-    return Measured(
-        num_layers=num_layers,
-        everything=all_grown(few.everything, more.everything),
-        on_device=all_grown(few.on_device, more.on_device),
-        on_host=all_grown(few.on_host, more.on_host),
-    )
-
-
 def _plan(
-    job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]
+    job: Job,
+    model: PreTrainedModel,
+    measured: Measured,
+    num_layers: int,
+    num_measured_layers: tuple[int, ...],
 ) -> MemoryPlan:
-    device = max(measured.on_device.values(), key=lambda held: held.total())
-    most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
-    on_host = {
-        name: max(held[name] for held in measured.on_host.values())
-        for name in NAMES
-        if name in job.elsewhere
-    }
-    saved = most[PARAMETERS] + most[OPTIMIZER]
-    if not job.config.model.has_adapters:  # the shards of adapters do not hold the base model
-        saved += most[FROZEN]
-    host = {name: size_bytes for name, size_bytes in on_host.items() if size_bytes}
+    device = max(measured[DEVICE].values(), key=lambda held: held.total())
+    always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
+    saved_names = {PARAMETERS, OPTIMIZER, FROZEN}
+    if job.config.model.has_adapters:  # the shards of adapters do not hold the base model
+        saved_names.remove(FROZEN)
+    saved = sum(_most(measured[ALL], name) for name in saved_names)
+    host = {name: _most(measured[HOST], name) for name in NAMES if name in job.elsewhere}
+    host = {name: size_bytes for name, size_bytes in host.items() if size_bytes}
     if SHARDED_GRADIENTS in host:
         host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job, model)
     host[SAVE_COPY] = saved if job.config.trainer.checkpoint.async_save else 0
     parameters = list(model.parameters())
-    always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
     return MemoryPlan(
         num_ranks=job.num_ranks,
         is_cuda=job.is_cuda,
         workload=job.workload,
         num_parameters=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-        num_layers=measured.num_layers,
+        num_layers=num_layers,
         num_measured_layers=num_measured_layers,
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
         saved_bytes=saved,
         model_dir=job.source.path,
     )
+
+
+def _most(peaks: Peaks, name: str) -> int:
+    return max(held[name] for held in peaks.values())
 
 
 def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
@@ -307,27 +306,15 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may use: the machine's, or less where a control group limits it."""
+    """Return the memory that this process may use: the machine's, or less in a control group."""
     sizes = [psutil.virtual_memory().total]
     try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        path = (proc / "self" / "cgroup").read_text(encoding="utf-8").rpartition("::")[2].strip()
     except OSError:
         return sizes[0]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount, name = cgroups, "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = cgroups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = mount / path.lstrip("/")
-        # a container may see its own group as the mount, while the path is the host's
-        groups = [group, *group.parents] if group.is_dir() else [mount]
-        for directory in groups:
-            if directory.is_relative_to(mount):
-                try:
-                    sizes.append(int((directory / name).read_text(encoding="utf-8")))
-                except (OSError, ValueError):  # no limit is "max"
-                    continue
+    group = cgroups / path.lstrip("/")
+    # a container may see its own group as the mount, while the path is the host's
+    for directory in (group, *group.parents):
+        with suppress(OSError, ValueError):  # no file, or no limit: "max"
+            sizes.append(int((directory / "memory.max").read_text(encoding="utf-8")))
     return min(sizes)
