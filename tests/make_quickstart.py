@@ -1,31 +1,18 @@
-"""Makes the quickstart's files: `python tests/make_quickstart.py` writes them into
-trainer/quickstart/.
-
-Without random numbers: the choice of tasks and their order follow from digests of the text.
+"""Make the configuration and tokenizer of the quickstart's model: `python tests/make_quickstart.py`
+writes them into trainer/quickstart/model. The samples in train.jsonl are written by hand.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from quickstart_tasks import FAMILIES, Family, Parameter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 
 ENGLISH = Path(__file__).with_name("quickstart_english.txt")
 CHAT_TEMPLATE = MODEL_DIR / "chat_template.jinja"
-SAMPLES_PER_FAMILY = 80
-OPENERS = (
-    "Write a Python function",
-    "Write a short Python function",
-    "Please write a function",
-    "Define a Python function",
-    "Implement a function",
-    "I need a Python function",
-)
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096
 PAD_TOKEN, START_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -61,49 +48,6 @@ MODEL_CONFIG: dict[str, Any] = {
     **TOKEN_IDS,
 }
 GENERATION_CONFIG: dict[str, Any] = {**TOKEN_IDS, "do_sample": False}
-
-
-def generate_samples() -> list[dict[str, Any]]:
-    """Rows of `messages` (user, assistant) and `check`, an expression that is true after executing
-    the answer.
-
-    Choice and order follow from digests of the text, not from a random generator.
-    """
-    tasks = [(family, parameters) for family in FAMILIES for parameters in _chosen(family)]
-    rows = [_row(family, *parameters) for family, parameters in tasks]
-    return sorted(rows, key=lambda row: _digest(row["messages"][0]["content"]))
-
-
-def _chosen(family: Family) -> Iterable[tuple[Parameter, ...]]:
-    key = family.name + family.args
-    return sorted(family.parameters, key=lambda parameters: _digest(f"{key}{parameters}"))[
-        :SAMPLES_PER_FAMILY
-    ]
-
-
-def _row(family: Family, a: Parameter, b: Parameter = "") -> dict[str, Any]:
-    name, what, body = (text.format(a=a, b=b) for text in (family.name, family.what, family.body))
-    signature = f"{name}({family.args})"
-    opener = OPENERS[int(_digest(signature), 16) % len(OPENERS)]
-    lines = [
-        f"def {signature}:",
-        f'    """{what[0].upper()}{what[1:]}."""',
-        *(f"    {line}" for line in body.splitlines()),
-    ]
-    if '"' in what:
-        lines[1] = f"    # {what[0].upper()}{what[1:]}."
-    arguments, expected = family.case(a, b) if b != "" else family.case(a)
-    return {
-        "messages": [
-            {"role": "user", "content": f"{opener} {signature} that {what}."},
-            {"role": "assistant", "content": "\n".join(["```python", *lines, "```"])},
-        ],
-        "check": f"{name}({', '.join(map(repr, arguments))}) == {expected!r}",
-    }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -161,21 +105,18 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def make(model_dir: Path, train_file: Path) -> None:
+def make(model_dir: Path) -> None:
     """Write all files but the chat template, which is written by hand."""
-    rows = generate_samples()
-    train_file.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
     for name, content in (
         ("config.json", MODEL_CONFIG),
         ("generation_config.json", GENERATION_CONFIG),
     ):
         _write_json(model_dir / name, content)
+    rows = [json.loads(line) for line in TRAIN_FILE.read_text(encoding="utf-8").splitlines()]
     texts = [message["content"] for row in rows for message in row["messages"]]
     english = ENGLISH.read_text(encoding="utf-8").splitlines(keepends=True)
     write_tokenizer(model_dir, train_tokenizer([*texts, *english]))
 
 
 if __name__ == "__main__":
-    make(MODEL_DIR, TRAIN_FILE)
+    make(MODEL_DIR)

@@ -71,4 +71,4 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
 
 def _told(measured: Measured) -> dict[str, dict[str, int]]:
     """Bytes at the peak of each phase, by category."""
-    return {str(phase): dict(held) for phase, held in measured.on_device.items()}
+    return {str(phase): dict(held) for phase, held in measured[planner.DEVICE].items()}

@@ -261,7 +261,7 @@ GPU_SAFEGUARDS = (
         "        nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)\n",
         "        nccl_gib = 0.0\n",
         (
-            "unit/test_memory_plan_outside.py::test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine",
+            "unit/test_memory_plan.py::test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine",
         ),
     ),
     Mutation(

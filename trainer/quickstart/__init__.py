@@ -1,7 +1,7 @@
 """The embedded default (floor 2): a tiny model without weights, its tokenizer and 3,840
 instructions, as files.
 
-`python tests/make_quickstart.py` makes them; a test holds that they are what it makes.
+`python tests/make_quickstart.py` makes the files of the model; a test holds that they are what it makes.
 """
 
 from pathlib import Path
