@@ -118,8 +118,8 @@ SAFEGUARDS = (
     Mutation(
         "no acknowledgement: the main rank ignores what others report",
         SAVE,
-        "if error is not None]\n",
-        "if False]\n",
+        "enumerate(reports) if error is not None\n",
+        "enumerate(reports) if False\n",
         ("distributed/test_checkpoint.py",),
     ),
     Mutation(
