@@ -39,14 +39,14 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU 2: the thread of a save stands on device 0",
-        MANAGER,
+        SNAPSHOT,
         "            torch.cuda.set_device(self._device)",
         "            pass",
         (f"{COPY}::test_a_thread_waits_for_the_copy_on_the_device_of_the_state",),
     ),
     Mutation(
         "GPU 2: the same, on fake CUDA tensors",
-        MANAGER,
+        SNAPSHOT,
         "            torch.cuda.set_device(self._device)",
         "            pass",
         (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),

@@ -216,8 +216,7 @@ SAFEGUARDS = (
     Mutation(
         "rotation takes what the pointer names",
         RETENTION,
-        "steps[-keep:] + [step for step in steps if pointed is not None and step <= "
-        "pointed][-keep:]",
+        "steps[-keep:] + until_pointer[-keep:]",
         "steps[-keep:]",
         ("unit/test_checkpoint_layout.py",),
     ),
