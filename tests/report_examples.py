@@ -20,7 +20,6 @@ from trainer.report.result import (
     Mover,
     Report,
     Throughput,
-    Trend,
 )
 from trainer.report.run_log import CheckpointState, RunLog, Series, ServingCheck
 
@@ -114,12 +113,6 @@ def summaries(log: RunLog, groups: dict[str, str]) -> tuple[MetricSummary, ...]:
         summary(key, one, group=groups.get(key.split("/")[0], "reward"))
         for key, one in log.series.items()
     )
-
-
-def trend(key: str, one: Series) -> Trend:
-    early, middle, late = (float(part.mean()) for part in np.array_split(one.values, 3))
-    last = tuple(float(part.mean()) for part in np.array_split(one.values, min(50, len(one)))[-10:])
-    return Trend(key, (late - early) / float(one.steps[-1]), 1e-5, early, middle, late, last)
 
 
 def sft_run() -> RunLog:
@@ -259,7 +252,6 @@ def sft_report(log: RunLog) -> Report:
         top=findings[:3],
         findings=findings,
         metrics=summaries(log, SFT_GROUPS),
-        trends=(trend("train/loss", log.series["train/loss"]), trend("val/loss", log.series["val/loss"])),
         anomalies=(spike,),
         generalisation=Generalisation(
             "validation loss", dict(zip(verdicts, log.series["val/loss"].values.tolist(), strict=True)),
@@ -366,7 +358,6 @@ def grpo_report(log: RunLog) -> Report:
         top=(finding,),
         findings=(finding,),
         metrics=summaries(log, GRPO_GROUPS),
-        trends=(trend("reward", log.series["reward"]),),
         anomalies=anomalies,
         generalisation=None,
         learning_rate=LearningRate("cosine", 5e-5, 300, 0.0, 0.41, 0.57),

@@ -11,17 +11,11 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.report.page import as_page
 from trainer.report.result import Report, as_json
 from trainer.report.run_log import RunLog, UnreadableLogError
-from trainer.report.sections import around
-from trainer.report.side_by_side import side_by_side
-from trainer.report.terminal import print_report, print_section
 
 EXIT_UNREADABLE = 4
 CODES: dict[type[Exception], int] = {
@@ -37,15 +31,6 @@ Run = tuple[Report, RunLog]
 @as_command(CODES)
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.around is not None:
-        if arguments.html or arguments.json or arguments.check:
-            raise ConfigError(
-                "--around only prints rows. Fix: leave out --html, --json and --check"
-            )
-        for path in arguments.paths:
-            section = around(_read(path), at=arguments.around, window=arguments.window)
-            print_section(Console(), section)
-        return EXIT_DONE
     runs = [_analyse(path, arguments) for path in arguments.paths]
     if arguments.json:
         trees = [as_json(report) for report, _ in runs]
@@ -53,40 +38,43 @@ def main(argv: list[str]) -> int:
     else:
         _print(runs)
     if arguments.html:
+        from trainer.report.page import as_page
+
         write_file(arguments.html, as_page(runs))
     return max(EXIT_CODES[report.verdict] for report, _ in runs) if arguments.check else EXIT_DONE
 
 
 def _print(runs: list[Run]) -> None:
+    from rich.console import Console
+
+    from trainer.report.side_by_side import side_by_side
+    from trainer.report.terminal import print_report, print_section
+
     console = Console()
     for report, _ in runs:
         print_report(console, report)
         console.print()
-    if len(runs) > 1:
-        for section in side_by_side(runs):
-            print_section(console, section)
+    for section in side_by_side(runs) if len(runs) > 1 else ():
+        print_section(console, section)
 
 
 def _analyse(path: Path, options: argparse.Namespace) -> Run:
-    """Raises `UnreadableLogError` for the log, `ConfigError` for limits that cannot be read."""
+    """Read and judge a log. Imports are here so that help and usage errors come at once.
+
+    Raises `UnreadableLogError` for the log, `ConfigError` for limits that cannot be read.
+    """
     from trainer.report.analyse import analyse
     from trainer.report.limits import read_thresholds
+    from trainer.report.readers import read_run
 
     try:
         thresholds = read_thresholds(options.config) if options.config else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {options.config}: {error}") from error
-    log = _read(path)
+    log = read_run(path)
     external = dict(options.external) or None
     report = analyse(log, profile=options.profile, thresholds=thresholds, external=external)
     return report, log
-
-
-def _read(path: Path) -> RunLog:
-    """The readers are imported here so that help and usage errors come at once."""
-    from trainer.report.readers import read_run
-
-    return read_run(path)
 
 
 def _parser() -> Parser:
@@ -95,30 +83,16 @@ def _parser() -> Parser:
     about = "run directories or log files, ours or another framework's; several are also shown side by side"
     add("paths", metavar="PATH", nargs="+", type=Path, help=about)
     add("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
-    add(
-        "--json",
-        action="store_true",
-        help="print JSON instead of text: an object, for several PATHs an array",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="exit code 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL",
-    )
-    add(
-        "--around",
-        metavar="STEP",
-        type=int,
-        help="only print the rows around a step, of metrics that moved",
-    )
-    about = "steps on each side of --around (default: %(default)s)"
-    add("--window", metavar="N", type=int, default=20, help=about)
+    about = "print JSON instead of text: an object, for several PATHs an array"
+    add("--json", action="store_true", help=about)
+    about = "exit code 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL"
+    add("--check", action="store_true", help=about)
     about = "which absolute limits apply (default: what the log looks like)"
     add("--profile", choices=PROFILES, default="auto", help=about)
     about = "limits of your own, one `name: number` a line"
     add("--config", metavar="FILE", type=Path, help=about)
     about = (
-        "an external result, higher is better, that decides which checkpoint is best (repeatable)"
+        "an outside result, higher is better, that decides which checkpoint is best (repeatable)"
     )
     add("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
     return parser

@@ -16,7 +16,7 @@ from trainer.report.checks_run import too_little
 from trainer.report.checks_speed import throughput
 from trainer.report.checks_validation import generalisation
 from trainer.report.formatting import counted, duration, listed
-from trainer.report.inventory import group_counts, inventory, trends
+from trainer.report.inventory import group_counts, inventory
 from trainer.report.judge import checklist, judge
 from trainer.report.learning_rate import learning_rate
 from trainer.report.limits import merged
@@ -64,13 +64,13 @@ def analyse(
     judged = judge(run)
     found = [finding for one in judged for finding in one.findings]
     findings = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
-    courses, rates = trends(run), run.find("lr")
+    rates = run.find("lr")
     rate = (
         None
         if rates is None
         else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
     )
-    metrics = inventory(run, courses)
+    metrics = inventory(run)
     verdict = _verdict(run, findings)
     return Report(
         title=_title(log.path),
@@ -83,7 +83,6 @@ def analyse(
         top=_top(findings),
         findings=findings,
         metrics=metrics,
-        trends=courses,
         anomalies=run.anomalies,
         generalisation=generalisation(run),
         learning_rate=rate,

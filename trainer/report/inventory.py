@@ -1,97 +1,52 @@
-"""Every metric of a log: what it is, its numbers, its slow course, and what this run shows, in
-one sentence.
-"""
+"""Every metric of a log: meaning, numbers, trend, and its course in one sentence."""
 
-import math
-from collections.abc import Mapping
+from collections import Counter
 
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.formatting import listed, number
-from trainer.report.result import MetricSummary, Mover, Trend
+from trainer.report.formatting import capitalised, listed, number
+from trainer.report.result import MetricSummary, Mover
 from trainer.report.run_log import Series
 from trainer.report.statistics import bins, epoch_means, finite, noise, slope
 from trainer.report.vocabulary import meaning, role_order
 
-NUM_LAST = 10
-
-
-def trends(run: AnalysedRun) -> tuple[Trend, ...]:
-    """One for each metric with at least four finite points, on epoch means or on 50 bins; in
-    the order of roles.
-    """
-    epochs = run.find("epoch")
-    found = []
-    for key, series in sorted(run.log.series.items(), key=lambda item: role_order(item[0])):
-        points = finite(series)
-        if len(points) < 4:
-            continue
-        means = points if run.profile == "controller" else epoch_means(points, epochs)
-        fitted = slope(means if len(means) >= 8 else bins(points))
-        early, middle, late = (float(part.mean()) for part in np.array_split(points.values, 3))
-        last = tuple(float(value) for value in means.values[-NUM_LAST:])
-        found.append(Trend(key, fitted.per_step, fitted.p_value, early, middle, late, last))
-    return tuple(found)
-
-
-def direction(trend: Trend | None, limits: Mapping[str, float]) -> str:
-    """rising or falling where that is significant, flat where not; unclear without a trend."""
-    if trend is None:
-        return "unclear"
-    if trend.p_value >= limits["trend_p"] or trend.slope_per_step == 0:
-        return "flat"
-    return "rising" if trend.slope_per_step > 0 else "falling"
+MIN_POINTS = 4
+"""Of a trend."""
+MIN_EPOCHS = 8
+"""With fewer, a trend is that of 50 bins."""
+WANTED = {"rising": "up", "falling": "down"}
 
 
 def phases(run: AnalysedRun, role: str) -> str:
-    """How a metric settles: its level and its jitter in each third of the run."""
+    """Describe how a metric settles: its level and its jitter in each third of the run."""
     parts = np.array_split(run.get(role).values, 3)
-    if min(len(part) for part in parts) < 4:
+    if min(map(len, parts)) < MIN_POINTS:
         return ""
-    levels = [f"{float(np.mean(part)):.3g}" for part in parts]
-    jitters = [noise(Series(np.arange(len(part)), part)) for part in parts]
-    change = (
-        "shrinking"
-        if jitters[2] < 0.8 * jitters[0]
-        else "growing"
-        if jitters[2] > 1.25 * jitters[0]
-        else "even"
-    )
-    return f"early {levels[0]}, middle {levels[1]}, late {levels[2]}; jitter {change}"
+    early, middle, late = (f"{float(np.mean(part)):.3g}" for part in parts)
+    first, _, last = (noise(Series(np.arange(len(part)), part)) for part in parts)
+    change = "shrinking" if last < 0.8 * first else "growing" if last > 1.25 * first else "even"
+    return f"early {early}, middle {middle}, late {late}; jitter {change}"
 
 
-GROUPS = ("optimisation", "reward", "length", "state", "timing", "memory", "data", "other")
-WANTED = {"rising": "up", "falling": "down"}
-"""What a metric with a trend would have to want."""
-
-
-def inventory(run: AnalysedRun, trends: tuple[Trend, ...]) -> tuple[MetricSummary, ...]:
-    """All metrics with at least one point, by group; those that rules look at come first, then
-    by name.
-    """
-    by_key = {trend.key: trend for trend in trends}
-    summaries = [
-        _summary(run, key, series, by_key.get(key))
-        for key, series in run.log.series.items()
-        if len(series)
-    ]
-    return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), role_order(s.key))))
+def inventory(run: AnalysedRun) -> tuple[MetricSummary, ...]:
+    """Return all metrics with at least one point; those that findings ask for come first."""
+    found = [_summary(run, key, series) for key, series in run.log.series.items() if len(series)]
+    return tuple(sorted(found, key=lambda summary: role_order(summary.key)))
 
 
 def group_counts(metrics: tuple[MetricSummary, ...]) -> str:
-    """`31: 12 optimisation, 8 reward, ...`."""
-    counts = {group: sum(m.group == group for m in metrics) for group in GROUPS}
-    return f"{len(metrics)}: " + listed(
-        f"{count} {group}" for group, count in counts.items() if count
-    )
+    """Return `31: 12 optimisation, 8 reward, ...`."""
+    counts = Counter(metric.group for metric in metrics).most_common()
+    return f"{len(metrics)}: " + listed(f"{count} {group}" for group, count in counts)
 
 
-def _summary(run: AnalysedRun, key: str, series: Series, trend: Trend | None) -> MetricSummary:
-    entry, known = meaning(key), finite(series)
-    points = known if len(known) else Series(series.steps[:1], np.array([math.nan]))
+def _summary(run: AnalysedRun, key: str, series: Series) -> MetricSummary:
+    entry, points = meaning(key), finite(series)
+    trend, moves = _trend(run, points)
+    if not len(points):
+        points = series[:1]
     low, high = int(np.argmin(points.values)), int(np.argmax(points.values))
-    course = direction(trend, run.limits)
     return MetricSummary(
         key=key,
         group=entry.group,
@@ -106,55 +61,57 @@ def _summary(run: AnalysedRun, key: str, series: Series, trend: Trend | None) ->
         maximum=float(points.values[high]),
         maximum_step=int(points.steps[high]),
         median=float(np.median(points.values)),
-        trend=course,
-        observation=_observation(run, key, points, trend, course)
-        if len(known)
-        else "Never a number.",
+        trend=trend,
+        observation=_observation(run, key, trend, moves),
     )
 
 
-def _observation(
-    run: AnalysedRun, key: str, points: Series, trend: Trend | None, course: str
-) -> str:
-    hidden = len(run.log.series[key]) - len(points)
-    lost = f" {hidden} points are not numbers." if hidden else ""
+def _trend(run: AnalysedRun, points: Series) -> tuple[str, str]:
+    """Return rising, falling, flat or unclear, and the means of the first and the last third.
+
+    A trend is that of epoch means; a significant one is rising or falling.
+    """
+    if len(points) < MIN_POINTS:
+        return "unclear", ""
+    is_by_epoch = run.profile == "controller"
+    means = points if is_by_epoch else epoch_means(points, run.find("epoch"))
+    fitted = slope(means if len(means) >= MIN_EPOCHS else bins(points))
+    if fitted.p_value >= run.limits["trend_p"] or fitted.per_step == 0:
+        return "flat", ""
+    early, _, late = (number(float(part.mean())) for part in np.array_split(points.values, 3))
+    trend = "rising" if fitted.per_step > 0 else "falling"
+    return trend, f"from {early} early to {late} late"
+
+
+def _observation(run: AnalysedRun, key: str, trend: str, moves: str) -> str:
+    """Describe the course of a metric: its jumps, else its trend, else its range."""
+    series = run.log.series[key]
+    points = finite(series)
+    if not len(points):
+        return "Never a number."
     low, high = map(number, np.quantile(points.values, [0.05, 0.95]).tolist())
-    moves = (
-        f"from {number(trend.early)} early to {number(trend.late)} late"
-        if trend and course in WANTED
-        else ""
-    )
+    movers = [mover for one in run.anomalies for mover in one.movers if mover.metric == key]
     if np.ptp(points.values) == 0:
-        return f"Constant at {low}.{lost}"
-    if movers := [m for a in run.anomalies for m in a.movers if m.metric == key]:
-        return (
-            _of_bursts(points, movers)
-            + (f" Apart from that {course}, {moves}." if moves else "")
-            + lost
-        )
-    if moves:
-        good = meaning(key).better
-        verdict = (
-            ""
-            if good not in ("up", "down")
-            else ", as it should"
-            if good == WANTED[course]
-            else ", the wrong way"
-        )
-        return f"{course.capitalize()} {moves}{verdict}.{lost}"
-    return f"Between {low} and {high} nearly always, without a clear trend.{lost}"
+        course = f"Constant at {low}."
+    elif movers:
+        course = _jumps(points, movers) + (f" Apart from that {trend}, {moves}." if moves else "")
+    elif moves:
+        is_wanted = meaning(key).better == WANTED[trend]
+        is_judged = meaning(key).better in WANTED.values()
+        verdict = (", as it should" if is_wanted else ", the wrong way") if is_judged else ""
+        course = f"{capitalised(trend)} {moves}{verdict}."
+    else:
+        course = f"Between {low} and {high} nearly always, without a clear trend."
+    num_hidden = len(series) - len(points)
+    return course + (f" {num_hidden} points are not numbers." if num_hidden else "")
 
 
-def _of_bursts(points: Series, movers: list[Mover]) -> str:
-    """Calm level, then where and how far it jumped."""
+def _jumps(points: Series, movers: list[Mover]) -> str:
+    """Describe the calm level, then where and how far the metric jumped."""
     first, peaks = movers[0].onset_step, sorted(mover.peak_value for mover in movers)
-    is_calm = points.steps < first
-    low, high = np.quantile(
-        points.values[is_calm] if is_calm.any() else points.values, [0.05, 0.95]
-    ).tolist()
-    reach = f"{number(peaks[0])} to {number(peaks[-1])}" if len(peaks) > 1 else number(peaks[0])
-    return (
-        f"{number(low)} to {number(high)} until step {first}; "
-        f"{'rises' if movers[0].sign > 0 else 'falls'} to {reach} near "
-        f"{listed(str(mover.peak_step) for mover in movers)}."
-    )
+    calm = points.values[points.steps < first]
+    low, high = np.quantile(calm if len(calm) else points.values, [0.05, 0.95]).tolist()
+    reach = " to ".join(dict.fromkeys(map(number, (peaks[0], peaks[-1]))))
+    moves = "rises" if movers[0].sign > 0 else "falls"
+    steps = listed(str(mover.peak_step) for mover in movers)
+    return f"{number(low)} to {number(high)} until step {first}; {moves} to {reach} near {steps}."

@@ -82,17 +82,6 @@ class MetricSummary:
 
 
 @dataclass(frozen=True)
-class Trend:
-    key: str
-    slope_per_step: float
-    p_value: float
-    early: float
-    middle: float
-    late: float
-    last_means: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Generalisation:
     metric: str
     values: Mapping[int, float]
@@ -181,7 +170,6 @@ class Report:
     top: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     metrics: tuple[MetricSummary, ...]
-    trends: tuple[Trend, ...]
     anomalies: tuple[Anomaly, ...]
     generalisation: Generalisation | None
     learning_rate: LearningRate | None
@@ -195,7 +183,7 @@ class Report:
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
 
 
-SCHEMA = "fsdp-sft-report/3"
+SCHEMA = "fsdp-sft-report/4"
 ELSEWHERE = ("path", "profile", "headline", "facts", "closing", "evaluations")
 """Fields of a report that are part of others in JSON, or none."""
 

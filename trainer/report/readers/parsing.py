@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -17,15 +17,14 @@ _FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 _STEP_KEYS = (
     *("global_step/max_steps", "step", "global_step", "trainer/step", "trainer/global_step"),
     *("train/global_step", "_step", "current_steps", "current_iteration", "iteration", "iter"),
-    *("last_step", "steps", "epoch"),
+    *("last_step", "steps", "Step", "epoch"),
 )
 """Columns that can be the x axis, best first."""
 
 
-def step_key(names: Iterable[str]) -> str | None:
-    """Return the best x axis among the columns of a row or table, in any case of letters."""
-    found = {name.lower(): name for name in names}
-    return next((found[key] for key in _STEP_KEYS if key in found), None)
+def step_key(names: Collection[str]) -> str | None:
+    """Return the best x axis among the columns of a row or table."""
+    return next((key for key in _STEP_KEYS if key in names), None)
 
 
 @lru_cache(maxsize=4096)
