@@ -6,9 +6,20 @@ from pathlib import Path
 
 from trainer.metrics import METRICS
 from trainer.metrics.foreign import FOREIGN
-from trainer.metrics.words import GROUPS, Metric
+from trainer.metrics.words import Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
+GROUPS = {
+    "optimisation": "Loss, gradient, learning rate.",
+    "validation": "Loss on held-out data.",
+    "length": "Lengths of samples.",
+    "data": "Contents of the batches.",
+    "timing": "Time of each phase, throughput.",
+    "memory": "Memory of devices and hosts.",
+    "state": "Progress, restarts, checkpoints.",
+    "guard": "Online detection of anomalies.",
+    "other": "Hardware, and the cost of monitoring.",
+}
 INTRODUCTION = """\
 # Metrics
 

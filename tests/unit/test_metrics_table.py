@@ -14,7 +14,7 @@ from acceptance.table import all_lines
 from trainer import metrics
 from trainer.metrics import METRICS
 from trainer.metrics.foreign import FOREIGN
-from trainer.metrics.words import COMBINED, GROUPS, PLACEHOLDERS, Metric, split_reducer
+from trainer.metrics.words import COMBINED, Metric, split_reducer
 from trainer.report.vocabulary import lookup, meaning
 from trainer.tracking import Tracking, read_metrics
 
@@ -120,7 +120,7 @@ def test_entries_are_complete() -> None:
     assert [key for key in METRICS if "/" not in key] == []
     for metric in KNOWN.values():
         assert metric.meaning.endswith(".") and len(metric.meaning) > 10, metric.key
-        assert metric.group in {*GROUPS, "reward"} and metric.better in "up down middle none"
+        assert metric.better in ("up", "down", "middle", "none"), metric.key
     for metric in METRICS.values():
         assert metric.source in METRICS and metric.over_ranks in {*COMBINED, "global", "main"}
 
@@ -131,7 +131,6 @@ def test_a_key_with_placeholders_is_found_by_what_is_logged(key: str) -> None:
     for placeholder, example in EXAMPLES.items():
         logged = logged.replace(placeholder, example)
     assert "<" not in logged and lookup(logged) is KNOWN[key]
-    assert set(EXAMPLES) == set(PLACEHOLDERS)
 
 
 @pytest.mark.covers("S0.8")
@@ -179,9 +178,9 @@ def test_keys_are_found_under_other_spellings(key: str, entry: str | None) -> No
     assert (metric and metric.key) == entry
 
 
-def test_an_unknown_key_has_the_meaning_of_its_family() -> None:
-    assert (meaning("my/accuracy").group, meaning("my/accuracy").better) == ("reward", "up")
-    assert (meaning("memory/other").unit, meaning("odd").group) == ("GiB", "other")
+def test_an_unknown_key_has_a_likely_group() -> None:
+    assert (meaning("val/accuracy").group, meaning("val/accuracy").unit) == ("reward", "share")
+    assert (meaning("memory/other").group, meaning("odd").group) == ("memory", "other")
 
 
 def test_a_suffix_names_the_reducer() -> None:

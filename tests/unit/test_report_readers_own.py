@@ -42,12 +42,7 @@ def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
         "1.01", "1.02", "1.03", "1.04", "2.05", "2.06", "nan", "2.08",
     ]  # fmt: skip
     assert set(log.series["train/lr"].values) == {0.125e-3}
-    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_unparsed) == (
-        2,
-        2,
-        0,
-        0,
-    )
+    assert (log.num_attempts, log.num_lost_steps, log.num_unparsed) == (2, 2, 0)
 
 
 def test_a_start_marker_takes_back_steps_that_were_not_trained_again_yet(tmp_path: Path) -> None:
@@ -61,12 +56,7 @@ def test_a_start_marker_takes_back_steps_that_were_not_trained_again_yet(tmp_pat
     assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
     assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2
     assert "val/loss" not in log.series
-    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_rows) == (
-        2,
-        4,
-        0,
-        13,
-    )
+    assert (log.num_attempts, log.num_lost_steps, log.num_rows) == (2, 4, 13)
 
 
 def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_path: Path) -> None:
@@ -75,7 +65,7 @@ def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_p
     rows += [row(3, kind="rollback"), *train_rows(range(4, 6), 1, 3.0)]
     log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
     assert log.series["train/loss"].values.tolist() == [1, 1, 1, 3, 3]
-    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows) == (1, 4 + 3, 0)
+    assert (log.num_attempts, log.num_lost_steps) == (1, 4 + 3)
 
 
 def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:

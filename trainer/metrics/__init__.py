@@ -12,7 +12,7 @@ from math import isnan, nan
 from typing import SupportsFloat
 
 from trainer.metrics.table import TABLE
-from trainer.metrics.words import COMBINED, GROUPS, Metric, pattern
+from trainer.metrics.words import COMBINED, Metric, pattern
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in TABLE}
 """By key, which may hold placeholders. An entry is added on every rank, before the run is built."""
@@ -82,26 +82,6 @@ def find(key: str) -> Metric | None:
         return metric
     patterns = (metric for name, metric in METRICS.items() if "<" in name)
     return next((metric for metric in patterns if pattern(metric.key).fullmatch(key)), None)
-
-
-def by_group() -> list[Metric]:
-    """Return all metrics in the order of `GROUPS`."""
-    return sorted(METRICS.values(), key=lambda metric: list(GROUPS).index(metric.group))
-
-
-def charts() -> dict[str, dict[str, list[str]]]:
-    """Return dashboards by group and title, of metrics logged every step or validation.
-
-    Training and validation of one name share a chart.
-    """
-    titled: dict[str, list[str]] = {}
-    for key, metric in METRICS.items():
-        if metric.every in ("step", "eval") and "<" not in key:
-            titled.setdefault(key.removeprefix("train/").removeprefix("val/"), []).append(key)
-    sections: dict[str, dict[str, list[str]]] = {}
-    for title, keys in titled.items():
-        sections.setdefault(METRICS[keys[0]].group, {})[title] = keys
-    return sections
 
 
 def is_signal(key: str) -> bool:

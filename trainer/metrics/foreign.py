@@ -13,7 +13,6 @@ FOREIGN: dict[str, Metric] = {
             ("train/entropy", "nat/token", "middle", "Mean entropy of the predicted distribution."),
             ("val/entropy", "nat/token", "middle", "Mean entropy on the validation set."),
             ("optim/lr/<group>", "1", "none", "Learning rate of one parameter group."),
-            ("optim/loss_scale", "1", "none", "Factor on the loss in float16 training."),
             ("train/lr", "1", "none", "Learning rate of the step."),
             ("actor/lr", "1", "none", "Learning rate of the policy."),
             ("actor/total_loss", "1", "down", "The loss that is back-propagated, with all terms."),
@@ -142,6 +141,7 @@ FOREIGN: dict[str, Metric] = {
                 "up",
                 "Accuracy minus penalties for latency and budget, mean of the epoch.",
             ),
+            ("accuracy", "share", "up", "Share of right answers."),
             *statistics("accuracy_{}", "share", "up", "Share of right answers", ("mean", "std")),
             *statistics("latency_{}", "ms", "down", "Time of an answer", ("mean", "std")),
             (
@@ -186,7 +186,6 @@ FOREIGN: dict[str, Metric] = {
             ("time/old_log_probs_values", "s", "down", "Log probabilities while sampling."),
             ("time/adv", "s", "down", "Computing advantages."),
             ("weights/sync_s", "s", "down", "Bringing new weights to the generating engine."),
-            ("train_speed", "s/step", "down", "Elapsed time / steps since the start."),
         ),
         *entries(
             "memory",
@@ -199,13 +198,9 @@ FOREIGN: dict[str, Metric] = {
                 )
                 for kind in ("allocated", "reserved")
             ),
-            ("memory(GiB)", "GiB", "down", "Running maximum of device memory."),
         ),
         *entries(
             "state",
-            ("epoch", "epoch", "none", "Passes over the training data, with fractions."),
-            ("percentage", "%", "none", "Finished part of the run."),
-            ("elapsed_time", "s", "none", "Time since the start."),
             ("weights/version", "count", "none", "Number of weight updates of the engine."),
             ("weights/bytes", "byte", "none", "Size of the weights sent to the engine."),
         ),

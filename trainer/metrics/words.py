@@ -21,26 +21,9 @@ has it).
 """
 REDUCERS = ("sum", "mean", "max", "min", "last", "norm", "std", "p50", "p95", "p99")
 """Suffixes as in `loss@mean`, with which other trainers name the reduction over ranks."""
-GROUPS = {
-    "optimisation": "Loss, gradient, learning rate.",
-    "validation": "Loss on held-out data.",
-    "length": "Lengths of samples.",
-    "data": "Contents of the batches.",
-    "timing": "Time of each phase, throughput.",
-    "memory": "Memory of devices and hosts.",
-    "state": "Progress, restarts, checkpoints.",
-    "guard": "Online detection of anomalies.",
-    "other": "Hardware, and the cost of monitoring.",
-}
-PLACEHOLDERS = {
-    "<source>": ".+",
-    "<group>": ".+",
-    "<block>": ".+",
-    "<name>": ".+",
-    "<infix>": "[^/]+/[^/]+",
-    "<device>": r"\d+",
-}
-"""Part of a key that differs from run to run -> the text it matches."""
+PLACEHOLDERS = {"<infix>": "[^/]+/[^/]+", "<device>": r"\d+"}
+"""Part of a key that differs from run to run -> the text it matches; any text, if not listed."""
+_PARTS = re.compile("(<.*?>)")
 
 
 @dataclass(frozen=True)
@@ -83,5 +66,4 @@ def split_reducer(key: str) -> tuple[str, str | None]:
 @lru_cache
 def pattern(key: str) -> re.Pattern[str]:
     """Compile a key with placeholders."""
-    parts = re.split("(<.*?>)", key)
-    return re.compile("".join(PLACEHOLDERS.get(part, re.escape(part)) for part in parts))
+    return re.compile(_PARTS.sub(lambda part: PLACEHOLDERS.get(part[0], ".+"), re.escape(key)))

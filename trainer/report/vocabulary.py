@@ -6,45 +6,19 @@ from functools import cache
 
 from trainer import metrics
 from trainer.metrics.foreign import FOREIGN
-from trainer.metrics.table import entries
 from trainer.metrics.words import Metric, pattern, split_reducer
 from trainer.report.names import ROLES
 
-FAMILIES = (
-    *entries(
-        "optimisation",
-        ("(train|val)/(ppl|loss_.*)", "", "down", "Another form of the loss."),
-        ("train/lr.*|.*/lr", "", "none", "Step size of the optimizer."),
-        (".*/(kl|approxkl|policykl|kl_loss)", "nat", "middle", "Distance to the reference policy."),
-        ("clip_ratio.*|actor/.*clipfrac", "share", "middle", "Share of clipped ratios."),
-        ("(.*/)?entropy(/mean)?", "nat", "middle", "How undecided the model is about a token."),
-    ),
-    *entries(
-        "reward",
-        ("(train/)?reward.*[_/](std|min|max)", "", "none", "Spread of the rewards in a batch."),
-        (
-            "(train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*|val/(score|reward).*",
-            "",
-            "up",
-            "Rewards.",
-        ),
-        ("(.*/)?accuracy", "share", "up", "Share of right answers."),
-    ),
-    *entries(
-        "length",
-        ("(completions|tokens)/.*|.*response_length.*", "token", "none", "Lengths of texts."),
-    ),
-    *entries(
-        "timing",
-        ("val/runtime|time/.*", "s", "down", "Wall time of a phase."),
-        ("val/.*_per_second|throughput/.*|system/tps", "1/s", "up", "Throughput."),
-    ),
-    *entries("optimisation", ("(val|optim|guard|actor)/.*", "", "none", "State of the training.")),
-    *entries("memory", ("memory.*|train_memory.*", "GiB", "down", "Memory in use.")),
-    *entries("data", ("data/.*|train/(total|.*_count).*", "", "none", "Contents of the batches.")),
-    *entries("state", ("progress/.*|.*num_tokens|.*max_steps", "", "none", "Progress.")),
-)
-"""Guesses about names that are in no table; their keys are regular expressions."""
+FAMILIES = {
+    "length": "completions/|tokens/|.*response_length",
+    "reward": "(train/)?(reward|tag_count)|critic/(score|reward)|val/(score|reward)|(.*/)?accuracy",
+    "timing": "time/|throughput/|val/.*(runtime|per_second)|system/tps",
+    "optimisation": "val/|optim/|guard/|actor/|train/(lr|ppl|loss)|clip_ratio|.*(kl|entropy)",
+    "memory": "memory|train_memory|system/",
+    "data": "data/|train/(total|.*_count)",
+    "state": "progress/|.*num_tokens|.*max_steps",
+}
+"""Group -> beginnings of names that are in no table."""
 _REPORT_GROUPS = {"validation": "optimisation", "guard": "optimisation"}
 """Groups of the table of metrics that a report shows as another."""
 
@@ -81,13 +55,12 @@ def role_order(key: str) -> tuple[int, str]:
 
 @cache
 def meaning(key: str) -> Metric:
-    """Describe a key of any log by the tables of metrics, else by its family, else as unknown."""
+    """Describe a key of any log by the tables of metrics; of an unknown one, guess the group."""
     if (known := lookup(key) or lookup(f"train/{key}")) is not None:
         group = _REPORT_GROUPS.get(known.group, known.group)
         return replace(known, key=key, group=group, unit="" if known.unit == "1" else known.unit)
-    unknown = Metric(key, "", "none", "Unknown metric.")
-    families = (family for family in FAMILIES if re.fullmatch(family.key, key))
-    return replace(next(families, unknown), key=key)
+    groups = (group for group, beginning in FAMILIES.items() if re.match(beginning, key))
+    return Metric(key, "", "none", "Unknown metric.", group=next(groups, "other"))
 
 
 _WITNESSES = {

@@ -33,14 +33,8 @@ def _own_faults(path: Path) -> list[str]:
 
 
 def _transformers_faults(path: Path) -> list[str]:
-    sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
-    weights = [
-        name
-        for name in sizes
-        if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"
-    ]
-    is_sharded = any(name.startswith(("global_step", "pytorch_model_fsdp")) for name in sizes)
-    faults = [] if STATE in sizes else [f"{STATE} is missing"]
-    if not weights and not is_sharded:
-        faults.append("no weights")
-    return faults + [f"{name} is empty" for name in sorted(weights) if not sizes[name]]
+    names = {entry.name for entry in path.iterdir()} - {"training_args.bin"}
+    weights = [path / name for name in names if name.endswith((".safetensors", ".bin"))]
+    is_sharded = any(name.startswith(("global_step", "pytorch_model_fsdp")) for name in names)
+    faults = [f"{file.name} is empty" for file in weights if file.stat().st_size == 0]
+    return faults if weights or is_sharded else ["no weights"]

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,72 +116,71 @@ def read_transformers(path: Path) -> RunLog:
 
 PAIR = {"training_history.csv": "train/", "validation_history.csv": "val/"}
 HISTORY_COLUMNS = {"reward_mean", "accuracy_mean", "latency_mean", "budget_violation_rate"}
-EPOCH_NOTE = "one row per epoch: steps are epochs here"
+NO_METRICS = {"attempt", "step", "ts", "timestamp", "kind"}
+MAX_CSV_LINE = 2**16
 
 
 def read_csv(path: Path) -> RunLog:
     """Read a table with a step or epoch column; of a pair of histories, both."""
     store = Store()
-    notes: set[str] = set()
+    notes: tuple[str, ...] = ()
     parts = [path.with_name(name) for name in PAIR] if path.name in PAIR else [path]
     for part in parts:
         if part.is_file() and part.stat().st_size > 0:
-            notes |= _add_table(part, store)
-    return store.log(path, "csv", path.parent, notes=tuple(sorted(notes)))
+            notes = _add_table(part, store)
+    return store.log(path, "csv", path.parent, notes=notes)
 
 
-def _add_table(path: Path, store: Store) -> set[str]:
-    """Add the rows of a table; return notes."""
+def _add_table(path: Path, store: Store) -> tuple[str, ...]:
+    """Add the rows of a table; return notes.
+
+    Lines are split one by one: a stray quote of a damaged one must not swallow the next.
+    """
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-        first = file.readline(2**20)
-        file.seek(0)
-        rows = csv.DictReader(file, delimiter=max(",;\t", key=first.count), restkey="")
-        names, notes = _metric_names(path, [name.strip() for name in rows.fieldnames or ()])
-        rows.fieldnames = [*names]
-        x_axis = step_key(names)
+        first = file.readline(MAX_CSV_LINE)
+        delimiter = max(",;\t", key=first.count)
+        header = _cells(first, delimiter)
+        x_axis = step_key(header)
         if x_axis is None:
-            shown = ", ".join(names)[:200]
+            shown = ", ".join(header)[:200]
             raise UnreadableLogError(f"{path} has no column step or epoch, only {shown}: add one")
-        for row in _whole_rows(rows, store):
-            metrics = {name: row[column] for column, name in names.items() if name and row[column]}
-            store.add(row[x_axis], metrics)
-    return notes | ({EPOCH_NOTE} if x_axis == "epoch" else set())
+        names, runs = _metric_names(path, header)
+        while line := file.readline(MAX_CSV_LINE):
+            cells = _cells(line, delimiter)
+            if cells and len(cells) != len(header):
+                store.num_unparsed += 1
+            elif cells:
+                row = {name: cell for name, cell in zip(names, cells, strict=True) if name}
+                store.add(cells[header.index(x_axis)], row)
+    others = (
+        f"columns of {len(runs) - 1} other runs than {runs[0]} are left out" if runs[1:] else ""
+    )
+    epochs = "one row per epoch: steps are epochs here" if x_axis == "epoch" else ""
+    return tuple(filter(None, (others, epochs)))
 
 
-def _metric_names(path: Path, header: list[str]) -> tuple[dict[str, str], set[str]]:
-    """Return column -> metric, empty for a column that is none, and notes.
+def _cells(line: str, delimiter: str) -> list[str]:
+    cells = next(csv.reader([line], delimiter=delimiter), [])
+    return [cell.strip() for cell in cells]
+
+
+def _metric_names(path: Path, header: list[str]) -> tuple[list[str], list[str]]:
+    """Return the metric of each column, empty for a column that is none, and the runs.
 
     A history's names get the prefix of its file. A panel of W&B has columns `run - metric`.
     """
     prefix = PAIR.get(path.name, "train/" if HISTORY_COLUMNS & set(header) else "")
     runs = sorted({column.rpartition(" - ")[0] for column in header} - {""})
-    names = {}
+    names = []
     for column in header:
         run, _, name = column.rpartition(" - ")
         is_metric = run in ("", *runs[:1]) and not name.endswith(("__MIN", "__MAX"))
-        if name.lower() in ("attempt", "step", "ts", "timestamp", "kind") or not is_metric:
-            names[column] = ""
-        else:
-            names[column] = name if "/" in name or name == "epoch" else prefix + name
-    others = (
-        f"columns of {len(runs) - 1} other runs than {runs[0]} are left out" if runs[1:] else ""
-    )
-    return names, {others} - {""}
-
-
-def _whole_rows(rows: "csv.DictReader[str]", store: Store) -> Iterator[dict[str, str]]:
-    """Yield rows with as many cells as columns; count the others."""
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error:
-            row = {"": ""}
-        if "" in row or None in row.values():
-            store.num_unparsed += 1
-        else:
-            yield row
+        if not is_metric or name.lower() in NO_METRICS:
+            name = ""
+        elif "/" not in name and name != "epoch":
+            name = prefix + name
+        names.append(name)
+    return names, runs
 
 
 VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")

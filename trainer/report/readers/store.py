@@ -1,7 +1,6 @@
 """A plain store of log rows: key -> steps and values."""
 
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,9 @@ class Store:
 
     def __init__(self) -> None:
         self.num_unparsed = self.num_rows = 0
-        self.num_attempts, self._num_lost_steps, self._num_disordered = 1, 0, 0
+        self.num_attempts, self._num_lost_steps = 1, 0
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self._last = -1
-        self._previous: tuple[int, Iterable[str]] = (-1, ())
-        """Step and metrics of the row before."""
         self._waiting: tuple[int, Row] | None = None
         """The newest row, which waits for the next one."""
 
@@ -68,14 +65,10 @@ class Store:
         if self._waiting is None:
             return
         (step, row), self._waiting = self._waiting, None
-        if step < self._last and self._was_logged_after(step, row):
-            if next_step is not None and next_step > self._last:
-                self._num_disordered += 1
-            else:
-                self.rewind(step - 1)
-        elif (step, row.keys()) == self._previous:
-            self._num_disordered += 1
-        self._last, self._previous = max(self._last, step), (step, row.keys())
+        is_out_of_order = next_step is not None and next_step > self._last
+        if step < self._last and not is_out_of_order and self._was_logged_after(step, row):
+            self.rewind(step - 1)
+        self._last = max(self._last, step)
         if dict in map(type, row.values()):
             row = flat(row, separator="/")
         columns = self._columns
@@ -108,7 +101,6 @@ class Store:
             "tracker_step": layout.read_pointer(run_dir).step,
             "num_attempts": self.num_attempts,
             "num_lost_steps": self._num_lost_steps,
-            "num_disordered_rows": self._num_disordered,
             "span_s": float(np.ptp(clocks[0])) if clocks else None,
         }
         return RunLog(path=path, source=source, **(known | facts))
