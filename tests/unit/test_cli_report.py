@@ -65,16 +65,14 @@ def test_two_runs_give_one_page_an_array_and_a_comparison(call: Call) -> None:
     assert [run["title"] for run in trees] == ["ours", "swift"]
 
 
-def test_a_run_is_judged_by_the_limits_profile_and_results_it_is_given(
+def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(
     call: Call, given: dict[str, Any]
 ) -> None:
     Path("limits").write_text("kl_high: 5")
-    external = ("--external", "50=0.6", "--external", "100=0.7")
-    assert call("ours", "--profile", "grpo", "--config", "limits", *external)[0] == 0
-    expected = {"profile": "grpo", "thresholds": {"kl_high": 5.0}, "external": {50: 0.6, 100: 0.7}}
-    assert given == expected
+    assert call("ours", "--profile", "grpo", "--config", "limits")[0] == 0
+    assert given == {"profile": "grpo", "thresholds": {"kl_high": 5.0}}
     call("ours")
-    assert given == {"profile": "auto", "thresholds": None, "external": None}
+    assert given == {"profile": "auto", "thresholds": None}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,6 @@ def test_a_run_is_judged_by_the_limits_profile_and_results_it_is_given(
         ((), 2, "required: PATH"),
         (("ours", "--profile", "x"), 2, "invalid choice: 'x'"),
         (("ours", "--config", "no-such-file"), 2, "--config no-such-file"),
-        (("ours", "--external", "500"), 2, "must be STEP=VALUE"),
         (("elsewhere",), 4, "cannot read elsewhere as a training log (it does not exist): give"),
         (("ours", "elsewhere"), 4, "cannot read elsewhere"),
         (("ours", "--html", "no/a.html"), 73, "choose another place"),

@@ -72,9 +72,7 @@ def _analyse(path: Path, options: argparse.Namespace) -> Run:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {options.config}: {error}") from error
     log = read_run(path)
-    external = dict(options.external) or None
-    report = analyse(log, profile=options.profile, thresholds=thresholds, external=external)
-    return report, log
+    return analyse(log, profile=options.profile, thresholds=thresholds), log
 
 
 def _parser() -> Parser:
@@ -91,21 +89,7 @@ def _parser() -> Parser:
     add("--profile", choices=PROFILES, default="auto", help=about)
     about = "limits of your own, one `name: number` a line"
     add("--config", metavar="FILE", type=Path, help=about)
-    about = (
-        "an outside result, higher is better, that decides which checkpoint is best (repeatable)"
-    )
-    add("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
     return parser
-
-
-def _external(text: str) -> tuple[int, float]:
-    step, _, value = text.partition("=")
-    try:
-        return int(step), float(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"must be STEP=VALUE, such as 1000=0.72, got '{text}'"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.report.formatting import number
 from trainer.report.names import ROLES
-from trainer.report.result import MetricSummary, Report
+from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
-from trainer.report.smoothing import SMOOTHINGS, smooth, thinned
+from trainer.report.smoothing import smooth, thinned
 from trainer.report.statistics import finite
 
 if TYPE_CHECKING:
@@ -40,39 +39,33 @@ class Plot(NamedTuple):
 
 def plots(report: Report, log: RunLog) -> Iterator[Plot]:
     """Draw the loss, then the metrics that findings ask for or that left their usual range."""
-    metrics = {metric.key: metric for metric in report.metrics}
-    losses = [metrics[key] for key in LOSSES if key in metrics]
+    losses = [key for key in LOSSES if key in log.series]
     if losses:
-        about = "; ".join(f"{one.key} {number(one.last)} at the end" for one in losses)
-        yield _drawn("Loss", about, losses, report, log)
+        yield Plot("Loss", ", ".join(losses), _drawn(losses, report, log))
     moved = {mover.metric for anomaly in report.anomalies for mover in anomaly.movers}
     wanted = moved.union(*ROLES.values()) - {*LOSSES, *ROLES["epoch"]}
     varying = [one for one in report.metrics if one.key in wanted and one.minimum < one.maximum]
     for metric in varying[:MAX_PLOTS]:
-        unit = f" [{metric.unit}]" if metric.unit else ""
-        yield _drawn(metric.key + unit, metric.observation, [metric], report, log)
+        yield Plot(metric.key, metric.observation, _drawn([metric.key], report, log))
 
 
-def _drawn(
-    title: str, about: str, metrics: list[MetricSummary], report: Report, log: RunLog
-) -> Plot:
+def _drawn(keys: list[str], report: Report, log: RunLog) -> str:
     # matplotlib takes half a second to import; only the page needs it
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    buffer = io.BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.4))
         axes = figure.add_axes(PLACE)
-        for metric in metrics:
-            _draw(axes, log.series[metric.key], is_validation=metric.key in ROLES["val_loss"])
-        if all(_is_wide(log.series[metric.key]) for metric in metrics):
+        for key in keys:
+            _draw(axes, log.series[key], is_validation=key in ROLES["val_loss"])
+        if all(_is_wide(log.series[key]) for key in keys):
             axes.set_yscale("log")
         _mark(axes, report, log)
         axes.set_xlabel("epoch" if report.profile == "controller" else "step")
-        buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    uri = f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"
-    return Plot(title, about, uri)
+    return f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"
 
 
 def _draw(axes: "Axes", series: Series, *, is_validation: bool) -> None:
@@ -83,7 +76,7 @@ def _draw(axes: "Axes", series: Series, *, is_validation: bool) -> None:
     if is_validation:
         axes.plot(points.steps, values, "o-", color=VALIDATION, markersize=4)
     else:
-        mean = thinned(smooth(known, SMOOTHINGS[-1]))
+        mean = thinned(smooth(known))
         axes.plot(points.steps, values, color=RAW, linewidth=0.8)
         axes.plot(mean.steps, np.clip(mean.values, -LIMIT, LIMIT), color=SMOOTH)
     bad = thinned(Series(series.steps, (~np.isfinite(series.values)).astype(float)))

@@ -1,28 +1,25 @@
 """The sections of a report, which the page and the terminal show in the same order."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.report.formatting import (
     MISSING,
     capitalised,
-    companions,
     counted,
     interval,
     number,
-    percent,
     share,
     shown,
     step,
     told,
 )
-from trainer.report.result import Finding, Generalisation, Report
+from trainer.report.result import Finding, Generalisation, LearningRate, Report, Throughput
 
-STATUSES = ("fail", "note", "unknown", "pass")
-MAX_ANOMALIES, MAX_PHASES, MAX_METRICS = 5, 4, 8
+MAX_MAIN_ROWS = 8
 """Rows of a table in the terminal."""
+STATUSES = ("fail", "note", "unknown", "pass")
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,28 @@ def table_of(
     header: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
-    num_main: int | None = None,
+    num_main: int = MAX_MAIN_ROWS,
     num_columns: int | None = None,
 ) -> Table | None:
     """Make a table of values, written by their types; None without rows."""
-    cells = tuple(tuple(map(shown, row)) for row in rows)
-    if not cells:
-        return None
-    num_main = len(cells) if num_main is None else num_main
-    return Table(tuple(header), cells, num_main, num_columns or len(header))
+    cells = tuple(tuple(map(_cell, row)) for row in rows)
+    return Table(tuple(header), cells, num_main, num_columns or len(header)) if cells else None
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "; ".join(map(shown, value)) if isinstance(value, tuple) else shown(value)
+
+
+def _attributes(
+    items: Iterable[object], names: str, num_columns: int | None = None
+) -> Table | None:
+    """Make a table with an item a row and the named attributes as columns."""
+    columns = names.split()
+    rows = [[getattr(item, name) for name in columns] for item in items]
+    header = [name.replace("_", " ") for name in columns]
+    return table_of(header, rows, num_columns=num_columns)
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -77,61 +87,26 @@ def sections(report: Report) -> tuple[Section, ...]:
         Section("top", "What matters", findings=report.top),
         Section("next", "What next", report.closing),
         Section("findings", "Also found", findings=others),
-        _validation(report),
-        _anomalies(report),
-        _serving(report),
-        _evaluations(report),
-        _learning_rate(report),
-        _throughput(report),
-        _checklist(report),
-        _metrics(report),
-        _limits(report),
+        _validation(report.generalisation) if report.generalisation else None,
+        _anomalies(report) if report.anomalies else None,
+        _serving(report) if report.serving else None,
+        _evaluations(report) if report.evaluations else None,
+        _learning_rate(report.learning_rate) if report.learning_rate else None,
+        _throughput(report.throughput) if report.throughput else None,
+        _checklist(report) if report.checklist else None,
+        _metrics(report) if report.metrics else None,
+        _limits(report) if report.thresholds else None,
     )
-    return tuple(section for section in found if not section.is_empty)
+    return tuple(section for section in found if section and not section.is_empty)
 
 
-def _at(value: float, at: int) -> str:
-    return f"{number(value)} @ {step(at)}"
-
-
-def _anomalies(report: Report) -> Section:
-    title, anomalies = "Anomalies", report.anomalies
-    if not anomalies:
-        return Section("anomalies", title)
-    rows = [
-        (
-            interval(one.steps).split(" ", 1)[1],
-            one.metric,
-            _at(one.peak_value, one.peak_step),
-            told(one.ratio, "{}×") or None,
-            "yes" if one.has_recovered else "no",
-            percent(one.percent),
-            one.z,
-            companions(one) or None,
-        )
-        for one in anomalies
-    ]
-    chains = Counter(" → ".join(one.chain) for one in anomalies if len(one.chain) > 1)
-    orders = (
-        f"Order of onset in {times} of {len(anomalies)}: {chain}."
-        for chain, times in chains.most_common(3)
-    )
-    header = "steps", "metric", "peak", "to usual", "recovered", "place", "z", "together with"
-    return Section(
-        "anomalies",
-        title,
-        f"{counted(len(anomalies), 'interval')} in which metrics left their usual range.",
-        table_of(header, rows, num_main=MAX_ANOMALIES, num_columns=5),
-        tuple(orders),
-    )
-
-
-def _validation(report: Report) -> Section:
-    title, best = "Generalisation", report.generalisation
-    if best is None:
-        return Section("validation", title)
+def _validation(best: Generalisation) -> Section:
     side = "above" if best.gap >= 0 else "below"
     gap = told(abs(best.gap), f"; validation is {{}} {side} training at the end")
+    lead = (
+        f"{capitalised(best.metric)}: best {number(best.best_value)} at step "
+        f"{step(best.best_step)}, last {number(best.last_value)}{gap}."
+    )
     marks = {
         "best": best.best_step,
         "recommended": best.recommended_step,
@@ -141,168 +116,116 @@ def _validation(report: Report) -> Section:
         (at, best.values[at], verdict, ", ".join(mark for mark in marks if marks[mark] == at))
         for at, verdict in sorted(best.verdicts.items())
     ]
+    notes = []
+    if best.recommended_step is not None:
+        at, path = step(best.recommended_step), best.recommended_path
+        chosen = f"Use the checkpoint of step {at} ({path})" if path else f"Step {at} was best"
+        gain = (
+            f" It gains {number(best.expected_gain)} over the last." if best.expected_gain else ""
+        )
+        notes.append(f"{chosen}. {best.reason.rstrip('.')}.{gain}")
+    table = table_of(("step", best.metric, "verdict", "mark"), rows, num_main=0)
+    return Section("validation", "Generalisation", lead, table, tuple(notes))
+
+
+def _anomalies(report: Report) -> Section:
+    anomalies = report.anomalies
+    rows = [
+        (
+            interval(one.steps).split(" ", 1)[1],
+            one.metric,
+            f"{number(one.peak_value)} @ {step(one.peak_step)}",
+            told(one.ratio, "{}×") or None,
+            one.has_recovered,
+            one.z,
+            tuple(f"{mover.metric} {number(mover.peak_value)}" for mover in one.movers),
+        )
+        for one in anomalies
+    ]
+    header = ("steps", "metric", "peak", "to usual", "recovered", "z", "moved")
+    chains = Counter(" → ".join(one.chain) for one in anomalies if len(one.chain) > 1)
+    orders = [f"{times} of {len(anomalies)}: {chain}" for chain, times in chains.most_common(3)]
     return Section(
-        "validation",
-        title,
-        f"{capitalised(best.metric)}: best {number(best.best_value)} at step "
-        f"{step(best.best_step)}, last {number(best.last_value)}{gap}.",
-        table_of(("step", best.metric, "verdict", "mark"), rows, num_main=0),
-        _recommendation(best),
+        "anomalies",
+        "Anomalies",
+        f"{counted(len(anomalies), 'interval')} in which metrics left their usual range.",
+        table_of(header, rows, num_columns=5),
+        tuple(f"Order of onset in {order}." for order in orders),
     )
-
-
-def _recommendation(best: Generalisation) -> tuple[str, ...]:
-    if best.recommended_step is None:
-        return ()
-    at, path = step(best.recommended_step), best.recommended_path
-    chosen = f"Use the checkpoint of step {at} ({path})" if path else f"Step {at} was best"
-    is_gain = best.expected_gain > 0
-    gain = f" It gains {number(best.expected_gain)} over the last." if is_gain else ""
-    return (f"{chosen}. {best.reason.rstrip('.')}.{gain}",)
 
 
 def _serving(report: Report) -> Section:
-    title, proofs = "Served loss", report.serving
-    if not proofs:
-        return Section("serving", title)
-    rows = [
-        (
-            one.step,
-            one.val_loss,
-            one.served_loss,
-            one.served_loss - one.val_loss,
-            one.tolerance,
-            "equal" if one.is_equal else "REFUSED",
-            one.engine,
-            "; ".join(one.causes),
-        )
-        for one in proofs
-    ]
-    header = ("step", "val/loss", "served", "apart", "tolerance", "result", "engine", "why")
-    return Section(
-        "serving",
-        title,
-        f"In {sum(one.is_equal for one in proofs)} of {len(proofs)} proofs an export serves the "
-        "loss its step was validated with.",
-        table_of(header, rows),
+    num_equal, num_proofs = sum(one.is_equal for one in report.serving), len(report.serving)
+    lead = (
+        f"In {num_equal} of {num_proofs} proofs an export serves the loss its step was validated "
+        "with."
     )
+    names = "step engine val_loss served_loss tolerance is_equal causes"
+    return Section("serving", "Served loss", lead, _attributes(report.serving, names))
 
 
 def _evaluations(report: Report) -> Section:
-    title, found, best = "Evaluations", report.evaluations, report.generalisation
-    steps = sorted({at for results in found.values() for at in results})
-    if not steps:
-        return Section("evaluations", title)
-    validated = best.values if best else {}
     rows = [
-        (at, validated.get(at), *(_with_bounds(results.get(at)) for results in found.values()))
-        for at in steps
+        (name, at, result["mean"], *(result.get(side, MISSING) for side in ("low", "high")))
+        for name, results in report.evaluations.items()
+        for at, result in results.items()
     ]
-    return Section(
-        "evaluations",
-        title,
-        "Means, with 95 % intervals: checkpoints whose intervals overlap may be equally good.",
-        table_of(("step", best.metric if best else "validation", *found), rows),
-    )
+    lead = "Means, with 95 % intervals: checkpoints whose intervals overlap may be equally good."
+    table = table_of(("evaluation", "step", "mean", "low", "high"), rows)
+    return Section("evaluations", "Evaluations", lead, table)
 
 
-def _with_bounds(result: Mapping[str, Any] | None) -> str:
-    """Return an evaluation's mean, with its interval where that is known."""
-    if result is None:
-        return MISSING
-    low, high = result.get("low"), result.get("high")
-    has_bounds = isinstance(low, int | float) and isinstance(high, int | float)
-    return number(result["mean"]) + (f" [{number(low)}, {number(high)}]" if has_bounds else "")
-
-
-def _learning_rate(report: Report) -> Section:
-    title, rate = "Learning rate", report.learning_rate
-    if rate is None:
-        return Section("learning-rate", title)
-    raised = (
+def _learning_rate(rate: LearningRate) -> Section:
+    raised = [
         f"Raised {number(one.factor)} times, to {number(one.peak)}, at {interval(one.steps)}"
         f"{'' if one.is_over else ', to the end'}."
         for one in rate.raised
-    )
+    ]
     fell = told(share(rate.anomalies_at_high_share), "{} of the anomalies fell into that time.")
-    return Section(
-        "learning-rate",
-        title,
+    lead = (
         f"{capitalised(rate.schedule)} schedule, peak {number(rate.peak)} after "
         f"{step(rate.warmup_steps)} warm-up steps, last {number(rate.last)}; at 0.8 of the peak or "
-        f"more for {share(rate.high_share)} of the run.",
-        notes=tuple(filter(None, [*raised, fell])),
+        f"more for {share(rate.high_share)} of the run."
     )
+    return Section("learning-rate", "Learning rate", lead, notes=(*raised, *filter(None, [fell])))
 
 
-def _throughput(report: Report) -> Section:
-    title, speed = "Speed and memory", report.throughput
-    if speed is None:
-        return Section("throughput", title)
+def _throughput(speed: Throughput) -> Section:
     shares = sorted(speed.shares.items(), key=lambda item: item[1], reverse=True)
     rows = [(phase, share(part), part * speed.step_s) for phase, part in shares]
-    known = [
-        told(speed.tokens_per_s, "tokens per second {}"),
-        told(share(speed.mfu), "MFU {}"),
-        told(share(speed.goodput), "goodput {}"),
-    ]
-    note = capitalised("; ".join(filter(None, known)))
+    known = (
+        told(speed.tokens_per_s, "{} tokens per second."),
+        told(share(speed.mfu), "MFU {}."),
+        told(share(speed.goodput), "Goodput {}."),
+    )
+    lead = " ".join((f"A step takes {number(speed.step_s)} s.", speed.bottleneck, *known)).strip()
     return Section(
-        "throughput",
-        title,
-        f"A step takes {number(speed.step_s)} s. {speed.bottleneck}",
-        table_of(("phase", "share", "seconds"), rows, num_main=MAX_PHASES),
-        (f"{note}.",) if note else (),
+        "throughput", "Speed and memory", lead, table_of(("phase", "share", "seconds"), rows)
     )
 
 
 def _checklist(report: Report) -> Section:
-    title, items = "Checklist", report.checklist
+    items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
     counts = Counter(item.status for item in items)
-    rows = [
-        (item.status, item.text, item.detail, item.phase)
-        for item in sorted(items, key=lambda item: STATUSES.index(item.status))
-    ]
-    table = table_of(
-        ("status", "check", "detail", "phase"),
-        rows,
-        num_main=counts["fail"] + counts["note"],
-        num_columns=3,
-    )
     lead = ", ".join(f"{counts[status]} {status}" for status in reversed(STATUSES))
-    return Section("checklist", title, f"{lead}." if items else "", table)
+    table = _attributes(items, "status text detail phase", num_columns=3)
+    return Section("checklist", "Checklist", f"{lead}.", table)
 
 
 def _metrics(report: Report) -> Section:
-    title, metrics = "Metrics", report.metrics
-    rows = [
-        (
-            one.key + (f" [{one.unit}]" if one.unit else ""),
-            one.first,
-            one.last,
-            _at(one.maximum, one.maximum_step),
-            one.trend,
-            _at(one.minimum, one.minimum_step),
-            one.median,
-            one.direction,
-            f"{one.observation} {one.meaning}",
-        )
-        for one in metrics
-    ]
-    header = "metric", "first", "last", "max", "trend", "min", "median", "better", "meaning"
-    table = table_of(header, rows, num_main=MAX_METRICS, num_columns=5)
-    return Section("metrics", title, f"{len(metrics)} were logged." if metrics else "", table)
+    names = (
+        "key first last minimum maximum trend minimum_step maximum_step median unit direction "
+        "observation meaning"
+    )
+    table = _attributes(report.metrics, names, num_columns=6)
+    return Section("metrics", "Metrics", f"{len(report.metrics)} were logged.", table)
 
 
 def _limits(report: Report) -> Section:
-    title, limits, overridden = "Limits", report.thresholds, report.overridden
-    rows = [(name, limit, "yes" if name in overridden else "") for name, limit in limits.items()]
-    num_unjudged = len(report.insufficient)
-    counts = f"{len(limits)} in use, {len(overridden)} overridden; {num_unjudged} rules not judged."
-    return Section(
-        "limits",
-        title,
-        counts if limits else "",
-        table_of(("limit", "value", "overridden"), rows, num_main=0),
-        tuple(f"{rule} was not judged: {reason}." for rule, reason in report.insufficient),
-    )
+    limits, overridden = report.thresholds, report.overridden
+    rows = [(name, limit, name in overridden) for name, limit in limits.items()]
+    unjudged = report.insufficient
+    lead = f"{len(limits)} in use, {len(overridden)} overridden; {len(unjudged)} rules were not judged."
+    table = table_of(("limit", "value", "overridden"), rows, num_main=0)
+    notes = (f"{rule} was not judged: {reason}." for rule, reason in unjudged)
+    return Section("limits", "Limits", lead, table, tuple(notes))

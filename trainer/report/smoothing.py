@@ -7,26 +7,23 @@ import numpy as np
 from trainer.report.run_log import Series
 from trainer.report.statistics import finite
 
-SMOOTHINGS = (0.6, 0.9)
-"""Weights of the exponential mean, as TensorBoard's slider counts them."""
-NEGLIGIBLE = 1e-17
+WEIGHT = 0.9
+"""Of the exponential mean, as TensorBoard's slider counts it."""
+NUM_TERMS = 160
+"""Older values together weigh less than 1e-7."""
 NUM_COLUMNS = 400
 NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 """Stands for a metric that was not logged."""
 
 
-def smooth(series: Series, weight: float) -> Series:
-    """Return the exponential mean of the finite values, corrected for its start.
-
-    Sums over 1, 2, 4, ... values, each from two of the half length, until older ones no longer
-    count.
-    """
+def smooth(series: Series) -> Series:
+    """Return the exponential mean of the finite values, corrected for its start."""
     known = finite(series)
-    means, reach = (1 - weight) * known.values, 1
-    while reach < len(known) and weight**reach > NEGLIGIBLE:
-        means[reach:] += weight**reach * means[:-reach]
-        reach *= 2
-    return Series(known.steps, means / (1 - weight ** np.arange(1.0, len(known) + 1)))
+    if not len(known):
+        return known
+    weights = (1 - WEIGHT) * WEIGHT ** np.arange(min(NUM_TERMS, len(known)))
+    sums = np.convolve(known.values, weights)[: len(known)]
+    return Series(known.steps, sums / (1 - WEIGHT ** np.arange(1.0, len(known) + 1)))
 
 
 def thinned(series: Series) -> Series:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -20,22 +19,20 @@ STYLES = {
     "fail": "bold red",
     "warn": "bold yellow",
     "note": "bold cyan",
-    "info": "bold",
     "FAIL": "bold red",
     "ATTENTION": "bold yellow",
     "OK": "bold green",
-    "INSUFFICIENT": "bold",
 }
 
 
 def print_report(console: Console, report: Report) -> None:
     """Print the verdict and each section with its most important rows."""
-    head = Text.assemble(_text(report.verdict, STYLES[report.verdict]), " ", _text(report.headline))
-    _print(console, _text(f"{report.title} ({report.source})", "bold"), head)
-    _print(console, *(_text(fact, "dim") for fact in facts(report)[0:1]))
+    short, long = facts(report)
+    _print(console, _text(f"{report.title} ({report.source})", "bold"))
+    _print(console, _labelled(report.verdict, report.headline), _text(short, "dim"))
     for section in sections(report):
         _print(console, *_section(section, is_whole=False))
-    _print(console, *(_text(fact, "dim") for fact in facts(report)[1]), _text(REST, "dim"))
+    _print(console, *(_text(fact, "dim") for fact in (*long, REST)))
 
 
 def print_section(console: Console, section: Section) -> None:
@@ -45,42 +42,33 @@ def print_section(console: Console, section: Section) -> None:
 
 def _section(section: Section, *, is_whole: bool) -> Iterator[RenderableType]:
     yield ""
-    yield Text.assemble(
-        _text(section.title, "bold"), ": " if section.lead else "", _text(section.lead)
-    )
-    if section.id == "top":
-        for finding in section.findings:
-            yield from _main(finding)
-    else:
-        yield from map(_line, section.findings[:MAX_OTHERS])
-        if num_left := len(section.findings[MAX_OTHERS:]):
-            yield _text(f"… {num_left} more", "dim")
-    if section.table is not None:
-        yield from _table(section.table, is_whole=is_whole)
+    lead = f": {section.lead}" if section.lead else ""
+    yield Text.assemble(_text(section.title, "bold"), _text(lead))
+    is_top = section.id == "top"
+    shown = section.findings if is_top else section.findings[:MAX_OTHERS]
+    for finding in shown:
+        yield _labelled(finding.level, finding.title)
+        if is_top:
+            yield from _details(finding)
+    if num_left := len(section.findings) - len(shown):
+        yield _text(f"… {num_left} more", "dim")
+    if section.table is not None and (is_whole or section.table.num_main):
+        yield _table(section.table, is_whole=is_whole)
     if is_whole or section.id != "limits":
-        yield from (_indented(note) for note in section.notes)
+        yield from map(_text, section.notes)
 
 
-def _main(finding: Finding) -> Iterator[RenderableType]:
-    yield _line(finding)
+def _details(finding: Finding) -> Iterator[RenderableType]:
     if where := place(finding):
-        yield _indented(where, "dim")
+        yield _text(where, "dim")
     if finding.remedy:
-        yield _indented(f"Do: {finding.remedy}")
+        yield _text(f"Do: {finding.remedy}")
 
 
-def _line(finding: Finding) -> RenderableType:
-    grid = RichTable.grid(padding=(0, 1))
-    grid.add_row(_text(finding.level, STYLES[finding.level]), _text(finding.title))
-    return grid
-
-
-def _table(table: Table, *, is_whole: bool) -> Iterator[RenderableType]:
+def _table(table: Table, *, is_whole: bool) -> RenderableType:
     """Words wrap where they must, numbers never."""
     rows = table.rows if is_whole else table.rows[: table.num_main]
     columns = range(len(table.header) if is_whole else table.num_columns)
-    if not rows:
-        return
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
         is_number = table.is_number(column)
@@ -92,11 +80,11 @@ def _table(table: Table, *, is_whole: bool) -> Iterator[RenderableType]:
         )
     for row in rows:
         rich.add_row(*(_text(row[column], STYLES.get(row[column], "")) for column in columns))
-    yield rich
+    return rich
 
 
-def _indented(words: str, style: str = "") -> RenderableType:
-    return Padding(_text(words, style), (0, 0, 0, 2))
+def _labelled(label: str, words: str) -> Text:
+    return Text.assemble(_text(label, STYLES.get(label, "bold")), "  ", _text(words))
 
 
 def _text(words: str, style: str = "") -> Text:
