@@ -2,8 +2,6 @@
 difference is shown.
 """
 
-from pathlib import Path
-
 import pytest
 
 from trainer.checkpoint import lineage
@@ -13,7 +11,6 @@ from trainer.checkpoint.lineage import (
     Lineage,
     compare,
     describe_run,
-    require_known_order,
 )
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
 from trainer.run.compose import load_config
@@ -44,28 +41,6 @@ def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     assert (
         len(accepted) == 1 and accepted[0].startswith(f"{name}: ") and REFUSED[name] in accepted[0]
     )
-
-
-@pytest.mark.parametrize(
-    ("saved", "reason"),
-    [
-        (
-            {"order": "feistel", "earlier": [[1, [[5, 1.0]]]]},
-            "rows were added to its data between two starts",
-        ),
-        ({"order": "listed", "earlier": []}, "its rows come in the order 'listed'"),
-    ],
-)
-def test_an_order_that_cannot_be_computed_is_refused_by_name(
-    saved: dict[str, object], reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"run/global_step_7 cannot be resumed: {reason}"):
-        require_known_order(Path("run/global_step_7"), saved)
-
-
-def test_data_that_never_grew_can_be_resumed() -> None:
-    require_known_order(Path("run/global_step_7"), {"order": "feistel", "earlier": []})
-    require_known_order(Path("run/global_step_7"), {})
 
 
 def test_every_refused_difference_must_be_allowed() -> None:

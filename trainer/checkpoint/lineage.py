@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
@@ -77,23 +76,6 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
         key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key
     }
     return {name: str(value) for name, value in (configured | values).items()}
-
-
-def require_known_order(checkpoint: Path, saved_data: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a checkpoint whose epochs follow an order that this version
-    cannot compute.
-    """
-    if saved_data.get("earlier"):
-        reason = "rows were added to its data between two starts (data_growth)"
-    elif saved_data.get("order", "feistel") != "feistel":
-        reason = f"its rows come in the order '{saved_data['order']}'"
-    else:
-        return
-    raise ConfigError(
-        f"{checkpoint} cannot be resumed: {reason}, which this version no longer supports.\n"
-        f"Fix: start another run from its weights: model.partial_pretrain={checkpoint}/huggingface "
-        f"trainer.experiment_name=<new name>"
-    )
 
 
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:

@@ -73,12 +73,7 @@ class RunLock:
         try:
             self._open_directory()
             if not self._try_acquire(deadline_s):
-                logger.info(
-                    "%s: waiting up to %g s for the run %s",
-                    self._path,
-                    timeout_s,
-                    _holder(self._content()),
-                )
+                logger.info("waiting up to %g s for the run %s", timeout_s, self._holder())
                 while not self._try_acquire(deadline_s):
                     pass
         except (ConfigError, OSError) as error:
@@ -86,8 +81,12 @@ class RunLock:
             self._close_directory()
             if isinstance(error, ConfigError):
                 raise
-            reason = f"cannot lock the run directory: {error.strerror}; make it writable, or choose another directory"
-            raise CannotWriteError(error.errno, reason, str(self._path)) from error
+            raise CannotWriteError(
+                error.errno,
+                f"cannot lock the run directory: {error.strerror}; make it writable, or choose "
+                f"another directory",
+                str(self._path),
+            ) from error
 
     def is_held(self) -> bool:
         """Whether the lock file is still the one this process locked and carries its nonce; not
@@ -99,41 +98,33 @@ class RunLock:
             logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
             return False
 
-    def keep(self) -> bool:
-        """Whether this run holds its directory, after making the lock file again if only that was
-        removed.
+    def require(self) -> None:
+        """Raise `CannotWriteError` unless this run holds its directory.
 
-        Any file at the path is another run's: it came while there was none.
+        If only the lock file was removed, it is made again. Any file at the path is another run's:
+        it came while there was none.
         """
         if self.is_held():
-            return True
-        if self._directory is None or os.path.lexists(self._path) or not self._is_same_directory():
-            return False
-        try:
-            descriptor = self._open(self._path, os.O_CREAT | os.O_EXCL)
-            if try_lock(descriptor) is None:
-                return False
-            self._write_record()
-        except FileExistsError:
-            return False
-        except OSError as error:
-            logger.warning("cannot make %s again: %s", self._path, error)
-            return False
-        logger.warning(
-            "%s was removed while this run was training: this run made it again", self._path
-        )
-        return self.is_held()
-
-    def why_lost(self) -> str:
-        """In words, where `keep` said no."""
+            return
         run_dir = self._path.parent
         if not self._is_same_directory():
-            return f"{run_dir} was deleted or renamed while this run was training in it"
-        if content := self._content():
-            return f"another run has taken over {run_dir} ({_holder(content)})"
-        if self._path.exists():
-            return f"{self._path} was removed while this run was training, and another run used {run_dir} since then"
-        return f"{self._path} was removed while this run was training, and cannot be made again"
+            raise CannotWriteError(
+                f"{run_dir} was deleted or renamed while this run was training in it"
+            )
+        if os.path.lexists(self._path):
+            raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
+        try:
+            descriptor = self._open(self._path, os.O_CREAT | os.O_EXCL)
+            if try_lock(descriptor) is not None:
+                self._write_record()
+        except OSError as error:
+            raise CannotWriteError(
+                f"{self._path} was removed while this run was training, and cannot be made again: "
+                f"{error}"
+            ) from error
+        if not self.is_held():
+            raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
+        logger.warning("%s was removed during training: this run made it again", self._path)
 
     def release(self) -> None:
         """Give it back and empty the file, so that the next run need not wait; one taken over
@@ -164,16 +155,15 @@ class RunLock:
         is_locked = try_lock(descriptor)
         if is_locked is None:
             if (remaining_s := deadline_s - time.monotonic()) <= 0:
-                raise self._in_use()
+                raise ConfigError(
+                    f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
+                    f"Fix: wait for it or stop it, or train into another directory "
+                    f"(trainer.default_local_dir or trainer.experiment_name)"
+                )
             time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
             self._accept_no_locks()
-        elif not self._needs_flock:
-            logger.info(
-                "trainer.checkpoint.require_lock=false is not needed: %s has locks",
-                self._path.parent,
-            )
         self._write_record()
         return self._is_ours()
 
@@ -186,12 +176,9 @@ class RunLock:
                 "mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it with "
                 "trainer.checkpoint.require_lock=false"
             )
-        text = "%s: no locks on this file system. Two runs in this directory would not notice each other at once"
-        logger.warning(text, self._path.parent)
-        if content := self._content():
-            logger.warning(
-                "taking over from the run %s: make sure that it has ended", _holder(content)
-            )
+        logger.warning("%s has no locks (flock): never start a second run there", self._path.parent)
+        if self._look()[1]:
+            logger.warning("taking over from the run %s: has it ended?", self._holder())
 
     def _open(self, path: Path, flags: int) -> int:
         self._let_go()
@@ -238,8 +225,12 @@ class RunLock:
                 raise
             return None, b""
 
-    def _content(self) -> bytes:
-        return self._look()[1]
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(self._look()[1])
+            return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
+        except (ValueError, KeyError, TypeError):
+            return "which did not say its pid"
 
     def _is_ours(self) -> bool:
         if self._descriptor is None:
@@ -255,13 +246,6 @@ class RunLock:
         self._descriptor = None
         _open_locks.discard(self)
 
-    def _in_use(self) -> ConfigError:
-        return ConfigError(
-            f"'{self._path.parent}' is in use by another run ({_holder(self._content())}): wait "
-            "for it or stop it, or train into another directory (trainer.default_local_dir or "
-            "trainer.experiment_name)"
-        )
-
 
 def is_given_back(run_dir: Path) -> bool:
     """Whether no run has the lock, and none left it behind; nothing is written to find out."""
@@ -269,14 +253,6 @@ def is_given_back(run_dir: Path) -> bool:
         return (run_dir / LOCK).stat().st_size == 0
     except FileNotFoundError:
         return True
-
-
-def _holder(content: bytes) -> str:
-    try:
-        holder = json.loads(content)
-        return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
-    except (ValueError, KeyError, TypeError):
-        return "which did not say its pid"
 
 
 _open_locks: set[RunLock] = set()

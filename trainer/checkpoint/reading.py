@@ -1,5 +1,5 @@
-"""Reading a checkpoint while its run goes on: through hard links, which rotation does not
-touch. No torch.
+"""Read a checkpoint while its run continues, through hard links that rotation does not touch. No
+torch.
 """
 
 import os
@@ -15,34 +15,32 @@ from trainer.runtime.files import try_lock
 
 
 @contextmanager
-def pinned(info: CheckpointInfo, *parts: str, may_copy: bool = True) -> Iterator[Path | None]:
-    """A directory like that of the checkpoint with these `parts` (files and directories) and its
+def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
+    """Give a directory like the checkpoint's, with these `parts` (files, directories) and its
     manifest.
 
-    It stays whole whatever becomes of the checkpoint. None if the checkpoint was deleted or
-    replaced before. On a file system without hard links the files are copied; without `may_copy`
-    the checkpoint itself is returned, and its files may go while they are read. The directory is
-    removed at the end. If its reader is killed, the next start or save of the run removes it.
+    It stays whole whatever becomes of the checkpoint; None if the checkpoint was deleted or
+    replaced before. On a file system without hard links it is the checkpoint itself, whose files
+    may go while they are read. The links are removed at the end; if the reader is killed, by the
+    next start or save of the run.
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
     directory.mkdir()
     lock = None
     try:
         lock = _lock(directory)
-        has_links = _has_links(directory)
         source = info.path
-        if has_links or may_copy:
+        if _has_links(directory):
             # a path that ends like the checkpoint's: by that an evaluation finds the model of a
             # server
             source = directory.joinpath(*info.path.resolve().parts[1:])
-            put = os.link if has_links else shutil.copyfile
             # the manifest last: it tells whether all files are of one checkpoint
             for file in (*_files(info.path, parts), info.path / MANIFEST):
                 target = source / file.relative_to(info.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 # where the checkpoint goes meanwhile the manifest is missing too
                 with suppress(FileNotFoundError):
-                    put(file, target)
+                    os.link(file, target)
         yield source if _is_of(source, info) else None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -51,8 +49,8 @@ def pinned(info: CheckpointInfo, *parts: str, may_copy: bool = True) -> Iterator
 
 
 def _lock(directory: Path) -> int:
-    """Mark the directory as in use as long as this process lives. The mark is locked before it
-    gets its name.
+    """Mark the directory as in use while this process lives; the mark is locked before it gets
+    its name.
     """
     partial = directory / f"{IN_USE}.tmp"
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

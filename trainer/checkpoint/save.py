@@ -380,5 +380,5 @@ class Saver:
 
     def require_lock(self) -> None:
         """Main rank: raise `CannotWriteError` unless this run still owns its directory."""
-        if self._lock is not None and not self._lock.keep():
-            raise CannotWriteError(self._lock.why_lost())
+        if self._lock is not None:
+            self._lock.require()

@@ -24,7 +24,6 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.state import saved_data
 from trainer.config import ConfigError, TrainerConfig
 from trainer.progress import Position, Rollbacks
 from trainer.runtime import distributed
@@ -99,7 +98,6 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     position = Position()
     if checkpoint is not None:
         position = _position(checkpoint, config)
-        _on_main(partial(_require_known_order, checkpoint, config), config, world)
         _require_same_run(checkpoint, config, shape.lineage)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
     return Start(
@@ -196,11 +194,6 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
         text = "the export of %s cannot be served, 'checkpoint export' makes another; the run continues from it: %s"
         logger.warning(text, candidate.path, problem)
     return [problem for problem in problems if not layout.is_export(problem)]
-
-
-def _require_known_order(checkpoint: CheckpointInfo, config: TrainerConfig) -> None:
-    if checkpoint.manifest is not None and "extra" in contents_of(config, checkpoint):
-        lineage.require_known_order(checkpoint.path, saved_data(checkpoint))
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:

@@ -213,17 +213,3 @@ def load_state(
 
 def _described(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
-
-
-def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """Return what a checkpoint says of its data.
-
-    Raises `CorruptShardError` where the file holds no state: a manifest can be forged.
-    """
-    path = checkpoint.path / layout.DATA
-    state = shards.read_torch(path)
-    if not isinstance(state, dict):
-        raise shards.CorruptShardError(
-            f"{path} holds no state of the data: it is a {type(state).__name__}"
-        )
-    return state
