@@ -3,7 +3,6 @@ the right directory.
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
-from trainer.loop.fit import fit
 from trainer.loop.run import RateState
 from trainer.optim.schedule import LrSchedule
 
@@ -186,38 +184,6 @@ def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "another schedule from here on: peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20"
         in caplog.text
     )
-
-
-def histories_after_load(world: Any, source: Any, loss: str) -> list[tuple[float, Any]]:
-    """(loss_ema, what the detector remembers) after a run, after its state was loaded as saved and
-    as before, at last of a new run.
-    """
-    parts = [
-        toy_run(world, build_toy_model(world, source, loss=loss), ToySamples(), total_steps=3)
-        for _ in range(4)
-    ]
-    assert fit(parts[0]) == 0
-    for loaded, drops in zip(parts[1:3], ((), ("has_cross_entropy",)), strict=True):
-        for name in ("guard", "meter"):
-            saved = parts[0].stateful_parts()[name].state_dict()
-            loaded.stateful_parts()[name].load_state_dict(
-                {key: saved[key] for key in saved if key not in drops}
-            )
-        assert loaded.meter.state_dict()["num_tokens"] == parts[0].meter.state_dict()["num_tokens"]
-    return [(each.meter.loss_ema, each.guard.state_dict()["detector"]) for each in parts]
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "dft"])
-def test_losses_that_were_not_cross_entropy_are_forgotten(source, loss: str) -> None:  # type: ignore[no-untyped-def]
-    """Checkpoints from before train/loss was always cross-entropy remember the trained loss of
-    a run with DFT.
-    """
-    straight, saved, before, new = run_ranks(histories_after_load, 1, source, loss)[0]
-    assert saved == straight and straight[1] != new[1]
-    if loss == "cross_entropy":
-        assert before == straight
-    else:
-        assert math.isnan(before[0]) and before[1] == new[1]
 
 
 @pytest.mark.covers("S3.24")

@@ -3,14 +3,13 @@ never step 0.
 """
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_unfinished
+from checkpoint_fakes import commit, is_whole, save, stage, write_unfinished
 
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
@@ -56,43 +55,6 @@ def test_file_names_are_those_other_tools_know() -> None:
     assert layout.extra_file(8, 3) == "extra_state_world_size_8_rank_3.pt"
 
 
-@pytest.mark.covers("S3.16")
-@pytest.mark.parametrize(
-    ("text", "step"),
-    [("20", 20), ("20\n", 20), (" 20 ", 20), ("0", 0), ("9" * 18, int("9" * 18))]
-    + [
-        (bad, None)
-        for bad in (
-            "",
-            "\n",
-            "garbage",
-            "-1",
-            "05",
-            "2 0",
-            "٢",
-            "9" * 5000,
-            "../x",
-            "20\n10",
-            "20.0",
-            "\0",
-        )
-    ],
-    ids=range(17),
-)
-def test_pointer_text(tmp_path: Path, text: str, step: int | None) -> None:
-    point(tmp_path, text)
-    assert read_pointer(tmp_path) == layout.Pointer(text[:80], step)
-
-
-def test_pointer_that_is_no_text_file(tmp_path: Path) -> None:
-    assert read_pointer(tmp_path) == layout.Pointer(None, None)
-    (tmp_path / POINTER).write_bytes(b"\xff\xfe")
-    assert read_pointer(tmp_path).step is None
-    (tmp_path / POINTER).unlink()
-    (tmp_path / POINTER).mkdir()
-    assert read_pointer(tmp_path) == layout.Pointer("unreadable: Is a directory", None)
-
-
 def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
     assert select(tmp_path / "missing") == select(tmp_path) == Selection()
     stage(tmp_path, 10)
@@ -111,7 +73,7 @@ def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
     assert selection.chosen.published and selection.chosen.manifest.step == 100
 
 
-BROKEN_POINTERS = ["", "garbage", "-1", "9" * 30, "../x", "15", "20/../10", "10 20"]
+BROKEN_POINTERS = ["", "garbage", "-1", "9" * 5000, "../x", "15", "20/../10", "10 20", "٢", "020"]
 
 
 @pytest.mark.parametrize("text", [*BROKEN_POINTERS, None])
@@ -170,16 +132,6 @@ def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path: Path) -> None:
     # the continued run dies between commit and publish, beside the abandoned 30
     commit(tmp_path, 25)
     assert steps(tmp_path) == [25, 20, 10]
-
-
-def test_a_directory_without_a_manifest_is_never_used(tmp_path: Path) -> None:
-    write_unfinished(tmp_path, 40)
-    point(tmp_path, "40")
-    with pytest.raises(NoUsableCheckpointError, match="global_step_40: it has no manifest"):
-        select(tmp_path)
-    save(tmp_path, 20)
-    point(tmp_path, "40")
-    assert steps(tmp_path) == [20]
 
 
 NEVER_STEP_0: list[Callable[[Path], object]] = [
@@ -253,11 +205,6 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
     assert (
         reason_after(tmp_path / "global_step_100", cases[-1][0]) == "its manifest.json was removed"
     )
-
-
-def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(layout.ConfigError, match="global_step_<step>"):
-        inspect(tmp_path)
 
 
 @pytest.mark.covers("S3.54")
@@ -348,47 +295,6 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(
     assert sorted(os.listdir(tmp_path)) == sorted(
         [f"global_step_{step}" for step in (1, 9, 30, 40)] + [POINTER]
     )
-
-
-def test_a_failed_deletion_is_logged_and_the_next_victim_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, 5, 6, 10)
-    rename = fsio.rename
-
-    def refuse(source: Path, target: Path) -> None:
-        if source.name == "global_step_5":
-            raise PermissionError(13, "Permission denied", str(source))
-        rename(source, target)
-
-    monkeypatch.setattr(fsio, "rename", refuse)
-    with caplog.at_level(logging.WARNING):
-        retention.rotate(tmp_path, keep=1)
-    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == [
-        "global_step_10",
-        "global_step_5",
-    ]
-    assert "Permission denied" in caplog.text
-    monkeypatch.undo()
-    retention.rotate(tmp_path, keep=1)
-    assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_10"]
-
-
-def test_clocks_do_not_matter(tmp_path: Path) -> None:
-    save(tmp_path, 10, 20, 30)
-    for age, step in enumerate((30, 10, 20)):
-        for path in (tmp_path / f"global_step_{step}").iterdir():
-            os.utime(path, (age, age))
-        os.utime(tmp_path / f"global_step_{step}", (age, age))
-    (tmp_path / POINTER).unlink()
-    assert steps(tmp_path) == [30, 20, 10]
-    assert [
-        p.name for p in retention.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())
-    ] == ["global_step_10"]
-    assert set(content_of(30)) < {
-        str(p.relative_to(tmp_path / "global_step_30"))
-        for p in (tmp_path / "global_step_30").rglob("*")
-    }
 
 
 def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_later(

@@ -148,14 +148,6 @@ def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path: Path) -> None:
     RunLock(tmp_path).acquire(timeout_s=0)
 
 
-def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as first:
-        (tmp_path / LOCK).unlink()
-        assert not first.is_held()
-        with RunLock(tmp_path) as second:
-            assert second.is_held() and not first.is_held()
-
-
 def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,15 +209,6 @@ def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(
     assert second.is_held() and not first.is_held()
     first.release()
     assert second.is_held(), "a fenced run emptied the record of its successor"
-
-
-def test_each_acquisition_has_a_nonce_of_its_own_and_leaves_none(tmp_path: Path) -> None:
-    lock, nonces = RunLock(tmp_path), set()
-    for _ in range(3):
-        with lock:
-            nonces.add(json.loads((tmp_path / LOCK).read_text())["nonce"])
-        assert (tmp_path / LOCK).read_bytes() == b""
-    assert len(nonces) == 3
 
 
 def test_a_file_system_that_does_not_answer_is_not_held(

@@ -67,21 +67,6 @@ def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(
     assert layout.inspect(tmp_path / "global_step_2").status == "committed"
 
 
-def test_a_rename_that_failed_is_an_error_and_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(source: Any, target: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(source))
-
-    save(tmp_path, 1)
-    staging = stage(tmp_path, 2)
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        layout.commit(staging, 2, nonce="a1b2")
-    chosen = choice.select(tmp_path).chosen
-    assert chosen is not None and chosen.step == 1
-
-
 def test_another_jobs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

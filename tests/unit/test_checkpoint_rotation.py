@@ -224,13 +224,6 @@ def test_every_system_call_of_a_save(memory_dir: Path, kernel: Kernel, keep: int
     assert 30 < num_calls < 199, "the save has too few calls to be real, or never ended"
 
 
-def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
-    save(tmp_path, 10, 20, 30)
-    (tmp_path / layout.POINTER).write_text("10")
-    retention.rotate(tmp_path, keep=1)
-    assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]
-
-
 def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
     tmp_path: Path,
 ) -> None:

@@ -5,8 +5,6 @@ commands are called.
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.cli import checkpoint as cli
 from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
 
@@ -221,25 +218,3 @@ def test_wrong_usage(
     assert (code, out) == (2, "") and err.startswith("ERROR: ") and message in err
     monkeypatch.chdir("run/global_step_2")
     assert call("verify", ".")[0] == 0 and len(rows(call("ls", "..")[1])) == 3
-
-
-def test_the_command_starts_without_torch_and_leaves_with_its_exit_code(run_dir: Path) -> None:
-    flip(run_dir / "global_step_4" / "data.pt")
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "trainer.cli.checkpoint",
-        "verify",
-        str(run_dir),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(cli.__file__).parents[2]
-    )
-    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert (
-        done.returncode == 1
-        and "trainer" in imported
-        and not imported & {"torch", "numpy", "transformers", "hydra"}
-    )

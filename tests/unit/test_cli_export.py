@@ -12,11 +12,8 @@ from cli_states import Call
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 
-from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK
 from trainer.cli import checkpoint as cli
-from trainer.config import ConfigError
-from trainer.errors import CannotWriteError
 
 Patch = pytest.MonkeyPatch
 
@@ -58,23 +55,6 @@ def test_export_says_what_it_made(
     assert exports[1] == (run_dir / "global_step_4", tmp_path / "other", "float32")
 
 
-def test_export_of_a_run_takes_what_a_resume_takes(
-    run_dir: Path, call: Call, exports: list[Any], tmp_path: Path
-) -> None:
-    assert (
-        f"exporting {run_dir / 'global_step_6'} in"
-        in call("export", run_dir, tmp_path / "newest")[1]
-    )
-    (run_dir / POINTER).write_text("2")
-    (run_dir / "global_step_4" / "data.pt").unlink()
-    out = call("export", run_dir, tmp_path / "pointed")[1]
-    assert [checkpoint.name for checkpoint, *_ in exports] == ["global_step_6", "global_step_2"]
-    assert (
-        "moved back to global_step_2: honoured" in out
-        and "WARNING: passed over global_step_4: data.pt" in out
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -95,23 +75,6 @@ def test_wrong_usage(
     Path("new", LOCK).touch()
     code, out, err = call(*words.split())
     assert (code, out, exports) == (2, "", []) and err.startswith("ERROR: ") and message in err
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(ConfigError("it is damaged"), 2), (CannotWriteError("disk full"), 73), (OSError("lost"), 1)],
-)
-def test_an_export_that_fails_ends_with_its_exit_code(
-    run_dir: Path, call: Call, monkeypatch: Patch, error: Exception, code: int
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setitem(
-        sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=fail)
-    )  # type: ignore[arg-type]
-    found, out, err = call("export", run_dir, "hf")
-    assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
 
 
 def test_every_command_describes_itself(capsys: pytest.CaptureFixture[str]) -> None:

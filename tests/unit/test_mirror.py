@@ -17,7 +17,6 @@ from mirror_faults import (
     FaultyStorage,
     mirrored,
     restored,
-    roll_back,
     steps_in,
     trainer_of,
     uploader,
@@ -116,37 +115,6 @@ def test_what_a_save_that_failed_left_never_goes_up(run_dir: Path) -> None:
     layout.publish(run_dir, 4)
     own.sync()
     assert steps_in(storage) == [2, 4]
-
-
-def test_nothing_is_asked_of_the_storage_while_nothing_was_saved(run_dir: Path) -> None:
-    storage = FaultyStorage()
-    own = uploader(run_dir, storage)
-    save(run_dir, 2)
-    assert own.is_behind
-    own.sync()
-    assert not own.is_behind
-    save(run_dir, 4)
-    assert own.is_behind
-
-
-def test_what_a_rollback_discarded_is_never_taken_again(run_dir: Path, tmp_path: Path) -> None:
-    storage = mirrored(run_dir, 2, 4)
-    roll_back(run_dir, 2, 4)
-    uploader(run_dir, storage).sync()
-    assert steps_in(storage) == [2]
-    taken = restored(tmp_path / "new", storage)
-    assert taken is not None and taken.name == "global_step_2"
-
-
-def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    storage = mirrored(run_dir, 2, 4)
-    layout.publish(run_dir, 2)
-    (run_dir / layout.POINTER).write_text("2")
-    uploader(run_dir, storage).sync()
-    taken = restored(tmp_path / "new", storage)
-    assert steps_in(storage) == [2, 4] and taken is not None and taken.name == "global_step_2"
 
 
 def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(

@@ -66,18 +66,6 @@ def test_every_tensor_counts_with_its_name_form_and_both_ends(
     assert len({digest_of(copy) for copy in copies}) == 2
 
 
-def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
-    def parts(second: int) -> list[dict[str, torch.Tensor]]:
-        names = list(SHAPES)
-        return [
-            {name: tensors(0)[name] for name in names[:2]},
-            {name: tensors(second)[name] for name in names[2:]},
-        ]
-
-    digests = {digest_of(write(tmp_path / str(seed), *parts(seed))) for seed in (0, 1)}
-    assert len(digests) == 2
-
-
 def test_the_older_format_is_sampled_as_one_piece(tmp_path: Path) -> None:
     digests = set()
     for name, shift in (("a", 0.0), ("b", 0.05), ("c", 0.0)):
