@@ -23,9 +23,7 @@ TABLES = {"configuration": Config, "sources": SourceConfig}
 """What stands between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
 HEAD = """\
 # Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5
-defaults:
-  - _self_
-  - experiment: null   # experiment=NAME loads conf/experiment/NAME.yaml over this file
+# experiment=NAME loads conf/experiment/NAME.yaml over this file.
 """
 COLUMN, WIDTH = 33, 120
 """Where a comment starts, and where a line ends."""

@@ -8,9 +8,8 @@ as ranks meet. `require_model_unchanged` covers the time until each rank has loa
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,6 +18,7 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import Config, ConfigError
 from trainer.data.chat import tokenizer_digest
 from trainer.run.inputs import Inputs
+from trainer.runtime.json_lines import flat
 from trainer.sampled_weights import digest_of_weights
 from trainer.weight_files import weight_files
 
@@ -72,16 +72,10 @@ def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) ->
 def settings_of(config: Config) -> dict[str, str]:
     """Every key but those of `OWN_OF_A_MACHINE`, with its value as text."""
     return {
-        name: value for name, value in _flattened(config.resolved) if name not in OWN_OF_A_MACHINE
+        name: json.dumps(value, default=str)
+        for name, value in flat(config.resolved).items()
+        if name not in OWN_OF_A_MACHINE
     }
-
-
-def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value, default=str)
 
 
 def _digest(*parts: bytes) -> str:

@@ -1,20 +1,17 @@
-"""The words of a command line as a checked configuration: defaults, recipe, overrides. Imports
-no torch.
+"""Turn the overrides of a command line into a checked configuration: defaults, recipe, overrides.
+Imports no torch.
 """
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, parse_config, problem_with_key
@@ -23,15 +20,13 @@ from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
 from trainer.runtime.environment import call
 from trainer.runtime.files import read_regular
+from trainer.runtime.json_lines import flat
 from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """`trainer/conf`, a link to the top-level `conf/`; in an installed package the files themselves."""
 LOCAL_RECIPE = "sft.local.yaml"
 RECIPE_BYTES = 2**20
-MAX_RECIPE_DEPTH = 64
-MAX_RECIPE_VALUES = 10_000
-"""No recipe comes near; a file made to exhaust the memory does at once."""
 PARTS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
@@ -73,22 +68,40 @@ def load_config(words: list[str]) -> Config:
     """
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
-    return parse_config(_compose(words), PARTS)
+    tree = OmegaConf.load(CONF_DIR / "sft.yaml")
+    names = [word.partition("=")[2] for word in words if _is_recipe(word)]
+    recipe = find_recipe(names[-1]) if names else None
+    if recipe is not None:
+        tree = OmegaConf.merge(tree, _read_recipe(recipe))
+    return _configure(tree, [word for word in words if not _is_recipe(word)])
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
     """The same configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
-    merged = OmegaConf.merge(OmegaConf.create(config.resolved), OmegaConf.from_dotlist(list(words)))
-    return parse_config(OmegaConf.to_container(merged), PARTS)  # type: ignore[arg-type]  # a mapping, as what it is of
+    return _configure(OmegaConf.create(config.resolved), words)
 
 
-def as_words(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The words that a resolved configuration comes from."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from as_words(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={as_word(value)}"
+def _configure(tree: Any, words: Iterable[str]) -> Config:
+    word = ""
+    try:
+        for word in words:
+            # the keys are known: a name in data.apply_chat_template_kwargs is the user's own
+            (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
+            key = override.key_or_group
+            if override.is_sweep_override():
+                raise ConfigError(
+                    f"'{word}' has several values, and one run takes one: start a run for each, "
+                    f"with its own trainer.experiment_name; a list is written {key}=[A,B], a text "
+                    f"with a comma {key}='\"A,B\"'"
+                )
+            OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+        word = "the configuration"
+        resolved: Any = OmegaConf.to_container(tree, resolve=True)
+    except OverrideParseException as error:
+        raise ConfigError(f"cannot read '{word}': quote its value, key='\"value\"'") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{word}: {str(error).splitlines()[0]}") from error
+    return parse_config(resolved, PARTS)
 
 
 def as_word(value: Any) -> str:
@@ -108,51 +121,6 @@ def as_word(value: Any) -> str:
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
-
-
-def _compose(words: list[str]) -> dict[str, Any]:
-    names = [word.partition("=")[2] for word in words if _is_recipe(word)]
-    # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's
-    # own
-    words = [f"++{word.lstrip('+')}" for word in words if not _is_recipe(word)]
-    with _where_hydra_finds(find_recipe(names[-1]) if names else None) as recipe_words:
-        words = [*recipe_words, *words]
-        try:
-            for override in OverridesParser.create().parse_overrides(words):
-                if override.is_sweep_override():
-                    key, _, value = (override.input_line or "").lstrip("+").partition("=")
-                    raise ConfigError(
-                        f"'{key}={value}' has several values, and one run takes one: start a run "
-                        f"for each, with its own trainer.experiment_name; a list is written "
-                        f"{key}=[A,B], a text with a comma {key}='\"A,B\"'"
-                    )
-            with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-                tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
-        except OverrideParseException as error:
-            raise ConfigError(
-                f"cannot read '{error.override.lstrip('+')}': quote its value, key='\"value\"'"
-            ) from error
-        except (HydraException, OmegaConfBaseException) as error:
-            lines = (line for line in str(error).splitlines() if line.strip())
-            useful = [
-                line for line in lines if "full_key" not in line and "object_type" not in line
-            ]
-            raise ConfigError("\n".join(useful[:6])) from error
-    return dict(tree)
-
-
-@contextmanager
-def _where_hydra_finds(recipe: Path | None) -> Iterator[list[str]]:
-    """The words for hydra to take a file from anywhere, beginning as it must, as a recipe."""
-    if recipe is None:
-        yield []
-        return
-    with TemporaryDirectory() as place:
-        Path(place, "experiment").mkdir()
-        Path(place, "experiment", "asked.yaml").write_text(
-            f"# @package _global_\n{_read_recipe(recipe)}", encoding="utf-8"
-        )
-        yield [f"hydra.searchpath=[file://{place}]", "experiment=asked"]
 
 
 def _is_recipe(word: str) -> bool:
@@ -180,128 +148,39 @@ def find_recipe(name: str) -> Path | None:
     )
 
 
-def _read_recipe(path: Path) -> str:
-    """Raises `ConfigError` for what is no YAML and for what is no key, with its place."""
+def _read_recipe(path: Path) -> DictConfig:
+    """Raises `ConfigError` for a file that is no YAML, an unknown key, and a value that would be
+    read from the environment.
+    """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
-        _require_small(path, text)
-        tree = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = OmegaConf.create(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
-    _require_no_environment(path, tree)
-    if tree is not None and not isinstance(tree, dict):
+    if not isinstance(tree, DictConfig):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
-    words = as_words(
-        {name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")}
-    )
-    if problems := [
-        problem for word in words if (problem := problem_with_key(word.partition("=")[0]))
-    ]:
+    if "oc.env" in text:
+        raise ConfigError(
+            f"recipe {path} reads the environment (oc.env), and the values would be logged with "
+            f"the configuration. Fix: pass key=value on the command line instead"
+        )
+    keys = flat(OmegaConf.to_container(tree))  # type: ignore[arg-type]  # of a mapping it is one
+    if problems := [problem for key in keys if (problem := problem_with_key(key))]:
         raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
-    return text
-
-
-def _require_small(path: Path, text: str) -> None:
-    """Refuse what grows without bound when it is loaded: aliases of aliases, deep nesting, an
-    anchor inside itself.
-
-    Counted from the parser's events, before anything is built. Raises `ConfigError`,
-    `yaml.YAMLError`.
-    """
-    num_values: dict[str, int] = {}
-    """Values under each anchor, those of aliases included."""
-    open_collections: list[tuple[str | None, int]] = []
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_collections.append((event.anchor, 1))
-            if len(open_collections) > MAX_RECIPE_DEPTH:
-                raise ConfigError(
-                    f"recipe {path}, line {line}: more than {MAX_RECIPE_DEPTH} levels of nesting"
-                )
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, count = open_collections.pop()
-        elif isinstance(event, yaml.ScalarEvent):
-            anchor, count = event.anchor, 1
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in [anchor for anchor, _ in open_collections]:
-                raise ConfigError(
-                    f"recipe {path}, line {line}: '*{event.anchor}' holds itself; write its values "
-                    f"out"
-                )
-            anchor, count = None, num_values.get(event.anchor, 1)
-        else:
-            continue
-        if anchor is not None:
-            num_values[anchor] = count
-        if open_collections:
-            around, count_around = open_collections[-1]
-            count += count_around
-            open_collections[-1] = (around, count)
-        if count > MAX_RECIPE_VALUES:
-            raise ConfigError(
-                f"recipe {path}, line {line}: more than {MAX_RECIPE_VALUES} values, those of "
-                f"aliases (*name) included"
-            )
-
-
-def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
-    """Refuse interpolations of the environment: what somebody else's recipe reads there would be
-    logged.
-
-    A resolver whose name is itself put together could be any. Raises `ConfigError`.
-    """
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _require_no_environment(path, item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for item in value:
-            _require_no_environment(path, item, key)
-    elif isinstance(value, str):
-        for name in _resolvers_in(value):
-            if name == "oc.env" or "$" in name:
-                raise ConfigError(
-                    f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value "
-                    f"would be logged with the configuration. Fix: remove it from the recipe; to "
-                    f"use it, pass {key}=… on the command line"
-                )
-
-
-def _resolvers_in(text: str) -> Iterator[str]:
-    """Names of the resolvers that are called in a text, as `oc.env` in `${oc.env:HOME}`."""
-    for found in re.finditer(r"\$\{", text):
-        depth = 0
-        for position in range(found.end(), len(text)):
-            if text[position] == "{":
-                depth += 1
-            elif text[position] == "}":
-                depth -= 1
-            if depth < 0:
-                break
-            if text[position] == ":" and depth == 0:
-                yield text[found.end() : position].strip()
-                break
+    return tree
 
 
 def _problem_with(word: str) -> str | None:
-    """What is no key, with what to write instead; hydra would only say that it is not in the
-    struct.
-    """
+    """Say what is wrong with an override that names no key."""
     written = word.encode(errors="backslashreplace").decode()
     if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
         return (
             f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
             f"Fix: rename the directory or file, or choose another one"
         )
-    key, equals, _ = word.lstrip("+~-").partition("=")
-    key = key.split("@")[0]
     if word.startswith("-"):
         return f"unknown flag '{word}'\n{USAGE}"
-    if word.startswith("~"):
-        return f"'{word}' would remove a key, and each needs a value: leave the word out for the default"
-    if not equals:
+    key, equals, _ = word.lstrip("+").partition("=")
+    if not equals or word.startswith("~"):
         return f"'{word}' is not of the form key=value\n{USAGE}"
-    if key == "experiment":
-        return None  # found or refused when it is read
-    return problem_with_key(key)
+    return None if key == "experiment" else problem_with_key(key)
