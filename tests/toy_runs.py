@@ -25,7 +25,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import RunShape, decide_start
+from trainer.checkpoint.start import decide_start
 from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule
@@ -181,8 +181,8 @@ def run(
         return recipe.total_steps
 
     lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
-    shape = RunShape(total_steps, lineage)
-    start = decide_start(trainer_config(run_dir, recipe), shape, world)
+    config = trainer_config(run_dir, recipe)
+    start = decide_start(config, lineage, world, total_steps=total_steps)
     model = build_toy_model(
         world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {})
     )

@@ -15,7 +15,6 @@ from toy_runs import Recipe, run, trainer_config
 
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
-from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, ValidationBatches
@@ -37,7 +36,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
         run_dir.mkdir()
     try:
         config = trainer_config(run_dir, Recipe())
-        start.decide_start(config, RunShape(lambda position: 6, Lineage({})), world)
+        start.decide_start(config, Lineage({}), world, total_steps=lambda position: 6)
     except ConfigError as error:
         return str(error)
     return ""
@@ -89,19 +88,18 @@ def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
         resume_from_path=str(checkpoint),
     )
     config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
-    found = start.decide_start(config, RunShape(lambda position: 3, Lineage({})), world)
+    found = start.decide_start(config, Lineage({}), world, total_steps=lambda position: 3)
     return found.is_complete, found.position.step
 
 
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
-    shape = RunShape(lambda position: total_steps, Lineage({}))
     config = trainer_config(run_dir, Recipe())
     config = replace(
         config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto"
     )
-    begun = start.decide_start(config, shape, world)
+    begun = start.decide_start(config, Lineage({}), world, total_steps=lambda position: total_steps)
     if begun.lock is not None:
         begun.lock.release()
     return said

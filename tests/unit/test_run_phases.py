@@ -159,7 +159,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
         progress()
         return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)))
 
-    def decide_start(*args: Any) -> None:
+    def decide_start(*args: Any, **settings: Any) -> None:
         raise ReachedError
 
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import finished, fsio, layout, lineage, rollback
+from trainer.checkpoint import finished, fsio, layout, rollback
 from trainer.checkpoint.choice import (
     NoUsableCheckpointError,
     candidates_of,
@@ -21,7 +21,7 @@ from trainer.checkpoint.choice import (
     contents_of,
 )
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.lineage import Lineage
+from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, compare
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.config import ConfigError, TrainerConfig
@@ -51,44 +51,46 @@ class Start:
     """Of this run, for its checkpoints."""
 
 
-@dataclass(frozen=True)
-class RunShape:
-    """What is known of a run before its model: how long it is, and what it descends from.
-
-    `total_steps` tells from a position how many steps the whole run has.
-    """
-
-    total_steps: Callable[[Position], int]
-    lineage: Lineage
-
-
-def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
+def decide_start(
+    config: TrainerConfig,
+    lineage: Lineage,
+    world: World,
+    *,
+    total_steps: Callable[[Position], int],
+) -> Start:
     """Where to begin. Collective.
+
+    `lineage`: what the run descends from. `total_steps`: steps of the whole run, from a position.
 
     A run that has ended is complete: nothing is written, not even the lock. One that was killed at
     its end is not: it goes on with no step left, and ends again. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
-    if (complete := find_complete(config, shape, world)) is not None:
+    if (complete := _find_complete(config, total_steps, world)) is not None:
         return complete
     lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
     try:
-        return _begin(lock, config, shape, world)
+        return _begin(lock, config, lineage, world)
     except BaseException:
         lock.release()
         raise
 
 
-def find_complete(config: TrainerConfig, shape: RunShape, world: World) -> Start | None:
+def _find_complete(
+    config: TrainerConfig, total_steps: Callable[[Position], int], world: World
+) -> Start | None:
     """The start of a run that has ended; None of any other. Collective."""
     selection = _on_main(partial(candidates_of, config), config, world)
-    if selection.chosen is None or not _is_complete(selection.chosen, config, shape, world):
+    if selection.chosen is None:
+        return None
+    position = _position(selection.chosen, config)
+    if not _is_complete(selection.chosen, config, position, total_steps(position), world):
         return None
     _say(selection.notes)
-    return Start(selection.chosen, _position(selection.chosen, config), is_complete=True, lock=None)
+    return Start(selection.chosen, position, is_complete=True, lock=None)
 
 
-def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) -> Start:
+def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World) -> Start:
     """Under the lock: the main rank takes it first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
@@ -98,7 +100,7 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     position = Position()
     if checkpoint is not None:
         position = _position(checkpoint, config)
-        _require_same_run(checkpoint, config, shape.lineage)
+        _require_same_run(checkpoint, config, lineage)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
     return Start(
         checkpoint,
@@ -106,7 +108,7 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
         is_complete=False,
         lock=lock if world.is_main else None,
         rollbacks=rollbacks,
-        fingerprints=shape.lineage.fingerprints,
+        fingerprints=lineage.fingerprints,
     )
 
 
@@ -117,15 +119,18 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
 
 
 def _is_complete(
-    candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World
+    candidate: CheckpointInfo,
+    config: TrainerConfig,
+    position: Position,
+    total_steps: int,
+    world: World,
 ) -> bool:
     """Whether a run has ended and left all that it should. A manifest is asked before it is
     proven: that takes long.
     """
-    position = _position(candidate, config)
     end = _on_main(partial(finished.read, candidate.path), config, world)
     ended_early = end is not None and end.ended_early and position.step > 0
-    has_ended = ended_early or position.step >= shape.total_steps(position)
+    has_ended = ended_early or position.step >= total_steps
     if not has_ended or verify(candidate, world):
         return False
     missing = _on_main(partial(_missing_at_end, candidate, end, config), config, world)
@@ -201,8 +206,8 @@ def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Li
     saved = checkpoint.manifest.fingerprints
     # another run may begin from the weights alone
     if "extra" not in contents_of(config, checkpoint):
-        saved = {key: value for key, value in saved.items() if key == lineage.BASE_WEIGHTS}
-    for change in lineage.compare(saved, now):
+        saved = {key: value for key, value in saved.items() if key == BASE_WEIGHTS}
+    for change in compare(saved, now):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
 
 

@@ -5,17 +5,17 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import finished, rollback
 from trainer.checkpoint.finished import Finished
 from trainer.checkpoint.layout import step_dir_name
-from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
-from trainer.runtime.distributed import World, await_main
+from trainer.run.setup import RunSetup
+from trainer.runtime.distributed import await_main
 from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.files import atomic_write
@@ -31,36 +31,31 @@ AWAIT_MAIN_S = 20.0
 
 @dataclass
 class RunResources:
-    """What a run holds, and the exit code it ends with; `lock` and `tracking` are the main
+    """What a run holds, and the exit code it ends with after `last_step`; `tracking` is the main
     rank's.
     """
 
-    run_dir: Path
-    world: World
-    lock: RunLock | None
+    setup: RunSetup
     tracking: Tracking | None = None
     checkpoints: CheckpointManager | None = None
-    end: Finished | None = None
-    """To be recorded in the checkpoint of `last_step` once all else is written."""
     last_step: int = 0
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
         """The lock last: it is empty once all that a run leaves is there."""
+        is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
             if self.checkpoints is not None:
                 self.checkpoints.close()
             if self.tracking is not None:
                 self.tracking.finish(self.exit_code)
-            if self.world.is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
-                write_final_report(self.run_dir)
-            if self.world.is_main and self.end is not None:
-                lost = lost_rows(self.run_dir, self.last_step)
-                end = replace(self.end, message=self.end.message + lost)
-                finished.write(self.run_dir / step_dir_name(self.last_step), end)
+            if is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
+                write_final_report(self.setup.run_dir)
+            if is_main and self.exit_code == EXIT_DONE:
+                _record_end(self.setup, self.last_step)
         finally:
-            if self.lock is not None:
-                self.lock.release()
+            if lock is not None:
+                lock.release()
 
 
 @contextmanager
@@ -81,7 +76,7 @@ def giving_back(held: RunResources, stop: StopRequest, *, timeout_s: float) -> I
         # what the launcher sends to the ranks of a failed one must not cut this short
         with stop.deferred():
             held.give_back()
-            await_main(held.world, "ended", timeout_s=timeout_s)
+            await_main(held.setup.world, "ended", timeout_s=timeout_s)
 
 
 def _code_of(error: Exception, stop: StopRequest) -> int:
@@ -93,14 +88,24 @@ def _code_of(error: Exception, stop: StopRequest) -> int:
     return explain(error, stop)[0]
 
 
-def already_complete(checkpoint: Path, step: int, *, total_steps: int) -> str:
-    """Return the message of a run that ended with the checkpoint of `step`."""
-    what = (
-        f"has all {total_steps} steps"
-        if step >= total_steps
-        else f"ended the run early, at step {step}"
+def _record_end(setup: RunSetup, step: int) -> None:
+    checkpoint = setup.run_dir / step_dir_name(step)
+    end = Finished(
+        ended_early=step < setup.total_steps,
+        message=already_complete(setup, checkpoint, step),
+        config=setup.config.resolved,
+        data_files=setup.inputs.data_files,
     )
-    return f"already complete: {checkpoint} {what}; nothing to do"
+    finished.write(checkpoint, end)
+
+
+def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
+    """Return the message of a run that ended with the checkpoint of `step`."""
+    what = f"has all {setup.total_steps} steps"
+    if step < setup.total_steps:
+        what = f"ended the run early, at step {step}"
+    lost = lost_rows(setup.run_dir, step)
+    return f"already complete: {checkpoint} {what}; nothing to do{lost}"
 
 
 def lost_rows(run_dir: Path, step: int) -> str:

@@ -62,18 +62,16 @@ def prepare_data(
     model: ModelSource,
     *,
     progress: Callable[[], None],
-    only_cached: bool = False,
 ) -> PreparedData:
     """The samples of `files`, with the tokenizer of `model`; the first process that asks does the
     work.
 
-    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`, and with
-    `only_cached` `NotPreparedError` where there is work to do.
+    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`.
     """
     data, renderer = config.data, _renderer(config, model)
 
     def prepared(side: Files) -> list[SourceSamples]:
-        return _prepare(config, side, renderer, model.new_tokens, progress, only_cached=only_cached)
+        return _prepare(config, side, renderer, model.new_tokens, progress)
 
     train = prepared(files.train)
     if files.validation:
@@ -166,8 +164,6 @@ def _prepare(
     renderer: Callable[[str | None], Renderer],
     new_tokens: Mapping[str, int],
     progress: Callable[[], None],
-    *,
-    only_cached: bool,
 ) -> list[SourceSamples]:
     """Each source with a cache entry of its own."""
     prepared = []
@@ -181,7 +177,6 @@ def _prepare(
                 options=options,
                 cache_dir=Path(config.data.cache_dir),
                 progress=progress,
-                only_cached=only_cached,
             )
         except DataError as error:
             raise (
@@ -266,17 +261,12 @@ def require_trainable(config: Config, source: ModelSource) -> str | None:
     return reason
 
 
-def prepare_data_alone(config: Config, *, only_cached: bool = False) -> PreparedData:
+def prepare_data_alone(config: Config) -> PreparedData:
     """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and
     config.json are enough.
-
-    Raises `NotPreparedError` where they would have to be made and only those `only_cached` are
-    asked for.
     """
     source = source_without_weights(config)
-    return prepare_data(
-        config, find_files(config), source, progress=lambda: None, only_cached=only_cached
-    )
+    return prepare_data(config, find_files(config), source, progress=lambda: None)
 
 
 def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:

@@ -5,6 +5,7 @@ loop (floor 4).
 import hashlib
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,17 +15,16 @@ from transformers import PreTrainedModel
 from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.choice import contents_of
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.finished import Finished
-from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo, step_dir_name
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import RunShape, Start, decide_start
+from trainer.checkpoint.start import decide_start
 from trainer.config import Config, require_consistent
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, Schedule
+from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
@@ -37,11 +37,12 @@ from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
-from trainer.progress import LoopState, Position
+from trainer.progress import LoopState
 from trainer.run.agreement import facts_of, require_model_unchanged
-from trainer.run.end import RunResources, already_complete, giving_back, lost_rows
+from trainer.run.end import RunResources, already_complete, giving_back
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter, make_tracking
+from trainer.run.setup import RunSetup, total_steps_from
 from trainer.runtime import distributed, seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory, rank_and_size
@@ -80,81 +81,52 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     # from here to the first step no longer in silence than it takes to save, and to wait for each
     # other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
-    shape = RunShape(
-        lambda position: _total_steps(config, _schedule(config, inputs, position)),
+    start = decide_start(
+        trainer,
         _lineage(config, inputs),
+        world,
+        total_steps=partial(total_steps_from, config, inputs),
     )
-    start, exit_code = decide_start(trainer, shape, world), EXIT_DONE
+    setup, exit_code = RunSetup(config, inputs, world, start), EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None, "it has ended"
-        total_steps = _total_steps(config, _schedule(config, inputs, start.position))
-        path, step = start.checkpoint.path, start.position.step
-        message = already_complete(path, step, total_steps=total_steps)
-        logger.info(message + lost_rows(Path(trainer.default_local_dir), step))
+        logger.info(already_complete(setup, start.checkpoint.path, start.position.step))
     else:
-        exit_code = train(config, inputs, start, world, stop, heartbeat)
+        exit_code = train(setup, stop, heartbeat)
     distributed.stop()
     return exit_code
 
 
-def train(
-    config: Config,
-    inputs: Inputs,
-    start: Start,
-    world: World,
-    stop: StopRequest,
-    heartbeat: Heartbeat,
-) -> int:
+def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """Build, resume, fit, end; the exit code."""
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    heartbeat.report_to(run_dir, rank=world.rank)
-    held = RunResources(run_dir, world, start.lock)
-    with giving_back(held, stop, timeout_s=trainer.dist_timeout_s):
+    start, world = setup.start, setup.world
+    heartbeat.report_to(setup.run_dir, rank=world.rank)
+    held = RunResources(setup)
+    with giving_back(held, stop, timeout_s=setup.config.trainer.dist_timeout_s):
         if world.is_main:
-            total_steps = _total_steps(config, _schedule(config, inputs, start.position))
-            held.tracking = make_tracking(config, total_steps=total_steps)
-        parts = make_run(config, inputs, start, world, held.tracking, stop, heartbeat)
+            held.tracking = make_tracking(setup)
+        parts = build_run(setup, held.tracking, stop, heartbeat)
         held.checkpoints = parts.checkpoints
         if start.checkpoint is not None:
-            _resume(parts, start.checkpoint, config)
+            _resume(parts, start.checkpoint, setup)
         parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
         parts.checkpoints.keep_sources()
-        require_model_unchanged(inputs.model_files)
-        if start.position.step < parts.cadence.total_steps:
-            _announce(parts, inputs)
+        require_model_unchanged(setup.inputs.model_files)
+        if start.position.step < setup.total_steps:
+            _announce(parts, setup.inputs)
         if held.tracking is not None:
             held.tracking.start(start.position.step)
         held.exit_code = fit(parts)
-        if held.exit_code == EXIT_DONE:
-            held.last_step = parts.batches.step
-            held.end = _end_of(parts, config, inputs)
+        held.last_step = parts.batches.step
     return held.exit_code
 
 
-def _end_of(parts: Run, config: Config, inputs: Inputs) -> Finished:
-    step, total_steps = parts.batches.step, parts.cadence.total_steps
-    checkpoint = Path(config.trainer.default_local_dir, step_dir_name(step))
-    return Finished(
-        ended_early=step < total_steps,
-        message=already_complete(checkpoint, step, total_steps=total_steps),
-        config=config.resolved,
-        data_files=inputs.data_files,
-    )
-
-
-def make_run(
-    config: Config,
-    inputs: Inputs,
-    start: Start,
-    world: World,
-    tracking: Tracking | None,
-    stop: StopRequest,
-    heartbeat: Heartbeat,
+def build_run(
+    setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
 ) -> Run:
     """Every part of the run, as it is before a checkpoint is loaded. Collective."""
+    config, inputs, world = setup.config, setup.inputs, setup.world
     trainer, memory = config.trainer, Memory(world.device)
-    schedule = _schedule(config, inputs, start.position)
-    total_steps = _total_steps(config, schedule)
     model = build_model(
         config.model,
         inputs.source,
@@ -163,51 +135,40 @@ def make_run(
         max_length=config.data.max_length,
     )
     plan = _rank_plan(config, model, world)
-    batches, validation_batches = _batches(config, inputs, schedule, plan, total_steps, start)
-    meter = make_meter(
-        config,
-        inputs,
-        model,
-        memory,
-        world=world,
-        schedule=schedule,
-        total_steps=total_steps,
-        tracking=tracking,
+    batches = TrainLoader(
+        inputs.train,
+        plan=plan,
+        schedule=setup.schedule,
+        total_steps=setup.total_steps,
+        num_workers=config.data.num_workers,
+        skipped_steps=setup.start.rollbacks.skipped_steps,
     )
+    validation_batches = None
+    if inputs.validation is not None:
+        size = config.data.train_batch_size
+        validation_batches = ValidationBatches(inputs.validation, plan, batch_size=size)
     parts = Run(
         world=world,
         model=model,
         routers=Routers(model, world.device),
         optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
-        lr_schedule=_lr_schedule(config, inputs, total_steps),
+        lr_schedule=lr_schedule(config, inputs, setup.total_steps),
         batches=batches,
         validation_batches=validation_batches,
-        guard=make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking),
+        guard=make_guard(setup, tracking),
         loop=LoopState(),
-        meter=meter,
-        evidence=EvidenceKeeper(
-            Path(trainer.default_local_dir),
-            world=world,
-            location=inputs.train.location,
-        ),
+        meter=make_meter(setup, model, memory, tracking),
+        evidence=EvidenceKeeper(setup.run_dir, world=world, location=inputs.train.location),
         tracking=tracking,
-        cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq),
+        cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,
         stop=stop,
         heartbeat=heartbeat,
     )
-    parts.checkpoints = _checkpoints(config, inputs, start, parts)
+    parts.checkpoints = _checkpoints(setup, parts)
     return parts
-
-
-def _schedule(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    return Schedule(inputs.train.shares, config.data.train_batch_size, config.trainer.seed, start)
-
-
-def _total_steps(config: Config, schedule: Schedule) -> int:
-    return config.trainer.total_training_steps or schedule.steps_until(config.trainer.total_epochs)
 
 
 def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan:
@@ -224,44 +185,17 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
     )
 
 
-def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
-    default = (
-        RANDOM_LR
-        if inputs.source.random_weights
-        else ADAPTER_LR
-        if config.model.has_adapters
-        else DEFAULT_LR
-    )
+def lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
+    default = ADAPTER_LR if config.model.has_adapters else DEFAULT_LR
+    if inputs.source.random_weights:
+        default = RANDOM_LR
     return LrSchedule.from_config(
         config.optim, peak_lr=config.optim.lr or default, total_steps=total_steps
     )
 
 
-def _batches(
-    config: Config,
-    inputs: Inputs,
-    schedule: Schedule,
-    plan: RankPlan,
-    total_steps: int,
-    start: Start,
-) -> tuple[TrainLoader, ValidationBatches | None]:
-    train = TrainLoader(
-        inputs.train,
-        plan=plan,
-        schedule=schedule,
-        total_steps=total_steps,
-        num_workers=config.data.num_workers,
-        skipped_steps=start.rollbacks.skipped_steps,
-    )
-    if inputs.validation is None:
-        return train, None
-    return train, ValidationBatches(
-        inputs.validation, plan, batch_size=config.data.train_batch_size
-    )
-
-
-def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> CheckpointManager:
-    model, tracking = parts.model, parts.tracking
+def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
+    config, inputs, tracking = setup.config, setup.inputs, parts.tracking
 
     def tell(kind: str, step: int, message: str, level: str) -> None:
         """To the run's events, which put warnings on the console too."""
@@ -271,44 +205,39 @@ def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> Ch
         elif level == "warn":
             logger.warning("step %d: %s", step, message)
 
+    whole, adapter = inputs.whole, None
+    if config.model.has_adapters:
+        whole, adapter = None, Adapter(adapters.settings(parts.model), Path(inputs.source.path))
     saver = Saver(
-        Path(config.trainer.default_local_dir),
-        model,
-        world=parts.world,
+        setup.run_dir,
+        parts.model,
+        world=setup.world,
         config=config.trainer.checkpoint,
         source=ExportSource(
-            inputs.model_files,
-            inputs.chat_template,
-            inputs.train.end_token_ids,
-            None if config.model.has_adapters else inputs.whole,
-            Adapter(adapters.settings(model), Path(inputs.source.path))
-            if config.model.has_adapters
-            else None,
+            inputs.model_files, inputs.chat_template, inputs.train.end_token_ids, whole, adapter
         ),
         kept=Retention(
             keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric
         ),
-        lock=start.lock,
-        fingerprints=start.fingerprints,
+        lock=setup.start.lock,
+        fingerprints=setup.start.fingerprints,
     )
     return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell)
 
 
-def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
-    parts.checkpoints.load(found, contents=contents_of(config.trainer, found))
+def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
+    parts.checkpoints.load(found, contents=contents_of(setup.config.trainer, found))
     parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
-    step, total_steps = parts.batches.step, parts.cadence.total_steps
-    if step < total_steps:
-        logger.info(
-            "Found checkpoint: %s, continuing at step %d of %d", found.path, step + 1, total_steps
-        )
-    run_dir = Path(config.trainer.default_local_dir)
-    is_own = found.path.resolve().parent == run_dir.resolve()
+    step = parts.batches.step
+    if step < setup.total_steps:
+        text = "Found checkpoint: %s, continuing at step %d of %d"
+        logger.info(text, found.path, step + 1, setup.total_steps)
+    is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
             "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows "
             "between them",
-            run_dir / metrics_file.FILE_NAME,
+            setup.run_dir / metrics_file.FILE_NAME,
             parts.tracking.past.last_step,
             step,
         )
