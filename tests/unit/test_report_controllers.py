@@ -85,16 +85,18 @@ def test_held_out_results_that_are_lost_stop_a_run(tmp_path: Path, column: int, 
         )
         report = judged(write(tmp_path / f"{seed}", train, val))
         (finding,) = serious(report)
-        assert finding.metric == key and finding.rule == "V45" and report.verdict == "ATTENTION", (
-            seed
-        )
+        assert (
+            finding.metric == key
+            and finding.rule == "val_results"
+            and report.verdict == "ATTENTION"
+        ), seed
         assert finding.steps is not None and abs(finding.steps[0] - half) <= 6, (
             seed,
             finding.title,
         )
 
 
-@pytest.mark.parametrize(("column", "rule"), [(REWARD, "V35"), (ACCURACY, "V39")])
+@pytest.mark.parametrize(("column", "rule"), [(REWARD, "reward_trend"), (ACCURACY, "accuracy")])
 def test_a_collapse_of_the_training_results_is_told_with_its_place(
     tmp_path: Path, column: int, rule: str
 ) -> None:

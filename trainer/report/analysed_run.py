@@ -1,6 +1,6 @@
 """A log together with what was found out about it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,21 +14,18 @@ from trainer.report.names import ROLES
 from trainer.report.options import OPTIONS, SYNONYMS, TRANSFORMERS
 from trainer.report.result import Anomaly
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Slope, epoch_means, finite, slope, within
+from trainer.report.statistics import Ints, Slope, epoch_means, finite, slope
 
-Ints = NDArray[np.int64]
 PROFILES = ("sft", "grpo", "controller", "generic")
 MIN_CADENCE = 5
 """Below it every other step is one that saves: nothing can be told apart."""
 _GENERATES = ("kl", "update_kl", "clipped_ratio", "adv_mean")
-
-
 NUM_COMPILE = 3
 """Steps that are slower because they compile."""
 NUM_WARMING = 20
 """Steps in which devices are not yet busy."""
-MIN_FIRST, MIN_ORDINARY = 8, 20
-"""Points that the first steps, and a step time, are judged by."""
+MIN_ORDINARY = 20
+"""Points that a step time is judged by."""
 
 
 class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
@@ -48,8 +45,10 @@ class AnalysedRun:
     external_name: str = "external result"
 
     def key(self, role: str) -> str | None:
-        """The key under which this log has a role; of several devices that of the highest value."""
-        series, names = self.log.series, ROLES[role]
+        """Return the key under which this log has a role; of several devices that of the highest
+        value.
+        """
+        series, names = self.log.series, ROLES[_source(role)]
         if (found := next((key for key in names if key in series), None)) is not None:
             return found
         patterns = [pattern(key) for key in names if "<" in key]
@@ -59,59 +58,51 @@ class AnalysedRun:
         )
 
     def find(self, role: str) -> Series | None:
-        """The finite points of a role; None where the log has none."""
+        """Return the finite points of a role; None where the log has none."""
         key = self.key(role)
-        series = finite(self.log.series[key]) if key else None
-        return series if series is not None and len(series) else None
+        points = finite(self.log.series[key]) if key else None
+        if points is not None and len(points) and role in DERIVED:
+            points = DERIVED[role][1](self, points)
+        return points if points is not None and len(points) else None
 
     def get(self, role: str) -> Series:
-        """The same, for roles that a check named as needed; raises `NotJudged` without them."""
+        """Return the finite points of a role; raises `NotJudged` without them."""
         series = self.find(role)
         if series is None:
-            raise NotJudged(f"the log has no {ROLES[role][0]}")
+            raise NotJudged(f"the log has no {ROLES[_source(role)][0]}")
         return series
 
-    def first(self, series: Series) -> Series:
-        """The points of the first steps; raises `NotJudged` for too few."""
-        last = self.limits["first_steps"]
-        return _at_least(within(series, 0, last), MIN_FIRST, f"in the first {last:.0f} steps")
-
-    def late(self, series: Series) -> Series:
-        """The second half; raises `NotJudged` for too few."""
-        return _at_least(series, MIN_ORDINARY, "logged")[len(series) // 2 :]
-
-    def warm(self, series: Series) -> Series:
-        """Without the steps in which devices are not yet busy."""
-        return _at_least(series[series.steps > NUM_WARMING], 1, f"after step {NUM_WARMING}")
-
-    def ordinary_times(self) -> Series:
-        """Step times that a judgement can be based on; raises `NotJudged` for too few."""
-        return _at_least(self.ordinary(self.get("time")), MIN_ORDINARY, "of ordinary step time")
-
     def name(self, role: str) -> str:
-        return self.key(role) or ROLES[role][0]
+        return self.key(role) or ROLES[_source(role)][0]
 
     def epochs(self, role: str) -> Series:
-        """Epoch means of a role; a controller logs one point an epoch, unless it says that it
-        logs batches.
+        """Return the epoch means of a role; a controller logs one point an epoch, unless it says
+        that it logs batches.
         """
         series = self.get(role)
         if self.profile != "controller":
             return epoch_means(series, self.find("epoch"))
+        return self.judged(role)
+
+    def judged(self, role: str) -> Series:
+        """Return the points of a role that a level is judged by: of a controller, that swings from
+        batch to batch, epoch means.
+        """
+        series = self.get(role)
         return epoch_means(series, self.find("epoch"), least=1) if self.has_batches else series
 
     @cached_property
     def has_batches(self) -> bool:
         """Whether a controller logs more often than once an epoch."""
-        epochs = self.find("epoch")
+        epochs = self.find("epoch") if self.profile == "controller" else None
         return epochs is not None and len(np.unique(np.ceil(epochs.values))) < len(epochs) / 2
 
     def slope(self, role: str) -> Slope:
         return slope(self.epochs(role))
 
     def config(self, *names: str) -> Any:
-        """The first option of these names, given in full or by the last part; None where none
-        is set.
+        """Return the first option of these names, given in full or by the last part; None where
+        none is set.
         """
         for name in names:
             for key, value in self.log.config.items():
@@ -127,7 +118,7 @@ class AnalysedRun:
         return {**TRANSFORMERS, **OPTIONS.get(self.log.source, {})}
 
     def setting(self, purpose: str) -> Any:
-        """What the run's configuration says of an option; None where it says nothing."""
+        """Return what the run's configuration says of an option; None where it says nothing."""
         return self.config(self.options[purpose], *SYNONYMS.get(purpose, ()))
 
     @cached_property
@@ -135,9 +126,8 @@ class AnalysedRun:
         """Whether the log holds launch options; trainer_state.json alone tells no more than how
         long and how often.
         """
-        return any(
-            self.setting(purpose) is not None for purpose in ("lr", "clip", "warmup", "schedule")
-        )
+        purposes = ("lr", "clip", "warmup", "schedule")
+        return any(self.setting(purpose) is not None for purpose in purposes)
 
     @cached_property
     def facts(self) -> Mapping[str, str]:
@@ -146,44 +136,39 @@ class AnalysedRun:
         """
         if not self.is_configured:
             return dict.fromkeys(self.options, "the run's configuration is not known")
-        found = {name: self.setting(purpose) for purpose, name in self.options.items()}
-        told = (
-            f"{name} is not set" if at is None else f"{name} = {shown(at)}"
-            for name, at in found.items()
-        )
-        return dict(zip(self.options, told, strict=True))
+        found = {purpose: self.setting(purpose) for purpose in self.options}
+        return {
+            purpose: f"{self.options[purpose]} is not set"
+            if value is None
+            else f"{self.options[purpose]} = {shown(value)}"
+            for purpose, value in found.items()
+        }
 
     def checkpoint(self, step: int) -> str:
-        """The newest complete one up to a step, as far as they lie beside the log."""
-        newest = max(
-            (one.step for one in self.log.checkpoints if one.is_complete and one.step <= step),
-            default=None,
-        )
-        kept = f"a checkpoint of step {step} or before, if one was kept"
-        return kept if newest is None else f"the checkpoint of step {newest}"
+        """Return words for the newest complete checkpoint up to a step."""
+        complete = [one.step for one in self.log.checkpoints if one.is_complete]
+        newest = max((saved for saved in complete if saved <= step), default=None)
+        if newest is None:
+            return f"a checkpoint of step {step} or before, if one was kept"
+        return f"the checkpoint of step {newest}"
 
-    def require_pretrained(self) -> None:
-        """Usual ranges of losses are those of pretrained models: raises `NotJudged` where the
-        weights were random.
-        """
-        if (
-            self.config("model.random_weights")
-            or self.config("model.partial_pretrain") == "quickstart"
-        ):
-            raise NotJudged("no usual range for a model trained from random weights")
+    @cached_property
+    def is_pretrained(self) -> bool:
+        """Whether usual ranges of losses, which are those of pretrained models, apply."""
+        is_quickstart = self.config("model.partial_pretrain") == "quickstart"
+        return not (self.config("model.random_weights") or is_quickstart)
 
-    def ordinary(self, times: Series) -> Series:
-        """Step times without the first, which compile, and without those of steps that save or
-        validate.
-        """
-        keep = ~self.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
-        return times[keep] if keep.any() else times
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the run goes on and its learning rate has risen up to now."""
+        rates = self.find("lr")
+        is_peak = rates is not None and int(np.argmax(rates.values)) == len(rates) - 1 > 0
+        return is_peak and self.last_step < self.total_steps
 
     @cached_property
     def last_step(self) -> int:
-        return max(
-            (series.ends[1] for series in self.log.series.values() if len(series)), default=0
-        )
+        ends = (series.ends[1] for series in self.log.series.values() if len(series))
+        return max(ends, default=0)
 
     @cached_property
     def total_steps(self) -> int:
@@ -192,20 +177,20 @@ class AnalysedRun:
     @cached_property
     def cadences(self) -> tuple[int, ...]:
         """After how many steps the run saves and validates, as far as its configuration tells."""
-        found = [self.config("trainer.save_freq", "save_steps", "save_freq")]
-        found.append(self.config("trainer.test_freq", "eval_steps", "test_freq"))
-        return tuple(
-            int(value) for value in found if isinstance(value, int | float) and value >= MIN_CADENCE
+        found = (
+            self.config("trainer.save_freq", "save_steps", "save_freq"),
+            self.config("trainer.test_freq", "eval_steps", "test_freq"),
         )
+        numbers = [value for value in found if isinstance(value, int | float)]
+        return tuple(int(value) for value in numbers if value >= MIN_CADENCE)
 
     def is_busy(self, steps: Ints) -> NDArray[np.bool_]:
-        """Which steps, or the ones before them, saved or validated: as the log shows and the
-        configuration says.
+        """Return which steps, or the ones before them, saved or validated: as the log shows and
+        the configuration says.
         """
-        known = {c.step for c in self.log.checkpoints}
-        known |= {
-            event.step for event in self.log.events if event.kind in ("checkpoint", "save", "eval")
-        }
+        kinds = ("checkpoint", "save", "eval")
+        known = {state.step for state in self.log.checkpoints}
+        known |= {event.step for event in self.log.events if event.kind in kinds}
         if (losses := self.find("val_loss")) is not None:
             known |= set(losses.steps.tolist())
         ends = np.array(sorted(known), dtype=np.int64)
@@ -214,23 +199,44 @@ class AnalysedRun:
             mask |= steps % cadence <= 1
         return mask
 
-    def was_trained(self, step: int) -> bool:
-        """False for a step that was passed over: a log of every step has no row of it."""
-        losses = self.find("loss")
-        if losses is None or len(losses) < 2 or float(np.median(np.diff(losses.steps))) > 1:
-            return True
-        return bool(np.any(losses.steps == step))
+
+def _ordinary(run: AnalysedRun, times: Series) -> Series:
+    """Return step times without the first, which compile, and those that save or validate."""
+    keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
+    return times[keep] if keep.any() else times
 
 
-def _at_least(points: Series, least: int, what: str) -> Series:
-    if len(points) < least:
-        raise NotJudged(f"{len(points)} points {what}, {least} are needed")
-    return points
+def _data_share(run: AnalysedRun, waits: Series) -> Series:
+    """Return the share of a step that waits for data, of the steps after the first."""
+    times, late = run.get("time"), waits[NUM_COMPILE:]
+    if not len(late):
+        return late
+    step_s = np.interp(late.steps, times.steps, times.values)
+    return Series(late.steps, late.values / np.maximum(step_s, np.finfo(float).tiny))
+
+
+def _relative_std(run: AnalysedRun, spreads: Series) -> Series:
+    """Return the spread of rewards as a share of that of the run's first third."""
+    usual = float(np.median(spreads.values[: max(1, len(spreads) // 3)]))
+    return Series(spreads.steps, spreads.values / usual) if usual > 0 else spreads[:0]
+
+
+DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
+    "ordinary_time": ("time", _ordinary),
+    "warm_gpu_util": ("gpu_util", lambda _, busy: busy[busy.steps > NUM_WARMING]),
+    "data_share": ("data_time", _data_share),
+    "relative_reward_std": ("reward_std", _relative_std),
+}
+"""Role -> the role in the log, and how it follows from that."""
+
+
+def _source(role: str) -> str:
+    return DERIVED[role][0] if role in DERIVED else role
 
 
 def recognise_profile(log: RunLog) -> str:
-    """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a
-    loss without rewards.
+    """Return controller for rewards with accuracy and latency, grpo for rewards, a KL or
+    advantages, sft for a loss without rewards.
     """
     run = AnalysedRun(log, "generic", {})
     if run.key("violation") or (run.key("reward") and run.key("latency")):

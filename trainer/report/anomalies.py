@@ -16,22 +16,17 @@ from numpy.typing import NDArray
 from trainer.report.learning_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Floats, finite, runs, usual_range
+from trainer.report.shapes import departures
+from trainer.report.statistics import Floats, Ints, finite, runs
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
-Ints = NDArray[np.int64]
 EFFECTS = ("loss", "gradient", "kl")
-PRIMARY = ("rate", *EFFECTS)
-LEAST = {
-    "loss": ("loss_z", "loss_ratio", "loss_rise"),
-    "gradient": ("metric_z", "grad_ratio", None),
-    "kl": ("metric_z", "kl_ratio", "kl_rise"),
-}
-"""Limits of score, factor (of what is looked at in logarithms) and distance beyond which a
-group counts alone.
-"""
-LOGARITHMIC = (*EFFECTS, "length")
-"""Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
+LEAST = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
+"""Score, factor (where all values are positive) and distance beyond which a group counts alone."""
+ONSET_Z, METRIC_Z = 4, 6
+"""A departure sets in; a metric that is no effect has left its usual range."""
+MERGE_POINTS = 3
+"""Departures at most so many log points apart are one interval."""
 NUM_START = 16
 """Points of a steep start, in which nothing stands out."""
 RATE_SPREAD = 0.05
@@ -40,237 +35,195 @@ NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
 """Points by which it is judged whether a metric has recovered, and how far above its level a
 loss may stay.
 """
-MIN_POINTS = 48
+MIN_POINTS = 20
 
 
 @dataclass(frozen=True)
 class Witness:
-    """One metric on its own points: score per point, and where it has left its range so far
-    that it counts.
-    """
+    """One metric on its own points, in logarithms where `is_log`."""
 
     key: str
     group: str
     series: Series
     is_log: bool
-    """Whether it is looked at in logarithms."""
     z: NDArray[np.floating]
     spread: NDArray[np.floating]
-    """The usual spread upwards, in logarithms where `is_log`,"""
+    """The usual spread upwards,"""
     levels: Floats
-    """and what was to be expected there, likewise."""
+    """and the usual level, of each point."""
     flagged: Ints
-    """Indices into `series` of points that make an anomaly by themselves or with others."""
-    moved: Ints
-    """Indices of points that count as moving where there is one."""
+    """Indices of points that make an anomaly by themselves or with others."""
+
+    @property
+    def is_effect(self) -> bool:
+        return self.group in EFFECTS
+
+    @property
+    def moved(self) -> NDArray[np.bool_]:
+        """Which points count as moving where there is an anomaly: they need not stand out."""
+        is_one_sided = self.is_effect and self.is_log
+        return np.asarray((self.z if is_one_sided else np.abs(self.z)) > ONSET_Z)
 
     def level(self, mover: Mover) -> float:
-        """What was to be expected where it moved; a loss that stays up soon is expected to."""
-        onset, peak = np.searchsorted(
-            self.series.steps, [mover.onset_step, mover.peak_step]
-        ).tolist()
-        return float(
-            self.levels[min(onset, peak) : peak + 1].min()
-            if self.group in EFFECTS
-            else self.levels[peak]
-        )
+        """Return the usual level where it moved; a loss that stays up soon makes a new one."""
+        ends = np.searchsorted(self.series.steps, [mover.onset_step, mover.peak_step]).tolist()
+        first, peak = min(ends), ends[1]
+        return float(self.levels[first : peak + 1].min() if self.is_effect else self.levels[peak])
 
 
 def observe(
     log: RunLog, limits: Mapping[str, float], *, is_generating: bool
 ) -> tuple[Witness, ...]:
-    """The metrics of a log that can testify: those with at least 48 finite points."""
+    """Return the metrics of a log that can testify: those with enough finite points."""
     found = []
     for key, series in log.series.items():
         group = witness_group(key, is_generating=is_generating)
-        if group is None or len(series) < MIN_POINTS:
-            continue
         known = finite(series)
         if group == "loss" and not is_generating:
-            # of no token: a rule of its own, and no level to rise from
-            known = known[known.values != 0]
-        if len(known) >= MIN_POINTS:
-            found.append(
-                _of_rate(key, known, limits)
-                if group == "rate"
-                else _witness(key, group, known, limits)
-            )
+            known = known[known.values != 0]  # of no token: no level to rise from
+        if group is not None and len(known) >= MIN_POINTS:
+            found.append(_rate(key, known) if group == "rate" else _witness(key, group, known))
     return tuple(found)
+
+
+def _witness(key: str, group: str, series: Series) -> Witness:
+    is_log = group in (*EFFECTS, "length") and bool(np.all(series.values > 0))
+    values = np.log(series.values) if is_log else series.values
+    z, levels, spread = departures(values, _least_spread(key, group, values, is_log=is_log))
+    z[: min(NUM_START, len(z) // 4)] = 0
+    is_far = np.abs(z) > METRIC_Z
+    if group in EFFECTS:
+        score, ratio, rise = LEAST[group]
+        distance = np.exp(values) - np.exp(levels) if is_log else np.abs(values - levels)
+        is_far = (z if is_log else np.abs(z)) > score
+        is_far &= distance > rise
+        if is_log:
+            is_far &= values - levels > math.log(ratio)
+    # half the memory: a log has many witnesses
+    z, spread = z.astype(np.float32), spread.astype(np.float32)
+    return Witness(key, group, series, is_log, z, spread, levels, np.flatnonzero(is_far))
+
+
+def _least_spread(key: str, group: str, values: Floats, *, is_log: bool) -> float:
+    """Return the spread that a quiet stretch has at least: trifles do not stand out.
+
+    Rewards and shares may lie still for long: 2 % of their range, or of a share, is no spread.
+    """
+    if is_log:
+        return 0.10 if group == "gradient" else 0.05
+    level = 0.05 * float(np.median(np.abs(values)))
+    if group in EFFECTS:
+        return max(1e-3, level)
+    return max(1e-3, level, 0.02 * float(np.ptp(values)), 0.02 * (meaning(key).unit == "share"))
+
+
+def _rate(key: str, series: Series) -> Witness:
+    """Return a learning rate, which leaves its usual range only where it is raised.
+
+    Where it stays up, only its first point makes an anomaly.
+    """
+    levels = np.log(np.maximum(series.values, np.finfo(float).tiny))
+    z, spread = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
+    flagged: list[int] = []
+    for stretch in raised_rates(series):
+        inside = np.flatnonzero(is_raised(series, (stretch,)))
+        z[inside] = (levels[inside] - math.log(stretch.level)) / RATE_SPREAD
+        levels[inside] = math.log(stretch.level)
+        flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
+    return Witness(key, "rate", series, True, z, spread, levels, np.array(flagged, np.int64))
 
 
 def find_anomalies(
     witnesses: tuple[Witness, ...], limits: Mapping[str, float], *, last_step: int
 ) -> tuple[Anomaly, ...]:
-    """All intervals in order of time."""
+    """Return all intervals in order of time."""
     if not witnesses:
         return ()
     grid = max((w.series.steps for w in witnesses), key=len)
-    qualified = _qualified(witnesses, grid)
-    is_apart = np.diff(qualified) > limits["merge_points"]
-    clusters = np.split(qualified, np.flatnonzero(is_apart) + 1) if len(qualified) else []
-    return tuple(
-        _anomaly(witnesses, grid, int(c[0]), int(c[-1]), limits, last_step) for c in clusters
-    )
-
-
-def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) -> Witness:
-    is_log = group in LOGARITHMIC and bool(np.all(series.values > 0))
-    values = np.log(series.values) if is_log else series.values
-    floor = (0.10 if group == "gradient" else 0.05) if is_log else _least_spread(key, group, values)
-    z, levels, up = usual_range(
-        values,
-        level_window=int(limits["level_points"]),
-        spread_window=int(limits["spread_points"]),
-        floor=floor,
-        relative_floor=0 if is_log else 0.05,
-    )
-    z[:NUM_START] = 0
-    flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
-    # what moves along need not stand out by itself
-    moved = np.flatnonzero((z if group in EFFECTS else np.abs(z)) > limits["onset_z"])
-    z, up = z.astype(np.float32), up.astype(np.float32)  # half the memory: a log has many witnesses
-    return Witness(key, group, series, is_log, z, up, levels, flagged, moved)
-
-
-def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
-    """A rate's usual range is its own schedule: it leaves that only where it was raised, or
-    where it stays up.
-    """
-    levels = np.log(np.maximum(series.values, np.finfo(float).tiny))
-    z, up = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
-    flagged: list[int] = []
-    for stretch in raised_rates(series, jump=limits["lr_jump"]):
-        inside = np.flatnonzero(is_raised(series, (stretch,)))
-        z[inside] = (levels[inside] - math.log(stretch.level)) / RATE_SPREAD
-        levels[inside] = math.log(stretch.level)
-        flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
-    indices = np.array(flagged, dtype=np.int64)
-    return Witness(key, "rate", series, True, z, up, levels, indices, indices)
-
-
-def _least_spread(key: str, group: str, values: Floats) -> float:
-    """Rewards and shares may lie still for long: steps of 2 % of all they ever did, or of a
-    share, are no spread.
-    """
-    if group in PRIMARY:
-        return 1e-3
-    return max(1e-3, 0.02 * float(np.ptp(values)), 0.02 if meaning(key).unit == "share" else 0.0)
-
-
-def _flagged(
-    group: str,
-    z: Floats,
-    values: Floats,
-    levels: Floats,
-    *,
-    is_log: bool,
-    limits: Mapping[str, float],
-) -> Ints:
-    """Where a metric counts: primary ones only upwards, and by a factor and a distance as well
-    as by their score.
-    """
-    if group not in EFFECTS:
-        return np.flatnonzero(np.abs(z) > limits["metric_z"])
-    score, ratio, rise = LEAST[group]
-    mask = z > limits[score]
-    if is_log:
-        mask &= values - levels > math.log(limits[ratio])
-    if rise is not None:
-        mask &= (np.exp(values) - np.exp(levels) if is_log else values - levels) > limits[rise]
-    return np.flatnonzero(mask)
+    points = _qualified(witnesses, grid)
+    clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
+    ends = [(int(cluster[0]), int(cluster[-1])) for cluster in clusters if len(cluster)]
+    return tuple(_anomaly(witnesses, grid, first, last, last_step) for first, last in ends)
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
-    """Grid points that belong to an anomaly: a primary metric left its range, or two other
-    groups within a point.
+    """Return the grid points that belong to an anomaly: an effect or the rate left its range, or
+    two other groups did within a point.
     """
-    is_primary, is_other, near = np.zeros((3, len(grid)), dtype=np.int8)
-    for group in {witness.group for witness in witnesses}:
-        mask = np.zeros(len(grid), dtype=np.int8)
-        for witness in (w for w in witnesses if w.group == group):
-            mask[
-                np.searchsorted(grid, witness.series.steps[witness.flagged]).clip(max=len(grid) - 1)
-            ] = 1
-        if group in PRIMARY:
-            is_primary |= mask
+    masks = {witness.group: np.zeros(len(grid), dtype=bool) for witness in witnesses}
+    for witness in witnesses:
+        places = np.searchsorted(grid, witness.series.steps[witness.flagged])
+        masks[witness.group][places.clip(max=len(grid) - 1)] = True
+    is_alone, is_other = np.zeros((2, len(grid)), dtype=bool)
+    near = np.zeros(len(grid), dtype=np.int8)
+    for group, mask in masks.items():
+        if group in ("rate", *EFFECTS):
+            is_alone |= mask
         else:
             is_other |= mask
-            near += np.maximum(
-                mask, np.maximum(np.append(mask[1:], np.int8(0)), np.append(np.int8(0), mask[:-1]))
-            )
-    return np.flatnonzero(is_primary | (is_other & (near >= 2)))
+            near += mask | np.append(mask[1:], False) | np.append(False, mask[:-1])
+    return np.flatnonzero(is_alone | (is_other & (near >= 2)))
 
 
 def _anomaly(
-    witnesses: tuple[Witness, ...],
-    grid: Ints,
-    first: int,
-    last: int,
-    limits: Mapping[str, float],
-    last_step: int,
+    witnesses: tuple[Witness, ...], grid: Ints, first: int, last: int, last_step: int
 ) -> Anomaly:
-    margin = int(limits["merge_points"])
     # at its ends the grid stands for what other metrics logged before and after it
-    low = int(grid[first - margin]) if first > margin else 0
+    low = int(grid[first - MERGE_POINTS]) if first > MERGE_POINTS else 0
+    is_last = last + MERGE_POINTS >= len(grid) - 1
     end = max(int(w.series.steps[-1]) for w in witnesses)
-    high = int(grid[last + margin]) if last + margin < len(grid) - 1 else end
-    moved = [(w, m) for w in witnesses if (m := _mover(w, low, high, limits)) is not None]
-    moved.sort(key=lambda pair: (pair[1].onset_step, _place_in_chain(*pair)))
+    high = end if is_last else int(grid[last + MERGE_POINTS])
+    moved = [(w, m) for w in witnesses if (m := _mover(w, low, high)) is not None]
+    moved.sort(key=lambda pair: (pair[1].onset_step, *_place_in_chain(*pair)))
     chain: dict[str, str] = {}
     for witness, mover in moved:
         chain.setdefault(witness.group, mover.metric)
-    effects = [pair for pair in moved if pair[0].group in EFFECTS]
-    witness, leader = max(effects or moved, key=lambda pair: abs(pair[1].z))
+    effects = [pair for pair in moved if pair[0].is_effect] or moved
+    witness, leader = max(effects, key=lambda pair: abs(pair[1].z))
     level = math.exp(witness.level(leader)) if witness.is_log else witness.level(leader)
+    until = int(grid[last])
+    judged = effects if effects[0][0].is_effect else [(witness, leader)]
     return Anomaly(
-        steps=(int(grid[first]), int(grid[last])),
+        steps=(int(grid[first]), until),
         metric=leader.metric,
         peak_step=leader.peak_step,
         peak_value=leader.peak_value,
         z=leader.z,
         ratio=leader.peak_value / level if level * leader.peak_value > 0 else math.nan,
         percent=100 * leader.peak_step / last_step,
-        has_recovered=all(
-            _has_recovered(*pair, int(grid[last])) for pair in effects or [(witness, leader)]
-        ),
+        has_recovered=all(_has_recovered(*pair, until) for pair in judged),
         movers=tuple(mover for _, mover in moved),
         chain=tuple(chain.values()),
     )
 
 
-def _mover(witness: Witness, low: int, high: int, limits: Mapping[str, float]) -> Mover | None:
-    """How a metric moved between two steps; None where it stayed in its range."""
-    start, stop = np.searchsorted(witness.series.steps, [low, high + 1])
-    inside = witness.moved[(witness.moved >= start) & (witness.moved < stop)]
+def _mover(witness: Witness, low: int, high: int) -> Mover | None:
+    """Return how a metric moved between two steps; None where it stayed in its range."""
+    steps, values = witness.series.steps, witness.series.values
+    start, stop = np.searchsorted(steps, [low, high + 1])
+    inside = np.flatnonzero(witness.moved[start:stop]) + start
     if len(inside) == 0:
         return None
     outermost = int(inside[np.argmax(np.abs(witness.z[inside]))])
     z = float(witness.z[outermost])
     sign = 1 if z > 0 else -1
-    peak = (
-        int(start + np.argmax(witness.series.values[start:stop]))
-        if witness.group in EFFECTS
-        else outermost
-    )
-    starts, stops = runs(sign * witness.z[start:stop] > limits["onset_z"])
-    onset = next(
-        int(a) for a, b in zip(starts + start, stops + start, strict=True) if b > inside[0]
-    )
-    steps, values = witness.series.steps, witness.series.values
+    peak = int(start + np.argmax(sign * values[start:stop])) if witness.is_effect else outermost
+    starts, stops = runs(sign * witness.z[start:stop] > ONSET_Z)
+    onset = int(start + starts[stops + start > inside[0]][0])
     return Mover(witness.key, sign, z, int(steps[onset]), int(steps[peak]), float(values[peak]))
 
 
 def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
-    """Among metrics that set in together: by known cause, the main metric of a group before its
-    parts.
+    """Return the place among metrics that set in together: by known cause, the main metric of a
+    group before its parts.
     """
     is_part = not any(witness.key in ROLES[role] for role in ("kl", "mean_length", "reward"))
     return CHAIN_GROUPS.index(witness.group), is_part, -abs(mover.z)
 
 
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
-    """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a
-    loss within 20 %.
+    """Return whether the next points are where the metric was expected at its peak: within 3
+    spreads, a loss within 20 %.
     """
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
     after = witness.series.values[index : index + NUM_AFTER]
@@ -278,15 +231,11 @@ def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
         return False
     level = float(np.median(np.log(after) if witness.is_log else after))
     tolerance = 3 * float(witness.spread[np.searchsorted(witness.series.steps, mover.peak_step)])
-    is_log_loss = witness.group == "loss" and witness.is_log
-    return level - witness.level(mover) < (min(tolerance, LEAST_RISE) if is_log_loss else tolerance)
-
-
-def group_of(key: str) -> str | None:
-    """The group of a mover's metric, for sentences about chains."""
-    return witness_group(key, is_generating=True)
+    if witness.group == "loss" and witness.is_log:
+        tolerance = min(tolerance, LEAST_RISE)
+    return mover.sign * (level - witness.level(mover)) < tolerance
 
 
 def is_of(anomaly: Anomaly, role: str) -> bool:
-    """Whether a metric of this role moved."""
+    """Return whether a metric of this role moved."""
     return any(mover.metric in ROLES[role] for mover in anomaly.movers)

@@ -1,37 +1,32 @@
-"""How checks are written: a function that looks at a run and yields what it found, in plain
-sentences.
+"""How checks are written: a function that looks at a run and yields findings, in plain sentences.
 
-A check names the roles without which it cannot be judged, whose series it is given, and the
-profiles it applies to. It yields findings (`fail`, `warn`, `note`, `info`) and lines of the
-checklists that are in order. Of two findings of one id the first counts.
+A check names the role whose series it is given, without which it cannot be judged, and the profiles
+it applies to. It yields `fail`, `warn`, `note` and `info`. Each row of `bands.py` is a check too. Of
+two findings with one id the first counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trainer.report.advice import Advice
+import numpy as np
+
+from trainer.report.advice import advise
 from trainer.report.analysed_run import AnalysedRun, NotJudged
+from trainer.report.bands import BANDS, MOVES, Band, Move
+from trainer.report.formatting import number, step
 from trainer.report.result import Finding
+from trainer.report.run_log import Series
+from trainer.report.shapes import beyond, shift
+from trainer.report.statistics import within
+
+START_STEPS = 100
+"""The start of a run, for trends and checklists."""
+NUM_ENDS = 10
+"""Points whose median stands for the start or the end of a curve."""
 
 
-@dataclass(frozen=True)
-class Told:
-    """A finding, or that nothing was found; `line` is the one of the checklists that this
-    answers.
-    """
-
-    finding: Finding | None
-    line: str = ""
-    detail: str = ""
-    """What was measured where the line is in order."""
-
-
-def in_order(line: str, detail: str) -> Told:
-    return Told(None, line, detail)
-
-
-def _told(
+def _found(
     level: str,
     title: str,
     *,
@@ -42,52 +37,38 @@ def _told(
     limit: float | None = None,
     evidence: Sequence[str] = (),
     cause: str = "",
-    remedy: Sequence[Advice | str] | str = (),
-    line: str = "",
-    detail: str = "",
-) -> Told:
-    parts = [remedy] if isinstance(remedy, str) else remedy
-    finding = Finding(
-        id=id,
-        rule="",
-        level=level,
-        title=title,
-        metric=metric,
-        steps=steps,
-        value=None if value is None else float(value),
-        threshold=None if limit is None else float(limit),
-        evidence=tuple(filter(None, evidence)),
-        cause=cause.strip(),
-        remedy=" ".join(part.text if isinstance(part, Advice) else part for part in parts),
-        reasons=tuple(part.why for part in parts if isinstance(part, Advice)),
-    )
-    return Told(finding, line, detail)
+    remedy: Sequence[str] = (),
+) -> Finding:
+    """Return a finding whose remedy is still by names of `ADVICE`, which `judged` resolves."""
+    value = None if value is None else float(value)
+    told = tuple(filter(None, evidence))
+    reasons = tuple(remedy)
+    return Finding(id, "", level, title, metric, steps, value, limit, told, cause, "", reasons)
 
 
-fail, warn, note, info = (partial(_told, level) for level in ("fail", "warn", "note", "info"))
+fail, warn, note, info = (partial(_found, level) for level in ("fail", "warn", "note", "info"))
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the report by its name, and by the number that its findings bear."""
+    """A check by its name."""
 
-    id: str
     name: str
     needs: tuple[str, ...]
     profiles: tuple[str, ...]
-    function: Callable[..., Iterator[Told]]
+    function: Callable[..., Iterator[Finding]]
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: list[Check] = []
 
 
 def finding(
-    name: str, id_: str, *needs: str, profile: Sequence[str] = ()
-) -> Callable[[Callable[..., Iterator[Told]]], Callable[..., Iterator[Told]]]:
-    """Declares a check, which is called with the run and the series of the roles that it needs."""
+    name: str, *needs: str, profile: Sequence[str] = ()
+) -> Callable[[Callable[..., Iterator[Finding]]], Callable[..., Iterator[Finding]]]:
+    """Declare a check, which is called with the run and the series of the roles that it needs."""
 
-    def declared(function: Callable[..., Iterator[Told]]) -> Callable[..., Iterator[Told]]:
-        CHECKS[name] = Check(id_, name, needs, tuple(profile), function)
+    def declared(function: Callable[..., Iterator[Finding]]) -> Callable[..., Iterator[Finding]]:
+        CHECKS.append(Check(name, needs, tuple(profile), function))
         return function
 
     return declared
@@ -98,38 +79,113 @@ class Judged:
     """What one check found."""
 
     check: Check
-    told: tuple[Told, ...]
+    findings: tuple[Finding, ...]
     not_judged: str = ""
     """Why not, or why no further."""
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        first: dict[str, Finding] = {}
-        for one in self.told:
-            if one.finding is not None:
-                first.setdefault(one.finding.id, one.finding)
-        return tuple(first.values())
-
 
 def judged(check: Check, run: AnalysedRun) -> Judged:
-    told: list[Told] = []
+    found: dict[str, Finding] = {}
     reason = ""
     try:
         if check.profiles and run.profile not in check.profiles:
             raise NotJudged(f"applies to {' and '.join(check.profiles)} runs")
         for one in check.function(run, *(run.get(role) for role in check.needs)):
-            told.append(
-                one
-                if one.finding is None
-                else replace(one, finding=_named(check, one.finding, run))
-            )
+            complete = _complete(check, one, run)
+            found.setdefault(complete.id, complete)
     except NotJudged as lacking:
         reason = str(lacking)
-    return Judged(check, tuple(told), reason)
+    return Judged(check, tuple(found.values()), reason)
 
 
-def _named(check: Check, found: Finding, run: AnalysedRun) -> Finding:
-    """With the check's name and number, and the metric that it is about unless it says another."""
-    metric = found.metric or (run.name(check.needs[0]) if check.needs else None)
-    id_ = f"{check.name}:{found.id}" if found.id else check.name
-    return replace(found, id=id_, rule=check.id, metric=metric)
+def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
+    """Return a finding with its id, its rule, its metric, and the sentences of its remedy."""
+    advice = [advise(run, name) for name in found.reasons]
+    return replace(
+        found,
+        id=f"{check.name}:{found.id}" if found.id else check.name,
+        rule=check.name.partition(":")[0],
+        metric=found.metric or (run.name(check.needs[0]) if check.needs else None),
+        cause=found.cause.strip(),
+        remedy=" ".join(sentence for sentence, _ in advice),
+        reasons=tuple(why for _, why in advice if why),
+    )
+
+
+def _outside(band: Band, run: AnalysedRun, series: Series) -> Iterator[Finding]:
+    """Hold a metric against one row of the bands."""
+    if band.role in ("loss", "val_loss") and not run.is_pretrained:
+        raise NotJudged("no usual range for a model trained from random weights")
+    # an open side has no limit: a name may be that of another row
+    low, high = (
+        run.limits[band.limit(side)] if np.isfinite(limit) else limit
+        for side, limit in (("low", band.low), ("high", band.high))
+    )
+    parts = {
+        "all": series,
+        "start": within(series, 0, START_STEPS),
+        "first": series[:NUM_ENDS] if series.steps[0] <= START_STEPS else series[:0],
+        "last": series[-NUM_ENDS:] if band.role == "loss" else series[-1:],
+    }
+    part = parts[band.part]
+    of = np.mean if band.by == "mean" else np.median
+    width = 1 if band.by == "point" else band.width
+    if band.part in ("first", "last"):
+        width = len(part)
+    found = beyond(part, low=low, high=high, width=width, of=of)
+    if found is None:
+        return
+    limit = high if found.is_high else low
+    told, where = found.level, f" from step {step(found.steps[0])} on"
+    if band.by == "point":
+        told = float(part.values.max())
+        where = f" at step {step(int(part.steps[np.argmax(part.values)]))}"
+    elif band.part in ("first", "last"):
+        where = ""
+    usual = f"{'at most' if found.is_high else 'at least'} {number(limit)}"
+    if np.isfinite([low, high]).all():
+        usual = f"{number(low)} to {number(high)}"
+    yield _found(
+        band.level,
+        f"{band.what} is {number(told)}{where}; {usual} is usual.",
+        metric=run.name(band.role),
+        steps=found.steps,
+        value=told,
+        limit=limit,
+        evidence=[run.facts["max_length"]] if band.role == "truncated" else [],
+        cause=band.cause.format_map(run.options),
+        remedy=band.remedy,
+    )
+
+
+def _moved(move: Move, run: AnalysedRun, _: Series) -> Iterator[Finding]:
+    """Look for one of the moves."""
+    points = run.judged(move.role)
+    found = shift(points, sign=move.sign, ratio=move.ratio)
+    if found is None or not found.is_lasting or len(within(points, *found.steps)) < move.least:
+        return
+    if move.is_sudden and not _is_sudden(points, found.steps[0], move.ratio):
+        return
+    yield _found(
+        move.level,
+        f"{run.name(move.role)} went from {number(found.before)} to {number(found.after)} after "
+        f"step {step(found.at)}: {move.what}.",
+        steps=(found.at, found.steps[1]),
+        value=found.after,
+        cause=move.cause,
+        remedy=[text.replace("{checkpoint}", run.checkpoint(found.at)) for text in move.remedy],
+    )
+
+
+def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
+    """Return whether most of a change by a ratio happens within a few points."""
+    at, few = int(np.searchsorted(points.steps, onset)), max(5, len(points) // 50)
+    before = np.median(points.values[max(0, at - few) : at + 1])
+    after = np.median(points.values[min(at + few, len(points) - 1) :][: few + 1])
+    return abs(np.log(after / before)) > 0.8 * np.log(ratio)
+
+
+for band in BANDS:
+    CHECKS.append(Check(band.id, (band.role,), band.profiles, partial(_outside, band)))
+for move in MOVES:
+    CHECKS.append(Check(move.id, (move.role,), move.profiles, partial(_moved, move)))

@@ -1,6 +1,4 @@
-"""Results on held-out samples: the best step, overfitting, which checkpoint to take, and what
-is measured of them.
-"""
+"""Checks of results on held-out samples: the best step, overfitting, which checkpoint to take."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,20 +9,15 @@ import numpy as np
 
 from trainer.detection.watches import judge_validations
 from trainer.detection.window import curve_noise
-from trainer.report.advice import lower_rate
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.checks import Told, fail, finding, in_order, note, warn
-from trainer.report.checks_policy import collapse
+from trainer.report.checks import fail, finding, note, warn
 from trainer.report.formatting import number, share
-from trainer.report.result import Generalisation
+from trainer.report.result import Finding, Generalisation
 from trainer.report.run_log import Series
-from trainer.report.shapes import shift
-from trainer.report.statistics import Floats, longest_run, slope
+from trainer.report.statistics import Floats, longest_run, noise, within
 
 NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""
-RESULTS = ("val_reward", "val_accuracy")
-"""Roles of held-out results, what is optimised first."""
 
 
 @dataclass(frozen=True)
@@ -38,48 +31,43 @@ class Criterion:
 
 
 def val_losses(run: AnalysedRun) -> Series:
-    """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise
-    around 0.
-    """
+    """Return the validation loss; raises `NotJudged` where it is that of a policy: noise around 0."""
     val, train = run.get("val_loss"), run.find("loss")
-    if run.profile in ("grpo", "controller"):
-        losses = [val.values, *([] if train is None else [train.values])]
-        if run.profile == "controller" or any(np.any(values <= 0) for values in losses):
-            raise NotJudged(
-                "the loss is that of a policy, which changes its sign: rewards tell how good it is"
-            )
+    losses = [val.values, *([] if train is None else [train.values])]
+    is_noise = run.profile == "grpo" and any(np.any(values <= 0) for values in losses)
+    if is_noise or run.profile == "controller":
+        raise NotJudged(
+            "the loss is that of a policy, which changes its sign: rewards tell how good it is"
+        )
     return val
 
 
 def _criterion(run: AnalysedRun) -> Criterion | None:
-    """The validation loss; of a policy its reward or accuracy on held-out samples; else the
+    """Return the validation loss; of a policy its reward or accuracy on held-out samples; else the
     external results.
     """
     try:
         return Criterion("validation loss", val_losses(run), sign=-1)
     except NotJudged:
         pass
-    for role in RESULTS:
+    for role in ("val_reward", "val_accuracy"):
         if (points := run.find(role)) is not None:
             return Criterion(run.name(role), points)
     return _external(run)
 
 
 def _external(run: AnalysedRun) -> Criterion | None:
-    """Higher is better, as for a success rate."""
+    """Return results that are better the higher, as a success rate is."""
     if not run.external:
         return None
     steps = sorted(run.external)
-    return Criterion(
-        run.external_name, Series(np.array(steps), np.array([run.external[step] for step in steps]))
-    )
+    values = np.array([run.external[step] for step in steps])
+    return Criterion(run.external_name, Series(np.array(steps), values))
 
 
 def train_losses_at(val: Series, train: Series | None) -> Floats:
-    """Training loss around each validation: the median of the points since the one before; NaN
-    without a training loss.
-
-    A log that writes both only then gives the very point.
+    """Return the training loss around each validation: the median of the points since the one
+    before; NaN without a training loss.
     """
     if train is None:
         return np.full(len(val), np.nan)
@@ -90,22 +78,23 @@ def train_losses_at(val: Series, train: Series | None) -> Floats:
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
-    """None where the run never validated and no external metric is given."""
+    """Return the best step and the checkpoint to take; None where the run never validated and no
+    external metric is given.
+    """
     found = _criterion(run)
     if found is None:
         return None
     points, gap = found.points, np.nan
-    values = points.by_step()
-    verdicts = [""] * len(points)
+    values, verdicts = points.by_step(), [""] * len(points)
     if found.sign < 0:
         trained = train_losses_at(points, run.find("loss"))
         verdicts = judge_validations(points.values.tolist(), trained.tolist(), run.limits)
         gap = float(points.values[-1] - trained[-1])
+    by_step = dict(zip(values, verdicts, strict=True))
     best = max(values, key=lambda step: found.sign * values[step])
     deciding = _external(run) or found
     decisive = deciding.points.by_step()
-    losses = values if found.sign < 0 else {}
-    step, path, reason = _recommended(run, deciding, losses)
+    step, path, reason = _recommended(run, deciding, values if found.sign < 0 else {})
     return Generalisation(
         metric=found.metric,
         values=values,
@@ -113,10 +102,8 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         best_value=values[best],
         last_value=float(points.values[-1]),
         gap=gap,
-        verdicts=dict(zip(values, verdicts, strict=True)),
-        overfit_step=next(
-            (at for at, verdict in zip(values, verdicts, strict=True) if verdict == "overfit"), None
-        ),
+        verdicts=by_step,
+        overfit_step=next((at for at, told in by_step.items() if told == "overfit"), None),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
@@ -127,10 +114,8 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
 def _recommended(
     run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]
 ) -> tuple[int, Path | None, str]:
-    """(step, path, reason): the best of the checkpoints that exist; the best step where none is
-    known to exist.
-
-    Among equal results (few samples give few values) the validation loss decides.
+    """Return step, path and reason of the best checkpoint that exists; the best step where none is
+    known to exist. Among equal results the validation loss decides.
     """
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     values = deciding.points.by_step()
@@ -143,12 +128,12 @@ def _recommended(
     if not kept:
         none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
         return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
-    step = kept[0]
-    lost = (
-        "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
+    lost = f"; the best, {number(values[best])} at step {best}, was not kept"
+    reason = (
+        f"{lead} among the {len(kept)} checkpoints that exist, {number(values[kept[0]])}"
+        f"{'' if kept[0] == best else lost}.{outranks}"
     )
-    reason = f"{lead} among the {len(kept)} checkpoints that exist, {number(values[step])}{lost}."
-    return step, existing[step], reason + outranks
+    return kept[0], existing[kept[0]], reason
 
 
 def _losses(run: AnalysedRun) -> Series:
@@ -158,104 +143,83 @@ def _losses(run: AnalysedRun) -> Series:
     return val
 
 
-@finding("val_rising", "V16", "val_loss")
-def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Told]:
-    """The longest rise in a row where it is more than noise, and the last loss."""
+@finding("val_rising", "val_loss")
+def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+    """Find the longest rise in a row where it is more than noise."""
     val, limits = _losses(run), run.limits
-    start, stop = longest_run(np.diff(val.values) > 0)
-    rises, is_to_the_end = stop - start, stop == len(val) - 1
-    before, after = float(val.values[start]), float(val.values[stop])
-    least = max(
-        limits["overfit_note"] * before, limits["overfit_note_sigma"] * curve_noise(val.values)
-    )
+    rise = longest_run(np.diff(val.values) > 0)
+    part = val[rise.start : rise.stop + 1]
+    rises, is_to_the_end = len(part) - 1, rise.stop == len(val) - 1
+    before, after = float(part.values[0]), float(part.values[-1])
+    sigma = limits["overfit_note_sigma"] * curve_noise(val.values)
+    if rises < limits["val_rises"] or after - before <= max(limits["overfit_note"] * before, sigma):
+        return
     is_lasting = is_to_the_end and rises >= limits["val_rises_fail"]
-    if rises >= limits["val_rises"] and after - before > least:
-        end = ", up to the end" if is_to_the_end else ""
-        best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
-        yield (fail if is_lasting else warn)(
-            f"The validation loss rose {rises} times in a row, from {number(before)} to "
-            f"{number(after)}{end}.",
-            steps=val[start : stop + 1].ends,
-            value=rises,
-            limit=limits["val_rises_fail" if is_lasting else "val_rises"],
-            cause="The model learns its samples by heart, or training has become unstable.",
-            remedy=f"Stop training and take {best}.",
-            line="val_not_rising",
-        )
-    else:
-        yield in_order("val_not_rising", "no rise beyond noise")
-    run.require_pretrained()
-    last, low, high = float(val.values[-1]), limits["val_final_low"], limits["val_final_high"]
-    if run.profile == "sft" and not low <= last <= high:
-        yield note(
-            f"The validation loss ends at {number(last)}; {number(low)} to {number(high)} is usual.",
-            id="final",
-            steps=val[-1:].ends,
-            value=last,
-            limit=high if last > high else low,
-        )
+    best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
+    yield (fail if is_lasting else warn)(
+        f"The validation loss rose {rises} times in a row, from {number(before)} to "
+        f"{number(after)}{', up to the end' if is_to_the_end else ''}.",
+        steps=part.ends,
+        cause="The model learns its samples by heart, or training has become unstable.",
+        remedy=(f"Stop training and take {best}.",),
+    )
 
 
-@finding("overfit", "V17", "val_loss", "loss")
-def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Told]:
+@finding("overfit", "val_loss", "loss")
+def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Finding]:
     val, told = _losses(run), generalisation(run)
     if told is None or told.overfit_step is None:
         return
-    at, loss = told.overfit_step, told.values[told.overfit_step]
-    trained = float(train_losses_at(val, losses)[int(np.searchsorted(val.steps, at))])
-    kept = any(state.is_complete for state in run.log.checkpoints)
-    is_lost = kept and told.recommended_step != told.best_step and not run.external
-    good = run.checkpoint(told.recommended_step or told.best_step)
-    verdicts = [
-        f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"
-    ][:10]
+    at = told.overfit_step
+    kept = [state.step for state in run.log.checkpoints if state.is_complete]
+    is_lost = bool(kept) and told.best_step not in kept and not run.external
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
+    verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items()]
     yield (fail if is_lost else warn)(
-        f"Overfitting from step {at}: validation {number(loss)} against {number(told.best_value)} "
-        f"at step {told.best_step}, while training fell to {number(trained)}.",
+        f"Overfitting from step {at}: validation {number(told.values[at])} against "
+        f"{number(told.best_value)} at step {told.best_step}, while training fell to "
+        f"{number(float(within(losses, 0, at).values[-1]))}.",
         steps=(told.best_step, int(val.steps[-1])),
-        value=loss / told.best_value - 1,
-        limit=run.limits["overfit_sure"],
-        evidence=[*verdicts, told.reason],
+        evidence=[*(verdict for verdict in verdicts if not verdict.endswith("ok")), told.reason],
         cause=f"More passes over the samples than they can teach.{lost}",
-        remedy=f"Use {good}; next time stop there, with {run.options['epochs']} lower or more data.",
+        remedy=(
+            f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
+            "with {epochs} lower or more data.",
+        ),
     )
 
 
-@finding("val_train_disagree", "V18", "val_loss", "loss")
-def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Told]:
-    """How far validation and training loss are apart, and whether they part from the start."""
+@finding("val_train_disagree", "val_loss", "loss")
+def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
     val, limit = _losses(run), run.limits["gap"]
     last, trained = float(val.values[-1]), float(train_losses_at(val, train)[-1])
-    gap = last - trained
-    if np.isfinite(gap) and gap > limit * abs(last) > 0:
+    part = (last - trained) / abs(last) if last else 0.0
+    if part > limit:
         yield note(
-            f"Validation ({number(last)}) and training loss ({number(trained)}) are {number(gap)} "
-            f"apart, {share(gap / abs(last))} of the validation loss.",
+            f"Validation ({number(last)}) and training loss ({number(trained)}) are apart by "
+            f"{share(part)} of the validation loss.",
             steps=val[-1:].ends,
-            value=gap / abs(last),
-            limit=limit,
             cause="Overfitting, or validation samples of another kind than the training samples.",
-            remedy="Trust the validation loss; compare samples of both sets.",
+            remedy=("Trust the validation loss; compare samples of both sets.",),
         )
-    p = run.limits["trend_p"]
-    if slope(train).is_falling(p) and slope(val).is_rising(p) and int(np.argmin(val.values)) == 0:
+
+
+@finding("val_leak", "val_loss", "loss", profile=["sft"])
+def leaked(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
+    """Find a validation loss that stays lower than the training loss by more than their noise."""
+    val = _losses(run)
+    late = val[len(val) // 2 :]
+    trained = train_losses_at(val, train)[len(val) // 2 :]
+    sigma = curve_noise(val.values) + noise(train) / NUM_AROUND**0.5
+    lead = float(np.min(trained - late.values))
+    if len(late) >= run.limits["min_evals"] and lead > max(4 * sigma, 0.1 * float(trained.max())):
         yield note(
-            "Validation gets worse from the first evaluation on, while the training loss falls.",
-            id="opposite",
-            steps=val.ends,
-            cause="The validation set is of another kind, or the learning rate destroys what the "
-            "model knew.",
-            remedy=["Compare samples of both sets.", lower_rate(run)],
+            f"The validation loss ({number(late.values[-1])}) stays below the training loss "
+            f"({number(trained[-1])}) by more than their noise.",
+            steps=late.ends,
+            cause="Validation rows are among the training rows, or validation is another, easier "
+            "kind of data.",
+            remedy=(
+                "Look for validation rows in the training files; compare samples of both sets.",
+            ),
         )
-
-
-@finding("val_results", "V45")
-def lost_results(run: AnalysedRun) -> Iterator[Told]:
-    """Held-out rewards and accuracies that had been reached and are lost."""
-    present = [role for role in RESULTS if run.key(role) is not None]
-    if not present:
-        raise NotJudged("the log has no val/reward_mean and no val/accuracy_mean")
-    for role in present:
-        if run.find(role) is not None and (move := shift(run, role, sign=-1)):
-            yield collapse(run, move)
