@@ -40,6 +40,7 @@ class Band(NamedTuple):
 SFT, RL = ("sft",), ("grpo",)
 UNFIT = "Data and model do not fit: wrong tokenizer or chat template, or untrained weights."
 GROUPS = "All rewards of a group are equal: nothing to learn from."
+PENALTY = "The penalty for latency is too weak, or the budget cannot be met."
 FAR = "A policy that is about to leave its reference."
 VANISHED = (
     "Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow."
@@ -85,6 +86,19 @@ BANDS: tuple[Band, ...] = (
     Band("truncation", "truncated", -INF, 0.05, "warn", "The share of samples cut at the length limit",
          "{max_length} is shorter than the data: answers lose their ends.",
          ("Raise {max_length}, or leave long samples out.",), by="mean"),
+    Band("truncation:empty", "empty_label", -INF, 0, "warn", "The number of samples without a label",
+         "Empty answers, or prompts that fill the length limit: they teach nothing.",
+         ("Remove them, or raise {max_length}.",), by="point"),
+    # controllers
+    Band("accuracy:zero", "accuracy", 0.001, INF, "warn", "The accuracy",
+         "Often the answers are missing from the metadata; else the metric does not match the texts.",
+         ("Check the answers field, read generated texts, check the metric; early in training wait.",),
+         ("controller",), width=21),
+    Band("budget:stuck", "violation", -INF, 0.5, "warn", "The share of answers over the budget",
+         PENALTY, ("Raise the violation penalty, or the budget.",), ("controller",), width=21),
+    Band("budget:final", "violation", -INF, 0.05, "note", "The last share of answers over the budget",
+         "Training is not finished, or the penalty is weak.",
+         ("Train on while it falls; else raise the violation penalty.",), ("controller",), "last"),
     # policies
     Band("kl", "kl", -INF, 5.0, "note", "KL to the reference", FAR, ("stronger_kl",), by="point"),
     Band("kl", "kl", 0.01, INF, "note", "KL to the reference", "A policy that hardly moves.",
@@ -152,7 +166,6 @@ ENDLESS = (
 )
 SHORT = "Answers end early: degeneration, or an end-of-text token that is rewarded too much."
 VALUES = "The value network no longer foretells the rewards: advantages are noise."
-PENALTY = "The penalty for latency is too weak, or the budget cannot be met."
 
 MOVES: tuple[Move, ...] = (
     Move("reward_trend:collapse", "reward", -1, 1, "the reward falls", DIVERGES, BACK, POLICY),

@@ -112,8 +112,9 @@ def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
     )
 
 
-def _outside(band: Band, run: AnalysedRun, series: Series) -> Iterator[Finding]:
+def _outside(band: Band, run: AnalysedRun, _: Series) -> Iterator[Finding]:
     """Hold a metric against one row of the bands."""
+    series = run.judged(band.role)
     if band.role in ("loss", "val_loss") and not run.is_pretrained:
         raise NotJudged("no usual range for a model trained from random weights")
     # an open side has no limit: a name may be that of another row
@@ -125,7 +126,7 @@ def _outside(band: Band, run: AnalysedRun, series: Series) -> Iterator[Finding]:
         "all": series,
         "start": within(series, 0, START_STEPS),
         "first": series[:NUM_ENDS] if series.steps[0] <= START_STEPS else series[:0],
-        "last": series[-NUM_ENDS:] if band.role == "loss" else series[-1:],
+        "last": series[-1:] if band.role == "val_loss" else series[-NUM_ENDS:],
     }
     part = parts[band.part]
     of = np.mean if band.by == "mean" else np.median
@@ -133,7 +134,7 @@ def _outside(band: Band, run: AnalysedRun, series: Series) -> Iterator[Finding]:
     if band.part in ("first", "last"):
         width = len(part)
     found = beyond(part, low=low, high=high, width=width, of=of)
-    if found is None:
+    if found is None or len(part) < band.width:
         return
     limit = high if found.is_high else low
     told, where = found.level, f" from step {step(found.steps[0])} on"

@@ -13,7 +13,7 @@ from trainer.report.formatting import counted, interval, listed, number, share
 from trainer.report.result import Finding, Mover
 from trainer.report.run_log import Series
 from trainer.report.shapes import began, onset, shift
-from trainer.report.statistics import finite, longest_run, slope
+from trainer.report.statistics import finite, slope
 from trainer.report.vocabulary import meaning
 from trainer.report.words import moved_along, story
 
@@ -174,20 +174,8 @@ def format_hacking(run: AnalysedRun) -> Iterator[Finding]:
 @finding("accuracy", "accuracy", profile=["controller"])
 def accuracy(run: AnalysedRun, _: Series) -> Iterator[Finding]:
     right = run.epochs("accuracy")
-    zero = right[longest_run(right.values == 0)]
-    if len(zero) > run.limits["stuck_epochs"]:
-        yield warn(
-            f"The accuracy is 0 for {len(zero)} epochs.",
-            id="zero",
-            steps=zero.ends,
-            cause="Often the answers are missing from the metadata; else the metric does not match "
-            "the texts.",
-            remedy=(
-                "Check the answers field, read generated texts, check the metric; early in training "
-                "wait.",
-            ),
-        )
-    elif len(right) >= run.limits["min_epochs"] and not _has_risen(run, "accuracy"):
+    is_zero = right.values.max() == 0
+    if len(right) >= run.limits["min_epochs"] and not is_zero and not _has_risen(run, "accuracy"):
         yield warn(
             f"The accuracy does not improve (from {number(right.values[0])} to "
             f"{number(right.values[-1])}).",
@@ -215,33 +203,6 @@ def _below_the_bands(run: AnalysedRun) -> Iterator[str]:
             part = means[first:last]
             if len(part) >= 5 and sign * (part.mean() - level) < -SLACK[role]:
                 yield f"{run.name(role)} {number(part.mean())} in epochs {first + 1} to {last}"
-
-
-@finding("budget", "violation", profile=["controller"])
-def violations(run: AnalysedRun, _: Series) -> Iterator[Finding]:
-    limit, missed = run.limits["violation"], run.epochs("violation")
-    stuck = missed[longest_run(missed.values > limit)]
-    last, remedy = (
-        float(missed.values[-5:].mean()),
-        ("Raise the violation penalty, or the budget.",),
-    )
-    if len(stuck) > run.limits["stuck_epochs"]:
-        yield warn(
-            f"More than {share(limit)} of the answers miss the budget for {len(stuck)} epochs.",
-            id="stuck",
-            steps=stuck.ends,
-            cause="The penalty for missing the budget is too weak, or the budget cannot be met.",
-            remedy=remedy,
-        )
-    elif len(missed) >= run.limits["min_epochs"] and last > 0.05:
-        is_falling = slope(missed).is_falling(run.limits["trend_p"])
-        yield (warn if last > 0.1 and not is_falling else note)(
-            f"{share(last)} of the answers still miss the budget at the end; below 5 % is the aim"
-            f"{'; it is falling' if is_falling else ''}.",
-            id="final",
-            cause="Training is not finished, or the penalty is weak.",
-            remedy=("Train on while it falls.",) if is_falling else remedy,
-        )
 
 
 @finding("budget", "latency", profile=["controller"])

@@ -150,19 +150,6 @@ def serving(run: AnalysedRun) -> Iterator[Finding]:
             )
 
 
-@finding("truncation", "empty_label")
-def empty_labels(run: AnalysedRun, empty: Series) -> Iterator[Finding]:
-    met = empty[empty.values > 0]
-    if len(met):
-        yield warn(
-            f"{number(float(met.values.sum()))} samples have no label token: they teach nothing.",
-            id="empty",
-            steps=met.ends,
-            cause="Empty answers, or prompts that fill the length limit.",
-            remedy=("Remove them, or raise {max_length}.",),
-        )
-
-
 @finding("truncation", "total_len_max")
 def long_samples(run: AnalysedRun, longest: Series) -> Iterator[Finding]:
     allowed = run.setting("max_length")

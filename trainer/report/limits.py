@@ -16,14 +16,11 @@ _OWN = {
     "stall": 6,  # times the usual step time
     "leak": 0.01,  # growth of memory per 1000 steps
     "latency_budget": 0,  # ms; 0: as the configuration says
-    "violation": 0.5,  # share of answers over the budget
     "gap": 0.5,  # validation minus training loss, over validation loss
     "val_rises": 3,  # validations rising in a row
     "val_rises_fail": 5,
     "trend_p": 0.05,  # Mann-Kendall: a trend is significant below this
     "rising_p": 0.01,  # the same for rises that raise an alarm
-    "rising_epochs": 10,  # loss or reward going the wrong way for more epochs than this
-    "stuck_epochs": 20,  # accuracy at 0, or the budget missed, for more epochs than this
     "min_epochs": 20,  # a controller is not judged before
     "min_points": 100,
     "min_evals": 3,
