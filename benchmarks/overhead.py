@@ -24,6 +24,7 @@ from measuring import header, middle, table, write_result
 from trainer.guard.guard import Decision, Guard
 from trainer.loop import fit
 from trainer.monitor.clock import PhaseClock
+from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter
 from trainer.run import main as build_run
 from trainer.run.compose import load_config
@@ -85,7 +86,7 @@ def run(num_steps: int, directory: Path) -> list[tuple[float, bool]]:
     patches = [
         patch.object(fit, "training_step", training_step),
         switch.replace(PhaseClock, "mark", lambda clock, phase: 0.0),
-        switch.replace(Meter, "_put_memory", lambda meter: None),
+        switch.replace(Memory, "sample", lambda memory: nothing),
         switch.replace(Meter, "signals", bare_signals),
         switch.replace(Meter, "row", lambda meter, batch, signals, totals: dict(signals)),
         switch.replace(Guard, "observe", lambda guard, step, signals, *, is_skipped: Decision()),

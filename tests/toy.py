@@ -186,7 +186,7 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     plan = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
     return {
         "guard": Guard(guard_config()),
-        "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
+        "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory),
         "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
     }
 

@@ -14,36 +14,28 @@ from trainer.monitor.clock import PhaseClock, TraceFile
 CPU = torch.device("cpu")
 
 
-@pytest.mark.covers("S0.6", "S0.23", "S0.24")
-def test_phases_add_up_to_the_step_and_pauses_belong_to_none() -> None:
-    clock = PhaseClock(CPU)
-    for phase, seconds in (
-        ("data", 0.02),
-        ("forward", 0.03),
-        ("backward", 0.04),
-        ("forward", 0.01),
-    ):
+@pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.33")
+def test_phases_add_up_to_the_step_and_can_be_opened_in_perfetto(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path, rank=3)
+    clock, began_s = PhaseClock(CPU, trace=trace), time.time()
+    for phase, seconds in (("data", 0.02), ("forward", 0.03), ("forward", 0.01)):
         time.sleep(seconds)
         clock.mark(phase)
     time.sleep(0.05)
     assert clock.exclude() >= 0.05
     time.sleep(0.02)
-    ended = time.perf_counter()
     lap = clock.lap()
-    assert (
-        lap["forward"] >= 0.04
-        and lap["data"] >= 0.02
-        and lap["backward"] >= 0.04
-        and lap["other"] >= 0.02
-    )
-    assert sum(seconds for phase, seconds in lap.items() if phase != "step") == pytest.approx(
-        lap["step"], rel=1e-9
-    )
+    assert lap["forward"] >= 0.04 and lap["data"] >= 0.02 and 0.02 <= lap["other"] < 0.05
+    claimed = sum(seconds for phase, seconds in lap.items() if phase != "step")
+    assert claimed == pytest.approx(lap["step"], rel=1e-9), "the pause belongs to no phase"
     time.sleep(0.01)
-    step_s = clock.lap()["step"]
-    assert 0.01 <= step_s <= time.perf_counter() - ended, (
-        "the next step begins where this one ended"
-    )
+    assert 0.01 <= clock.lap()["step"] < 0.05, "the next step begins where this one ended"
+    trace._file.flush()
+    text = (tmp_path / "trace" / "rank_3.json").read_text()
+    spans = json.loads(text.rstrip().rstrip(",") + "]")
+    assert [span["name"] for span in spans] == ["data", "forward", "forward", "other", "other"]
+    assert all(span["ph"] == "X" and span["pid"] == 3 for span in spans)
+    assert abs(spans[0]["ts"] / 1e6 - began_s) < 5
 
 
 class FakeEvent:
@@ -65,7 +57,7 @@ class FakeEvent:
 def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     clock = PhaseClock(torch.device("cuda"))
-    for phase in (
+    for phase in [
         "data",
         "shard",
         "forward",
@@ -74,24 +66,8 @@ def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.M
         "backward",
         "optimizer",
         "guard",
-    ):
+    ]:
         clock.mark(phase)
     lap = clock.lap()
     assert (lap["shard"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)
     assert lap["data"] < 0.1 and lap["guard"] < 0.1, "the host's own phases are on its own clock"
-
-
-@pytest.mark.covers("S0.33")
-def test_spans_of_all_phases_can_be_opened_in_perfetto(tmp_path: Path) -> None:
-    trace = TraceFile(tmp_path, rank=3)
-    clock = PhaseClock(CPU, observe=trace.span)
-    before = time.time()
-    for phase in ("data", "forward"):
-        clock.mark(phase)
-    clock.lap()
-    trace._file.flush()
-    text = (tmp_path / "trace" / "rank_3.json").read_text()
-    spans = json.loads(text.rstrip().rstrip(",") + "]")
-    assert [span["name"] for span in spans] == ["data", "forward", "other"]
-    assert all(span["ph"] == "X" and span["pid"] == 3 for span in spans)
-    assert abs(spans[0]["ts"] / 1e6 - before) < 5

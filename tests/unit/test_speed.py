@@ -10,26 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import run_ranks
-from test_meter import batch, new_meter, row_of
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, write_model_config
 
-from trainer.batch import StepBatch, StepFlops
+from trainer.batch import StepBatch
 from trainer.model import attention, flops
-from trainer.monitor.throughput import NUM_WARMUP_STEPS, PEAK_TFLOPS, Window, known_as
+from trainer.monitor.throughput import PEAK_TFLOPS, known_as
 from trainer.runtime.distributed import World
 from trainer.tools.plan.fake_step import full_batch
-
-
-def test_an_average_speed_leaves_out_the_first_steps() -> None:
-    window = Window()
-    for _ in range(NUM_WARMUP_STEPS):
-        window.add(10, 100.0)
-    assert window.tokens_per_s == pytest.approx(0.1), "there is nothing better yet"
-    for _ in range(4):
-        window.add(10, 1.0)
-    assert window.tokens_per_s == 10.0 and window.median_step_s == 1.0
-
 
 PEAKS = {
     "NVIDIA A10": 125.0,
@@ -148,12 +136,3 @@ def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(
     # 2 layers of queries and keys, values, and three matrices of 64 x 96; 4 heads of 16; the head
     matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96) + 160 * 64
     assert quadratic_cost == pytest.approx(2 * 64 / matrices)
-
-
-def test_the_speed_of_a_step_counts_its_supervised_tokens() -> None:
-    meter = new_meter(world_size=2)
-    meter._cost, meter._peak_tflops = StepFlops(0.0, 1e12, 0.0), 0.5
-    row = row_of(meter)
-    tflops = batch().num_loss_tokens / row["train/time(s)"] / 2
-    assert row["throughput/train/tflops_per_gpu"] == pytest.approx(tflops, rel=1e-6)
-    assert row["throughput/train/mfu"] == pytest.approx(tflops / 0.5, rel=1e-6)

@@ -161,7 +161,7 @@ def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path: Path) -> N
     third.log({"val/loss": 7.0}, 3)
     rows = [(row["step"], row["kind"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert rows == [(1, "train"), (2, "train"), (3, "train"), (3, "val")], "made up for"
-    assert (track(tmp_path).attempt, track(tmp_path).past.num_lost_steps) == (4, 3 + 2 + 1)
+    assert (track(tmp_path).attempt, track(tmp_path).past.last_step) == (4, 3)
     with pytest.raises(RuntimeError, match="too late"):
         third.start(3)
 
@@ -562,7 +562,7 @@ def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path: P
     rows = read_metrics(tmp_path / "metrics.jsonl")
     (row,) = [row for row in rows if row["kind"] == "val"]
     assert len(rows) == 20 and (row["val/loss"], row["val/exec_success_rate"]) == (1.5, 0.61)
-    assert track(tmp_path).past.num_lost_steps == 0
+    assert track(tmp_path).past.last_step == 19
 
 
 def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(

@@ -78,11 +78,15 @@ def test_one_row_per_epoch_from_one_without_any_setting(
     ]
 
 
-@pytest.mark.covers("S3.29")
+@pytest.mark.covers("S1.10", "S3.29")
 @pytest.mark.parametrize("pieces", [[(1, 3), (3, 6), (5, 9), (9, 12)], [(1, 12), (2, 12)]])
 def test_restarts_leave_no_trace(
-    tmp_path: Path, whole: tuple[str, str], pieces: list[tuple[int, int]]
+    tmp_path: Path,
+    whole: tuple[str, str],
+    pieces: list[tuple[int, int]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "trainer.tracking.histories")
     for first, last in pieces:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
@@ -91,6 +95,8 @@ def test_restarts_leave_no_trace(
         steps = [int(row["last_step"]) for row in rows(tmp_path / "pieces", "training")]
         assert steps[-1] == last, "an epoch under way shows what there is of it"
     assert histories(tmp_path / "pieces") == whole
+    told = [record.getMessage() for record in caplog.records if "histories" in record.name]
+    assert any("train: epoch 1 | loss" in line and "steps 4 | " in line for line in told)
 
 
 @pytest.mark.parametrize("target", [0, 2, 4, 6])

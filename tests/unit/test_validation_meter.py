@@ -64,7 +64,6 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
         batch = build_step(
             samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0
         )
-        validation.begin_batch()
         for micro_batch in batch.micro_batches:
             losses = loss_of(micro_batch)
             validation.add(micro_batch, LossOutput(losses.sum(), losses, losses > 2.505))
@@ -96,7 +95,7 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt() -> None:
         assert row["val/token_accuracy"] == np.mean(np.array(all_losses) > 2.505)
         assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == 30
         assert row["val/tokens"] == samples.lengths.sum() and row["val/seq_total_len_mean"] == 20.0
-        assert row["time/eval/total_s"] >= row["time/eval/data_s"] + row["time/eval/forward_s"] > 0
+        assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0
         assert [key for key in row if lookup(key) is None] == []
 
 
@@ -105,5 +104,5 @@ def test_what_is_logged_of_training_is_logged_of_validation() -> None:
     row = run_ranks(validated, 1, 30, None)[0]
     both = ("loss", "ppl", "seq_total_len_mean", "total_valid_token_count")
     assert all(f"val/{name}" in row for name in both)
-    for name in ("tokens_per_s", "valid_tokens_per_s", "samples_per_s"):
+    for name in ("tokens_per_s", "valid_tokens_per_s"):
         assert f"throughput/eval/{name}" in row

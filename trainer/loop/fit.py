@@ -133,7 +133,6 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
     run.checkpoints.load(target, contents=("model", "optimizer", "extra"))
     run.guard.after_rollback(before, rollbacks)
-    run.meter.lose_steps(step - target.step)
     if run.tracking is not None:
         run.tracking.rewind(target.step)
     return True
@@ -176,7 +175,6 @@ def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
     run.model.eval()
     validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
     for batch in batches:
-        validation.begin_batch()
         for micro_batch in batch.micro_batches:
             inputs = micro_batch.to(run.world.device)
             output: LossOutput = run.model(inputs)

@@ -161,7 +161,6 @@ TABLE = (
             "none",
             "How often the whole run trains a row of the source, on average.",
         ),
-        ("data/epoch_repeat", "epoch", "none", "Passes over the data so far, from 1."),
         every="rare",
     ),
     *entries(
@@ -242,13 +241,6 @@ TABLE = (
             "down",
             "Tokens of the fullest expert / mean over experts, in the layer where that is "
             "largest: 1 = even. No expert has a capacity: none drops tokens.",
-        ),
-        (
-            "optim/clip_coef",
-            "share",
-            "up",
-            "Factor that clipping put on the gradient, min(1, clip_grad / grad_norm): 1 = not "
-            "clipped.",
         ),
         (
             "optim/clipped_frac",
@@ -358,18 +350,11 @@ TABLE = (
             "Supervised tokens of all ranks / the time of this step's forward, backward and "
             "update: without waiting for data.",
         ),
-        ("throughput/train/samples_per_s", "1/s", "up", "Samples of all ranks / train/time(s)."),
         (
             "throughput/train/tokens_per_s_per_gpu",
             "1/s",
             "up",
             "tokens_per_s / number of devices.",
-        ),
-        (
-            "throughput/train/tokens_per_s_avg",
-            "1/s",
-            "up",
-            "tokens_per_s over the last 100 steps, without the first two of the attempt.",
         ),
         (
             "throughput/train/tflops_per_gpu",
@@ -451,8 +436,6 @@ TABLE = (
     *entries(
         "timing",
         ("time/train/eval_s", "s", "down", "How long the last validation stopped training."),
-        ("time/eval/data_s", "s", "down", "Validation: waiting for batches."),
-        ("time/eval/forward_s", "s", "down", "Validation: forward passes."),
         ("time/eval/step_s", "s", "down", "Validation: one batch, mean over the batches."),
         ("time/eval/total_s", "s", "down", "Validation: total time."),
         (
@@ -466,12 +449,6 @@ TABLE = (
             "1/s",
             "up",
             "Validation: supervised tokens of all ranks / time/eval/total_s.",
-        ),
-        (
-            "throughput/eval/samples_per_s",
-            "1/s",
-            "up",
-            "Validation: samples of all ranks / time/eval/total_s.",
         ),
         over_ranks="main",
         every="eval",
@@ -512,12 +489,6 @@ TABLE = (
             "max_reserved / memory of the device: above 0.95 the next long batch may not fit.",
         ),
         (
-            "memory/fragmentation",
-            "share",
-            "down",
-            "1 - allocated / reserved: memory that is held but unused, worst rank.",
-        ),
-        (
             "memory/cpu/rss_gib",
             "GiB",
             "down",
@@ -539,7 +510,6 @@ TABLE = (
     ),
     *entries(
         "memory",
-        ("memory/cpu/vms_gib", "GiB", "none", "Host address space of the training process."),
         over_ranks="max",
         every="rare",
     ),
@@ -547,9 +517,7 @@ TABLE = (
         "state",
         ("progress/step", "step", "none", "Finished optimizer steps, from 1."),
         ("progress/epoch", "epoch", "none", "Passes over the training data, from 0."),
-        ("progress/samples", "sample", "none", "Samples trained on so far."),
         ("progress/tokens", "token", "none", "Tokens trained on so far, without padding."),
-        ("progress/valid_tokens", "token", "none", "Supervised tokens trained on so far."),
         ("progress/pct", "%", "none", "Finished part of the run."),
     ),
     *entries(
@@ -562,8 +530,6 @@ TABLE = (
             "to come.",
         ),
         ("progress/elapsed_s", "s", "none", "Seconds trained so far, over all attempts."),
-        ("progress/attempt", "count", "down", "Which start of this run it is, from 1."),
-        ("progress/lost_steps", "step", "down", "Steps trained again after restarts."),
         (
             "progress/goodput",
             "share",
@@ -613,8 +579,6 @@ TABLE = (
             "Distance of train/grad_norm from its recent median in robust standard deviations: "
             "above 6 is a spike.",
         ),
-        ("guard/level", "1", "down", "How bad the step is: 0 = nothing found, higher = worse."),
-        ("guard/spike_rate", "1/1000step", "down", "Events per 1000 steps."),
         (
             "optim/skipped_steps",
             "step",
@@ -663,8 +627,6 @@ TABLE = (
     ),
     *entries(
         "other",
-        ("system/cpu_util", "%", "none", "Use of the machine's processors."),
-        ("system/disk_free_gib", "GiB", "up", "Free space where the checkpoints go."),
         ("obs/queue_depth", "count", "down", "Rows that wait for the slowest tracker."),
         (
             "obs/dropped_trackers",
@@ -677,7 +639,6 @@ TABLE = (
     ),
     *entries(
         "other",
-        ("obs/overhead_frac", "share", "down", "Time spent on monitoring / step time."),
         over_ranks="main",
     ),
 )

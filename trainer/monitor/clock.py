@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases that add up to its wall time, and on request the file
+"""Measure where the time of a step goes: phases that add up to its wall time, and on request a file
 that shows them.
 """
 
@@ -6,20 +6,51 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+logger = logging.getLogger(__name__)
 ON_DEVICE = ("shard", "forward", "backward", "optimizer")
 """Phases that the device works through on its own; the others are the host's."""
-Span = tuple[str, float, float]
-"""Phase, its start (Unix seconds) and its duration in seconds."""
+DIRECTORY = "trace"
 
 
-@dataclass(frozen=True)
-class _Mark:
+class TraceFile:
+    """`trace/rank_N.json` for Perfetto: an array with one span a line, which is never closed, as
+    the format allows. A file that fails is given up.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int) -> None:
+        self._rank = rank
+        self._offset_s = time.time() - time.perf_counter()
+        path = run_dir / DIRECTORY / f"rank_{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        if path.stat().st_size == 0:
+            self._file.write("[\n")
+
+    def span(self, phase: str, start_s: float, took_s: float) -> None:
+        """Add a span that starts at `start_s` on the clock of `time.perf_counter`."""
+        if self._file.closed:
+            return
+        event = {
+            "name": phase,
+            "ph": "X",
+            "pid": self._rank,
+            "tid": os.getpid(),
+            "ts": round((start_s + self._offset_s) * 1e6),
+            "dur": round(took_s * 1e6),
+        }
+        try:
+            self._file.write(json.dumps(event) + ",\n")
+        except OSError as error:
+            logger.warning("the trace of rank %d ends here: %s", self._rank, error)
+            self._file.close()
+
+
+class _Mark(NamedTuple):
     phase: str
     at_s: float
     event: torch.cuda.Event | None
@@ -34,105 +65,46 @@ class PhaseClock:
     first mark of a step the device is idle.
     """
 
-    def __init__(
-        self, device: torch.device, *, observe: Callable[[Span], None] | None = None
-    ) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._observe = observe
+    def __init__(self, device: torch.device, *, trace: TraceFile | None = None) -> None:
+        self._is_cuda, self._trace = device.type == "cuda", trace
         self._marks: list[_Mark] = []
         self.begin()
 
     def begin(self) -> None:
-        """Start anew: what passed since the last mark belongs to no step."""
-        self._marks = [self._mark("")]
+        """Start a step: what passed since the last mark belongs to no step."""
+        self._marks = []
+        self.mark("")
 
-    def mark(self, phase: str) -> float:
-        """The time since the last mark belongs to `phase`; returns it in seconds, as the host
-        saw it.
-        """
-        self._marks.append(self._mark(phase))
-        return self._marks[-1].at_s - self._marks[-2].at_s
-
-    def exclude(self) -> float:
-        """The time since the last mark (a validation, a save) belongs to no step; returns it in
-        seconds.
-        """
-        return self.mark("")
-
-    def lap(self) -> dict[str, float]:
-        """Seconds by phase of the step that ends here, with `other`, what no mark claims, and
-        `step`, their sum.
-
-        The next step begins here.
-        """
-        self.mark("other")
-        seconds: dict[str, float] = {}
-        excluded_s = 0.0
-        for before, mark in zip(self._marks, self._marks[1:], strict=False):
-            took_s = self._between(before, mark)
-            if not mark.phase:
-                excluded_s += took_s
-                continue
-            seconds[mark.phase] = seconds.get(mark.phase, 0.0) + took_s
-            if self._observe is not None:
-                self._observe((mark.phase, before.at_s, took_s))
-        step_s = self._marks[-1].at_s - self._marks[0].at_s - excluded_s
-        claimed_s = sum(value for phase, value in seconds.items() if phase != "other")
-        self._marks = self._marks[-1:]
-        return seconds | {"other": max(0.0, step_s - claimed_s), "step": step_s}
-
-    def _mark(self, phase: str) -> _Mark:
+    def mark(self, phase: str) -> None:
         event = None
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return _Mark(phase, time.perf_counter(), event)
+        self._marks.append(_Mark(phase, time.perf_counter(), event))
 
-    def _between(self, before: _Mark, mark: _Mark) -> float:
-        if mark.phase in ON_DEVICE and before.event is not None and mark.event is not None:
-            return before.event.elapsed_time(mark.event) / 1e3
-        return mark.at_s - before.at_s
+    def exclude(self) -> float:
+        """Return the seconds since the last mark (a validation, a save), which belong to no step."""
+        self.mark("")
+        return self._marks[-1].at_s - self._marks[-2].at_s
 
-
-logger = logging.getLogger(__name__)
-DIRECTORY = "trace"
-FLUSH_EVERY = 200
-
-
-class TraceFile:
-    """Appends one span a line; the array is never closed, which the format allows. A file that
-    fails is given up.
-    """
-
-    def __init__(self, run_dir: Path, *, rank: int) -> None:
-        self._rank, self._num_spans = rank, 0
-        self._offset_s = time.time() - time.perf_counter()
-        directory = run_dir / DIRECTORY
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"rank_{rank}.json"
-        is_new = not path.exists()
-        self._file = path.open("a", encoding="utf-8")
-        if is_new:
-            self._file.write("[\n")
-
-    def span(self, span: Span) -> None:
-        """`span` starts on the clock of `time.perf_counter`."""
-        phase, start_s, took_s = span
-        event = {
-            "name": phase,
-            "ph": "X",
-            "pid": self._rank,
-            "tid": os.getpid(),
-            "ts": round((start_s + self._offset_s) * 1e6),
-            "dur": round(took_s * 1e6),
-        }
-        if self._file.closed:
-            return
-        try:
-            self._file.write(json.dumps(event) + ",\n")
-            self._num_spans += 1
-            if self._num_spans % FLUSH_EVERY == 0:
-                self._file.flush()
-        except OSError as error:
-            logger.warning("the trace of rank %d ends here: %s", self._rank, error)
-            self._file.close()
+    def lap(self) -> dict[str, float]:
+        """Return the seconds by phase of the step that ends here, with `other`, what no mark
+        claims, and `step`, their sum. The next step begins here.
+        """
+        self.mark("other")
+        seconds = {"other": 0.0, "step": 0.0}
+        claimed_s = 0.0
+        for before, mark in zip(self._marks, self._marks[1:], strict=False):
+            if not mark.phase:
+                continue
+            host_s = took_s = mark.at_s - before.at_s
+            if mark.phase in ON_DEVICE and before.event is not None and mark.event is not None:
+                took_s = before.event.elapsed_time(mark.event) / 1e3
+            seconds["step"] += host_s
+            if mark.phase != "other":
+                seconds[mark.phase] = seconds.get(mark.phase, 0.0) + took_s
+                claimed_s += took_s
+            if self._trace is not None:
+                self._trace.span(mark.phase, before.at_s, took_s)
+        self._marks = self._marks[-1:]
+        return seconds | {"other": max(0.0, seconds["step"] - claimed_s)}

@@ -1,4 +1,6 @@
-"""Memory of this process and its device, in GiB (2**30 bytes), and what the GPU itself reports."""
+"""Measure the memory of this process and its device in GiB (2**30 bytes), and what the GPU itself
+reports.
+"""
 
 import contextlib
 import subprocess
@@ -10,44 +12,6 @@ import psutil
 import torch
 
 GIB = 2**30
-DEVICE_FIELDS = ("allocated", "reserved", "max_allocated", "max_reserved")
-"""Of a sample, each with `_gib` behind its name."""
-
-
-class Memory:
-    """The only one that resets the allocator's peaks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._process = device, psutil.Process()
-
-    def sample(self) -> dict[str, float]:
-        """Resident and virtual memory of the process; on CUDA the allocator's, with its peaks
-        since the last call.
-        """
-        info = self._process.memory_info()
-        found = {"rss_gib": info.rss / GIB, "vms_gib": info.vms / GIB}
-        if self._device.type != "cuda":
-            return found
-        stats = torch.cuda.memory_stats(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        found |= {
-            "allocated_gib": stats["allocated_bytes.all.current"] / GIB,
-            "reserved_gib": stats["reserved_bytes.all.current"] / GIB,
-            "max_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
-            "max_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
-            "alloc_retries": stats["num_alloc_retries"],
-            "ooms": stats["num_ooms"],
-        }
-        return found
-
-    @property
-    def device_total_gib(self) -> float | None:
-        """What the device holds in all; None for the host."""
-        if self._device.type != "cuda":
-            return None
-        return torch.cuda.get_device_properties(self._device).total_memory / GIB
-
-
 PERIOD_S = 10.0
 QUERIES = {
     "system/gpu_util": "utilization.gpu",
@@ -55,58 +19,76 @@ QUERIES = {
     "system/gpu_temp_c": "temperature.gpu",
     "system/gpu_power_w": "power.draw",
 }
-"""What `nvidia-smi` is asked for each metric."""
+"""The question to `nvidia-smi` for each metric."""
+
+
+class Memory:
+    """The only one that resets the allocator's peaks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._process = device, psutil.Process()
+        self._device_bytes = 0
+        if device.type == "cuda":
+            self._device_bytes = torch.cuda.get_device_properties(device).total_memory
+
+    def sample(self) -> dict[str, float]:
+        """Return metrics: memory of the process; on CUDA the allocator's, with its peaks since the
+        last call.
+        """
+        found = {"memory/cpu/rss_gib": self._process.memory_info().rss / GIB}
+        if not self._device_bytes:
+            return found
+        stats = torch.cuda.memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        for kind in ("allocated", "reserved"):
+            for name, statistic in ((kind, "current"), (f"max_{kind}", "peak")):
+                num_bytes = stats[f"{kind}_bytes.all.{statistic}"]
+                found[f"memory/{name}_gib"] = num_bytes / GIB
+                found[f"memory/{name}_frac"] = num_bytes / self._device_bytes
+        found["memory/alloc_retries"] = stats["num_alloc_retries"]
+        found["memory/ooms"] = stats["num_ooms"]
+        return found
 
 
 class GpuSampler:
-    """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread; `last` never
-    waits.
+    """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread.
 
     By NVML, for which torch needs the package `nvidia-ml-py` (the extra `gpu`), else by the
     driver's `nvidia-smi`. Without either, or without CUDA, there is nothing to report.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._last: dict[str, float] = {}
+        self.last: Mapping[str, float] = {}
+        """The newest sample as metrics; empty before the first."""
         if device.type == "cuda":
             threading.Thread(
                 target=self._work, args=(device,), name="gpu-sampler", daemon=True
             ).start()
-
-    def last(self) -> Mapping[str, float]:
-        """The newest sample as metrics; empty before the first."""
-        return self._last
 
     def _work(self, device: torch.device) -> None:
         with contextlib.suppress(Exception):  # the driver or the permission is missing
             torch.cuda.set_device(device)
             while True:
                 time.sleep(PERIOD_S)
-                self._last = sample(device)
+                self.last = sample(device)
 
 
 def sample(device: torch.device) -> dict[str, float]:
+    """Return the GPU's own metrics."""
     cuda = torch.cuda
     try:
-        values = (
-            cuda.utilization(device),
-            cuda.memory_usage(device),
-            cuda.temperature(device),
-            cuda.power_draw(device),
-        )
-        util, mem_util, temp_c, power_mw = map(float, values)
-        found: tuple[float, ...] = (util, mem_util, temp_c, power_mw / 1e3)
+        util, mem_util = cuda.utilization(device), cuda.memory_usage(device)
+        power_w = cuda.power_draw(device) / 1e3
+        values: list[float] = [util, mem_util, cuda.temperature(device), power_w]
     except ModuleNotFoundError:
-        card = f"GPU-{cuda.get_device_properties(device).uuid}"
-        words = [
+        command = [
             "nvidia-smi",
-            "-i",
-            card,
+            f"--id=GPU-{cuda.get_device_properties(device).uuid}",
             f"--query-gpu={','.join(QUERIES.values())}",
             "--format=csv,noheader,nounits",
         ]
         answer = subprocess.run(
-            words, check=True, capture_output=True, text=True, timeout=PERIOD_S
+            command, check=True, capture_output=True, text=True, timeout=PERIOD_S
         ).stdout
-        found = tuple(map(float, answer.split(",")))
-    return dict(zip(QUERIES, found, strict=True))
+        values = [float(value) for value in answer.split(",")]
+    return dict(zip(QUERIES, values, strict=True))

@@ -1,33 +1,32 @@
-"""Turns what a step measured into its row of metrics, and keeps the totals that a restart must
+"""Turn the measurements of a step into its row of metrics, and keep the totals that a restart must
 not lose.
 """
 
 import math
-import shutil
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, SupportsFloat
 
-import psutil
 import torch
 
 from trainer import metrics
 from trainer.batch import StepBatch, StepFlops
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import COMBINED
-from trainer.monitor.clock import PhaseClock, Span
-from trainer.monitor.memory import DEVICE_FIELDS, GIB, GpuSampler, Memory
+from trainer.monitor.clock import PhaseClock, TraceFile
+from trainer.monitor.memory import GpuSampler, Memory
 from trainer.monitor.packet import Totals, losses_by_source
-from trainer.monitor.throughput import PEAK_TFLOPS, Window, known_as
+from trainer.monitor.throughput import PEAK_TFLOPS, known_as
 from trainer.progress import MAIN, Remembered
 from trainer.runtime.distributed import World
 
 RARE_EVERY = 50
 """Steps between measurements that cost a pass over the parameters or change slowly."""
 EMA_DECAY = 0.98
+WINDOW_STEPS = 100
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
 PARAM_SQUARES = "param_square_sum"
@@ -35,36 +34,31 @@ PARAM_SQUARES = "param_square_sum"
 BLOCK_SQUARES = "grad_square_sum/"
 """Before the name of a block: its part of the squared gradient norm."""
 OWN_PHASES = ("data", "shard", "logging", "guard")
-"""In which a rank works by itself: in the others it may be waiting for a slower one."""
+"""Phases in which a rank works by itself: in the others it may be waiting for a slower one."""
+UPDATE_PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is ahead of a run, and what its earlier attempts took; counts of steps, seconds."""
+    """What is ahead of a run, and the seconds that earlier attempts took."""
 
     total_steps: int
     save_freq: int
     test_freq: int
     max_norm: float
-    attempt: int = 1
     past_s: float = 0.0
-    num_lost_steps: int = 0
-    run_dir: Path = Path()
     data_facts: Mapping[str, float] = field(default_factory=dict)
-    """What was done to the rows of the training data, as metrics."""
+    """Metrics of the preparation of the training data."""
     tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
 class Meter(Remembered):
-    """One per rank; rows differ between ranks only where the table says that rank 0's counts.
+    """One per rank; rows differ between ranks only where the table of metrics takes rank 0's.
     Survives restarts.
     """
 
     state_of = MAIN  # ranks measure their own times
-    KEPT: ClassVar = (
-        *("_num_samples", "_num_tokens", "_num_valid_tokens", "_productive_s", "_ema", "_num_ema"),
-        "_clipped",
-    )
+    KEPT: ClassVar = ("_num_tokens", "_productive_s", "_ema", "_num_ema", "_clipped")
 
     def __init__(
         self,
@@ -73,148 +67,125 @@ class Meter(Remembered):
         plan: Plan,
         cost: StepFlops | None,
         memory: Memory,
-        observe: Callable[[Span], None] | None,
+        trace: TraceFile | None = None,
     ) -> None:
-        self.clock = PhaseClock(world.device, observe=observe)
+        self.clock = PhaseClock(world.device, trace=trace)
         self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
         self._peak_tflops = PEAK_TFLOPS.get(known_as(name) or "")
-        self._device_gib = memory.device_total_gib
         self._gpu = GpuSampler(world.device)
-        self._started = time.monotonic()
-        self._window, self._clipped = Window(), deque[bool](maxlen=100)
+        self._started_s = time.monotonic()
+        self._step_s = deque[float](maxlen=WINDOW_STEPS)
+        self._clipped = deque[bool](maxlen=WINDOW_STEPS)
         self._durations: dict[str, float] = {}
-        self._num_lost_steps = plan.num_lost_steps
-        self._is_first = True
-        self._num_samples = self._num_tokens = self._num_valid_tokens = 0
+        self._num_tokens = 0
         self._productive_s = 0.0
         self._ema, self._num_ema = 0.0, 0
 
     def measured(self) -> dict[str, SupportsFloat]:
-        """What this rank tells the others in a step's packet: all that was put and is combined
-        over ranks.
+        """Return what this rank tells the others in a step's packet: all values that were put and
+        are combined over ranks.
         """
-        self._put_memory()
-        for key, value in self._gpu.last().items():
+        for key, value in {**self._memory.sample(), **self._gpu.last}.items():
             metrics.put(key, value)
         taken = metrics.take(COMBINED)
         return {slot: taken.get(slot, metrics.ABSENT) for slot in metrics.travelling()}
 
     def is_rare(self, step: int) -> bool:
-        """Whether slow and costly things are measured in this step (counted from 1)."""
+        """Return whether slow and costly things are measured in this step (counted from 1)."""
         return step % RARE_EVERY == 0
 
     def signals(self, batch: StepBatch, totals: Totals, *, lr: float) -> dict[str, float]:
-        """What of a row all ranks agree on bit by bit: the guard and its rules may act on it."""
-        loss, grad_norm = totals.sums["loss_sum"] / batch.num_loss_tokens, totals.sums["grad_norm"]
-        if len(set(totals.by_rank["decisions"])) > 1:
+        """Return the part of a row that is equal on all ranks bit by bit: the guard and its rules
+        may act on it.
+        """
+        sums, num_loss_tokens = totals.sums, batch.num_loss_tokens
+        loss, grad_norm = sums["loss_sum"] / num_loss_tokens, sums["grad_norm"]
+        decisions = totals.by_rank["decisions"]
+        if len(set(decisions)) > 1:
             raise RuntimeError(
-                f"the guards of the ranks disagree; numbers of decisions: "
-                f"{totals.by_rank['decisions']}"
+                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
             )
-        clip_coef = min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0
-        self._count(batch, loss, clip_coef)
-        return {
+        self._num_tokens += batch.num_tokens
+        self._clipped.append(grad_norm > self._plan.max_norm)
+        if math.isfinite(loss):
+            self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
+            self._num_ema += 1
+        found = {
             "train/loss": loss,
             "train/loss_ema": self.loss_ema,
             "train/lr(1e-3)": lr * 1e3,
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
-            "train/token_accuracy": totals.sums["num_hits"] / batch.num_loss_tokens,
-            **self._objective(batch, totals),
-            **{
-                f"train/{key}": value
-                for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()
-            },
-            **{key: value for key, value in totals.sums.items() if key in metrics.METRICS},
-            **{f"train/{name}": value for name, value in batch.length_facts.items()},
+            "train/token_accuracy": sums["num_hits"] / num_loss_tokens,
             "train/total_token_count": batch.num_tokens,
-            "train/total_valid_token_count": batch.num_loss_tokens,
-            **batch.deal_facts,
-            "optim/clip_coef": clip_coef,
+            "train/total_valid_token_count": num_loss_tokens,
             "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
-            **self._progress(batch),
+            "progress/step": batch.step,
+            "progress/epoch": batch.epoch,
+            "progress/pct": 100.0 * batch.step / self._plan.total_steps,
+            "progress/tokens": self._num_tokens,
+            **batch.deal_facts,
             **metrics.combined(totals.by_rank, is_rare=self._is_rare_row(batch.step)),
             **metrics.take_numbers(("global",)),
         }
+        if "objective_sum" in sums:
+            found["train/objective"] = sums["objective_sum"] / num_loss_tokens
+        of_train = {**losses_by_source(sums, batch.loss_tokens_by), **batch.length_facts}
+        found |= {f"train/{name}": value for name, value in of_train.items()}
+        return found | {key: value for key, value in sums.items() if key in metrics.METRICS}
 
     def row(
         self, batch: StepBatch, signals: Mapping[str, float], totals: Totals
     ) -> dict[str, float]:
-        """The metrics of a finished step; ends its time.
+        """Return the metrics of a finished step, and end its time.
 
-        What its phases took is known on all ranks by the next step's packet, so the next row
-        reports it; an attempt's first row has nothing to report but this step on its own rank.
+        The times of its phases reach all ranks with the next step's packet, so the next row reports
+        them; an attempt's first row has this step's on its own rank.
         """
+        is_rare = self._is_rare_row(batch.step)
         phases = self.clock.lap()
-        step_s, update_s = (
-            phases["step"],
-            sum(phases.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")),
-        )
+        step_s, update_s = phases["step"], _sum_of(phases, UPDATE_PHASES)
         self._productive_s += step_s
-        self._window.add(batch.num_tokens, step_s)
+        self._step_s.append(step_s)
         times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in (*PHASES, "step")}
         times["time/train/update_s"] = update_s
         for key, seconds in times.items():
             metrics.put(key, seconds)
-        metrics.put("time/train/slowest_rank", sum(phases.get(phase, 0.0) for phase in OWN_PHASES))
-        row = {
+        metrics.put("time/train/slowest_rank", _sum_of(phases, OWN_PHASES))
+        return {
             **times,
             **signals,
             "train/time(s)": step_s,
             **self._speed(batch, step_s, update_s),
             **self._ahead(batch.step),
-            "obs/overhead_frac": (phases.get("logging", 0.0) + phases.get("guard", 0.0)) / step_s,
+            **(self._rare(totals) if is_rare else {}),
         }
-        if self._is_rare_row(batch.step):
-            row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
-        self._is_first = False
-        return row
 
     def note_duration(self, what: str, seconds: float) -> None:
-        """Remember what a validation or a save kept training waiting, for the time left."""
+        """Remember how long a validation ("eval") or a save kept training waiting."""
         self._durations[what] = seconds
         if what == "eval":
             metrics.put("time/train/eval_s", seconds)
 
-    def lose_steps(self, count: int) -> None:
-        """A rollback: so many steps have to be trained again."""
-        self._num_lost_steps += count
-
     @property
     def loss_ema(self) -> float:
-        """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first
+        """The training loss smoothed over about 50 steps, bias-corrected; NaN before the first
         finite one.
         """
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
     def _is_rare_row(self, step: int) -> bool:
-        return self.is_rare(step) or self._is_first
-
-    def _objective(self, batch: StepBatch, totals: Totals) -> dict[str, float]:
-        """The mean of the trained loss, where that is not cross-entropy."""
-        if "objective_sum" not in totals.sums:
-            return {}
-        return {"train/objective": totals.sums["objective_sum"] / batch.num_loss_tokens}
-
-    def _count(self, batch: StepBatch, loss: float, clip_coef: float) -> None:
-        self._num_samples += batch.num_samples
-        self._num_tokens += batch.num_tokens
-        self._num_valid_tokens += batch.num_loss_tokens
-        self._clipped.append(clip_coef < 1.0)
-        if math.isfinite(loss):
-            self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
-            self._num_ema += 1
+        """Rare metrics also stand in an attempt's first row."""
+        return self.is_rare(step) or not self._step_s
 
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
         tokens_per_s = batch.num_tokens / step_s
-        found: dict[str, float] = {
+        found = {
             "throughput/train/tokens_per_s": tokens_per_s,
-            "throughput/train/valid_tokens_per_s": batch.num_loss_tokens / step_s,
-            "throughput/train/samples_per_s": batch.num_samples / step_s,
-            "throughput/train/valid_tokens_per_s_update": batch.num_loss_tokens / update_s,
             "throughput/train/tokens_per_s_per_gpu": tokens_per_s / self._world.size,
-            "throughput/train/tokens_per_s_avg": self._window.tokens_per_s,
+            "throughput/train/valid_tokens_per_s": batch.num_loss_tokens / step_s,
+            "throughput/train/valid_tokens_per_s_update": batch.num_loss_tokens / update_s,
         }
         if self._cost is not None:
             tflops = self._cost.of(batch) / step_s / self._world.size / 1e12
@@ -223,60 +194,23 @@ class Meter(Remembered):
                 found["throughput/train/mfu"] = tflops / self._peak_tflops
         return found
 
-    def _progress(self, batch: StepBatch) -> dict[str, float]:
-        return {
-            "progress/step": batch.step,
-            "progress/epoch": batch.epoch,
-            "progress/pct": 100.0 * batch.step / self._plan.total_steps,
-            "progress/samples": self._num_samples,
-            "progress/tokens": self._num_tokens,
-            "progress/valid_tokens": self._num_valid_tokens,
-        }
-
     def _ahead(self, step: int) -> dict[str, float]:
-        """What is left, and what all attempts took."""
+        """Return the time left, with the validations and saves to come, and the time taken."""
         plan = self._plan
-        elapsed_s, remaining = (
-            plan.past_s + time.monotonic() - self._started,
-            plan.total_steps - step,
-        )
-        num_evals = remaining // plan.test_freq + 1 if plan.test_freq > 0 else 1
-        num_saves = remaining // plan.save_freq + 1 if plan.save_freq > 0 else 1
-        eta_s = remaining * self._window.median_step_s
-        eta_s += num_evals * self._durations.get("eval", 0.0) + num_saves * self._durations.get(
-            "save", 0.0
-        )
+        remaining = plan.total_steps - step
+        elapsed_s = plan.past_s + time.monotonic() - self._started_s
+        eta_s = remaining * statistics.median(self._step_s)
+        for what, every in (("eval", plan.test_freq), ("save", plan.save_freq)):
+            count = remaining // every + 1 if every > 0 else 1
+            eta_s += count * self._durations.get(what, 0.0)
         return {
             "progress/eta_s": eta_s if remaining else 0.0,
             "progress/elapsed_s": elapsed_s,
-            "progress/attempt": plan.attempt,
-            "progress/lost_steps": self._num_lost_steps,
             "progress/goodput": min(1.0, self._productive_s / elapsed_s),
         }
 
-    def _put_memory(self) -> None:
-        sample = self._memory.sample()
-        metrics.put("memory/cpu/rss_gib", sample["rss_gib"])
-        metrics.put("memory/cpu/vms_gib", sample["vms_gib"])
-        if self._device_gib is None:
-            return
-        for name in DEVICE_FIELDS:
-            metrics.put(f"memory/{name}_gib", sample[f"{name}_gib"])
-            metrics.put(f"memory/{name}_frac", sample[f"{name}_gib"] / self._device_gib)
-        metrics.put("memory/alloc_retries", sample["alloc_retries"])
-        metrics.put("memory/ooms", sample["ooms"])
-        if sample["reserved_gib"]:
-            metrics.put(
-                "memory/fragmentation", 1 - sample["allocated_gib"] / sample["reserved_gib"]
-            )
-
     def _rare(self, totals: Totals) -> dict[str, float]:
-        found: dict[str, float] = {
-            "system/cpu_util": psutil.cpu_percent(),
-            "system/disk_free_gib": shutil.disk_usage(self._plan.run_dir).free / GIB,
-            **self._plan.data_facts,
-            **self._plan.tracker_health(),
-        }
+        found = {**self._plan.data_facts, **self._plan.tracker_health()}
         if PARAM_SQUARES in totals.sums:
             found["optim/param_norm"] = math.sqrt(totals.sums[PARAM_SQUARES])
         for name, square in totals.sums.items():
@@ -285,6 +219,10 @@ class Meter(Remembered):
         return found
 
 
+def _sum_of(seconds: Mapping[str, float], phases: tuple[str, ...]) -> float:
+    return sum(seconds.get(phase, 0.0) for phase in phases)
+
+
 def perplexity(loss: float) -> float:
-    """exp(loss), capped."""
+    """Return exp(loss), capped."""
     return math.exp(min(loss, MAX_PPL_LOSS)) if math.isfinite(loss) else loss

@@ -1,8 +1,6 @@
-"""How fast training goes: over one step, over a window, and against what the device could do."""
+"""The peak speed of devices, for MFU."""
 
 import re
-import statistics
-from collections import deque
 
 _NAMES = {
     2250.0: ("B200", "B300"),
@@ -32,16 +30,13 @@ vendors' data sheets, which mostly give twice as much, for sparse matrices: NVID
 two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
 """
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
-"""Words that make it another device, of which the table says nothing: a slice of a card (MIG, or
-`40C` of a virtual one), or another variant."""
-WINDOW_STEPS = 100
-NUM_WARMUP_STEPS = 2
-"""Of an attempt: the first steps load kernels and compile."""
+"""Words of devices that are not in the table: a slice of a card (MIG, or `40C` of a virtual one), or
+another variant."""
 
 
 def known_as(device_name: str) -> str | None:
-    """Its name in the table, None for one that is not there: a guess would look like a
-    measurement.
+    """Return the device's name in the table, None for one that is not there: a guess would look
+    like a measurement.
     """
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
@@ -50,28 +45,3 @@ def known_as(device_name: str) -> str | None:
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-class Window:
-    """Tokens and seconds of the last `WINDOW_STEPS` steps of this attempt, without its first
-    two.
-    """
-
-    def __init__(self) -> None:
-        self._num_seen = 0
-        self._steps: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
-
-    def add(self, num_tokens: int, step_s: float) -> None:
-        self._num_seen += 1
-        if self._num_seen > NUM_WARMUP_STEPS or not self._steps:
-            if self._num_seen == NUM_WARMUP_STEPS + 1:
-                self._steps.clear()
-            self._steps.append((num_tokens, step_s))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
-
-    @property
-    def median_step_s(self) -> float:
-        return statistics.median(seconds for _, seconds in self._steps)

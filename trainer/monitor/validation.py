@@ -1,5 +1,5 @@
-"""Adds up a validation: the token-weighted loss, its standard error over samples, and what the set
-looks like.
+"""Add up a validation: the token-weighted loss, its standard error over samples, and the lengths of
+its samples.
 
 Shape suffixes: S supervised positions, D documents.
 """
@@ -31,15 +31,10 @@ class Validation:
         self._world, self._length_facts = world, length_facts
         self._names = (*SUMS, *map(loss_key, sources))
         self._tokens_by = Counter(dict.fromkeys(sources, 0))
-        self._started = self._mark = time.perf_counter()
-        self._data_s = self._forward_s = 0.0
+        self._started_s = time.perf_counter()
         self._local = self._zeros()
         self._totals = [0.0] * len(self._local)
         self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
-
-    def begin_batch(self) -> None:
-        """The batch is here: what passed since the last one was waiting for data."""
-        self._data_s += self._lap()
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
         """Take loss and hit of every supervised position of this rank's micro-batch (on its
@@ -72,7 +67,6 @@ class Validation:
         self._num_tokens += batch.num_tokens
         self._num_samples += batch.num_samples
         self._num_batches += 1
-        self._forward_s += self._lap()
         return sums["num_stop_requests"] > 0
 
     def row(self, *, train_loss: float) -> dict[str, float]:
@@ -86,36 +80,26 @@ class Validation:
         loss_sum, squares, products, square_counts, num_hits = map(totals.__getitem__, SUMS)
         mean = loss_sum / self._num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
-        total_s = time.perf_counter() - self._started
+        stderr = math.nan
+        if math.isfinite(residual):
+            stderr = math.sqrt(residual) / self._num_loss_tokens
+        of_set = {**losses_by_source(totals, self._tokens_by), **self._length_facts}
+        total_s = time.perf_counter() - self._started_s
         return {
             "val/loss": mean,
-            **{
-                f"val/{key}": value
-                for key, value in losses_by_source(totals, self._tokens_by).items()
-            },
-            "val/loss_stderr": math.sqrt(residual) / self._num_loss_tokens
-            if math.isfinite(residual)
-            else math.nan,
+            "val/loss_stderr": stderr,
             "val/ppl": perplexity(mean),
             "val/token_accuracy": num_hits / self._num_loss_tokens,
             "val/gap": mean - train_loss,
             "val/samples": self._num_samples,
             "val/tokens": self._num_tokens,
             "val/total_valid_token_count": self._num_loss_tokens,
-            **{f"val/{name}": value for name, value in self._length_facts.items()},
-            "time/eval/data_s": self._data_s,
-            "time/eval/forward_s": self._forward_s,
-            "time/eval/step_s": (self._data_s + self._forward_s) / self._num_batches,
+            **{f"val/{name}": value for name, value in of_set.items()},
+            "time/eval/step_s": total_s / self._num_batches,
             "time/eval/total_s": total_s,
             "throughput/eval/tokens_per_s": self._num_tokens / total_s,
             "throughput/eval/valid_tokens_per_s": self._num_loss_tokens / total_s,
-            "throughput/eval/samples_per_s": self._num_samples / total_s,
         }
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
-
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        took_s, self._mark = now - self._mark, now
-        return took_s

@@ -39,20 +39,16 @@ def make_meter(
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         max_norm=setup.config.optim.clip_grad,
-        run_dir=setup.run_dir,
         data_facts=_data_facts(inputs) | facts,
     )
     if tracking is not None:
-        past = tracking.past
         plan = replace(
             plan,
-            attempt=tracking.attempt,
-            past_s=past.duration_s,
-            num_lost_steps=past.num_lost_steps,
+            past_s=tracking.past.duration_s,
             tracker_health=tracking.health,
         )
-    observe = TraceFile(setup.run_dir, rank=world.rank).span if trainer.trace else None
-    return Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=observe)
+    trace = TraceFile(setup.run_dir, rank=world.rank) if trainer.trace else None
+    return Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, trace=trace)
 
 
 def _data_facts(inputs: Inputs) -> dict[str, float]:

@@ -8,6 +8,7 @@ the user's own (`Train/Reward_Mean` is `reward_mean`). Values that are not finit
 
 import csv
 import io
+import logging
 import math
 import re
 import statistics
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from trainer import metrics
+from trainer.errors import EXIT_DONE
 from trainer.runtime.files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
+logger = logging.getLogger(__name__)
 FILE_NAMES = {"train": "training_history.csv", "val": "validation_history.csv"}
 REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
@@ -39,21 +42,27 @@ class HistoryBackend(Backend):
     """
 
     close_timeout_s = 120.0
-    _epoch = 0.0
+    _epoch: int | None = None
+    """The epoch under way, once this attempt has made a step."""
 
     def log(self, row: MetricsRow) -> None:
-        epoch = row.data.get("progress/epoch", 0.0)
-        if row.kind == "train" and epoch > self._epoch:
-            self._epoch = epoch
-            self._write()
+        if row.kind != "train":
+            return
+        ended, self._epoch = self._epoch, _epoch_of(row)
+        if ended is not None and ended < self._epoch:
+            self._write(ended)
 
     def close(self, exit_code: int) -> None:
-        self._write()
+        self._write(self._epoch if exit_code == EXIT_DONE else None)
 
-    def _write(self) -> None:
+    def _write(self, ended: int | None) -> None:
+        """Write both files, and a line about the epoch that has ended."""
         histories = epoch_histories(metrics_file.read_rows(self.info.metrics_path))
         for kind, name in FILE_NAMES.items():
             atomic_write(self.info.run_dir / name, _table(histories[kind]))
+            for line in histories[kind]:
+                if line["epoch"] == ended:
+                    logger.info("%s: %s", kind, _in_words(line))
 
 
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
@@ -64,7 +73,7 @@ def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
     epochs: dict[str, dict[int, Values]] = {"train": {}, "val": {}}
     for row in rows:
         if row.kind == "train":
-            epoch = int(row.data.get("progress/epoch", 0)) + 1
+            epoch = _epoch_of(row)
             values = epochs["train"].setdefault(epoch, {})
         elif row.kind == "val":  # the last validation of the epoch counts
             values = epochs["val"][epoch] = {}
@@ -78,6 +87,14 @@ def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
         kind: [{"epoch": number, **_line(kind, values)} for number, values in found.items()]
         for kind, found in epochs.items()
     }
+
+
+def _epoch_of(row: MetricsRow) -> int:
+    return int(row.data.get("progress/epoch", 0)) + 1
+
+
+def _in_words(cells: Cells) -> str:
+    return " | ".join(f"{name} {value:.6g}" for name, value in cells.items())
 
 
 @cache

@@ -39,8 +39,6 @@ class Past:
 
     num_attempts: int = 0
     duration_s: float = 0.0
-    num_lost_steps: int = 0
-    """Steps that were trained again."""
     last_step: int = 0
     """The last step that counts."""
 
@@ -133,16 +131,13 @@ def read_past(path: Path) -> Past:
     """Read what earlier attempts left: a second for a million rows."""
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
-    last_step = num_lost_steps = 0
+    last_step = 0
     for step, attempt, kind, ts in _columns_of(path):
         first_ts.setdefault(attempt, ts)
         last_ts[attempt] = ts
-        if kind in MARKERS:
-            num_lost_steps += max(0, last_step - step)
-            last_step = step
-        last_step = max(last_step, step)
+        last_step = step if kind in MARKERS else max(last_step, step)
     duration_s = sum(last_ts.values()) - sum(first_ts.values())
-    return Past(max(first_ts, default=0), duration_s, num_lost_steps, last_step)
+    return Past(max(first_ts, default=0), duration_s, last_step)
 
 
 def missing_steps(path: Path, last_step: int) -> list[int]:
