@@ -5,10 +5,11 @@ heavy-tailed steps, overfitting.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import inf
+from statistics import median
 from typing import ClassVar
 
 from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Anomaly, Level
-from trainer.detection.window import curve_noise, quantile
+from trainer.detection.window import curve_noise
 from trainer.progress import Remembered
 
 NUM_RECENT, NUM_BEST = 32, 64
@@ -50,9 +51,9 @@ class Divergence(Remembered):
         self._values.append(loss)
         if len(self._values) < NUM_BEST:
             return None
-        level = quantile(sorted(self._values), 0.5)
+        level = median(self._values)
         self._best = level if is_first else min(self._best, level)
-        recent = quantile(sorted(list(self._values)[-NUM_RECENT:]), 0.5)
+        recent = median(list(self._values)[-NUM_RECENT:])
         is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_RISE)
         if is_above == self._is_diverging:
             self._num_in_a_row = 0

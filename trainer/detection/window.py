@@ -39,41 +39,33 @@ WINSOR_Z = 6.0
 """Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
 learned.
 """
-MIN_SPREAD, MIN_SPREAD_SHARE = 1e-3, 0.05
-"""The smallest spread of a signal that is not always positive, in its unit and as a share of its
-centre.
-"""
 MIN_POSITIVE = 1e-12
-"""The score of a smaller value is that of this one, so that its logarithm exists."""
+"""Smaller values count as this one, so that their logarithm exists."""
 
 
 @dataclass(frozen=True)
 class Usual:
-    """Centre and spread of a window; both in nats if `is_log`, else in the signal's unit."""
+    """Centre and spread of a window, both in nats of the signal's logarithm."""
 
     centre: float
     scale: float
-    is_log: bool
 
     @property
     def level(self) -> float:
         """The centre in the signal's unit."""
-        return math.exp(self.centre) if self.is_log else self.centre
+        return math.exp(self.centre)
 
     def at(self, z: float) -> float:
-        """The value, in the signal's unit, that has score `z`."""
-        value = self.centre + z * self.scale
-        return math.exp(min(value, 700.0)) if self.is_log else value
+        """Return the value, in the signal's unit, that has score `z`."""
+        return math.exp(min(self.centre + z * self.scale, 700.0))
 
     def z(self, value: float) -> float:
-        """How many spreads a finite value lies above the centre."""
-        if not self.is_log:
-            return (value - self.centre) / self.scale
+        """Return how many spreads a finite value lies above the centre."""
         return (math.log(max(value, MIN_POSITIVE)) - self.centre) / self.scale
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values, by linear interpolation between two of them."""
+    """Return the quantile of sorted values, by linear interpolation."""
     place = share * (len(ordered) - 1)
     lower = int(place)
     upper = min(lower + 1, len(ordered) - 1)
@@ -81,10 +73,11 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class RobustWindow:
-    """The last `size` finite values, winsorised, with their median and spread from `min_points` on.
+    """The last `size` finite values of a positive signal, winsorised, with the median and spread of
+    their logarithms from `min_points` on.
 
-    While all values are positive their logarithms count, whose spread is at least `min_log_spread`:
-    after a quiet stretch small deviations do not stand out.
+    The spread is at least `min_log_spread`: after a quiet stretch small deviations do not stand
+    out.
     """
 
     def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
@@ -100,9 +93,7 @@ class RobustWindow:
         return self._usual
 
     def push(self, value: float) -> None:
-        if (usual := self.usual) is not None and (value > 0 or not usual.is_log):
-            value = min(value, usual.at(WINSOR_Z))
-        self._values.append(value)
+        self._values.append(min(value, self.usual.at(WINSOR_Z)) if self.usual else value)
         self._usual = None
 
     def state_dict(self) -> list[float]:
@@ -120,23 +111,22 @@ class RobustWindow:
         Were the first steps counted, everything later would look usual. High batches that come now
         and then are no such part: they count.
         """
-        is_log = min(self._values) > 0
-        values = [math.log(value) for value in self._values] if is_log else list(self._values)
-        usual, recent = self._measured(values, is_log), self._measured(values[-NUM_NEWEST:], is_log)
+        logs = [math.log(max(value, MIN_POSITIVE)) for value in self._values]
+        usual, recent = self._measured(logs), self._measured(logs[-NUM_NEWEST:])
         if usual.centre + usual.scale < recent.centre + 2 * recent.scale:
             return usual
         bar = recent.centre + START_Z * recent.scale
-        high = [index for index, value in enumerate(values) if value > bar]
+        high = [index for index, value in enumerate(logs) if value > bar]
         if not high or len(high) <= (high[-1] + 1) / 2:
             return usual
-        kept = values[high[-1] + 1 :]
-        return self._measured(kept, is_log) if len(kept) >= self._min_points else usual
+        kept = logs[high[-1] + 1 :]
+        return self._measured(kept) if len(kept) >= self._min_points else usual
 
-    def _measured(self, values: Sequence[float], is_log: bool) -> Usual:
-        ordered = sorted(values)
+    def _measured(self, logs: Sequence[float]) -> Usual:
+        ordered = sorted(logs)
         centre = quantile(ordered, 0.5)
         deviations = sorted([abs(value - centre) for value in ordered])
         # a mixture of easy and hard batches has a small median deviation and a long tail
         tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
-        floor = self._min_log_spread if is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
-        return Usual(centre, max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, floor), is_log)
+        spread = max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, self._min_log_spread)
+        return Usual(centre, spread)
