@@ -100,9 +100,6 @@ class Scene:
         )
 
     def offline(self, **env: str) -> None:
-        self.patch.setattr(
-            "huggingface_hub.HfApi.model_info", raising(OSError("Network is unreachable"))
-        )
         self.patch.setattr(socket, "getaddrinfo", raising(OSError("Network is unreachable")))
         self.env(**env)
 
@@ -131,9 +128,7 @@ MINE = "model.partial_pretrain=./model"
 POINTER, NO_KEY = "run/latest_checkpointed_iteration.txt", {"WANDB_MODE": "online", "NETRC": "none"}
 LIVE = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
 OTHER = '{"project_name": "p", "experiment_name": "e"}'
-ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}"
 LORA = f"{MINE} model.lora_rank=8"
-RULE = "'trainer.guard.rules=[{metric: train/los, above: 3}]'"
 Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says
@@ -153,7 +148,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     ),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
-    "which machine": ("", lambda s: s.env(NNODES="2"), "!cards", "NODE_RANK is not set"),
     "few cores": ("", lambda s: s.cards(num_cores=2), "?cores", "--cpus-per-task=8"),
     "little shm": (
         "",
@@ -185,27 +179,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "?network",
         "MASTER_ADDR=head",
     ),
-    "rule": (RULE, lambda s: None, "!guard", "train/loss"),
-    "no mlflow": (
-        "trainer.logger=[mlflow]",
-        lambda s: s.without("mlflow"),
-        "!trackers",
-        "pip install",
-    ),
-    "no template": ("data.chat_template=no.jinja", lambda s: None, "!template", "No such file"),
     "no peft": (LORA, lambda s: (s.model(), s.without("peft")), "!adapters", "pip install 'peft"),
-    "no adapter": (
-        f"{MINE} model.lora_adapter_path=gone",
-        lambda s: s.model(),
-        "!adapters",
-        "adapter_config.json is",
-    ),
-    "no network": (
-        "model.partial_pretrain=a/b",
-        lambda s: s.offline(),
-        "!model",
-        "run 'hf download a/b'",
-    ),
     "no model": (
         "model.partial_pretrain=./nope",
         lambda s: None,
@@ -219,25 +193,12 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "trainer.experiment_name",
     ),
     "no file": ("data.train_files=no.jsonl", lambda s: None, "!files", "give an existing path"),
-    "format": (
-        "data.train_files=rows.csv",
-        lambda s: s.write("rows.csv", "a,b"),
-        "!files",
-        "convert it",
-    ),
     "read-only": (
         "",
         lambda s: s.refuse("create", "run"),
         "!directories",
         "trainer.default_local_dir=run",
     ),
-    "read-only cache": (
-        "",
-        lambda s: s.refuse("create", "tokens"),
-        "!directories",
-        "data.cache_dir=tokens",
-    ),
-    "no rename": ("", lambda s: s.refuse("rename", "run"), "!directories", "choose a directory"),
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
     "no locks": (
         "",
@@ -251,26 +212,8 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "!resume",
         "wait for it or stop it",
     ),
-    "pointer to nothing": (
-        "",
-        lambda s: s.write(POINTER, "x"),
-        "!run directory",
-        "Restore one of them",
-    ),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
-    "no resume": (
-        "trainer.resume_mode=disable",
-        lambda s: s.checkpoint(),
-        "!run directory",
-        "use resume_mode=auto",
-    ),
     "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
-    "quantized": (
-        MINE,
-        lambda s: s.model(quantization_config={}),
-        "!architecture",
-        "bfloat16 or float32 weights",
-    ),
     "too long": (
         MINE,
         lambda s: s.model(max_position_embeddings=512),
@@ -300,19 +243,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         lambda s: s.write("t", "{% if %}"),
         "!rows",
         "template is broken in line 1",
-    ),
-    "no end": (
-        "data.chat_template=t",
-        lambda s: s.write("t", ENDLESS),
-        "!rows",
-        "never learn to stop",
-    ),
-    "no such tokens": ("data.chat_template=llama3", lambda s: None, "!rows", "model.new_tokens="),
-    "tokenizer": (
-        MINE,
-        lambda s: (s.model(), s.write("model/tokenizer.json", "{")),
-        "!rows",
-        "copy a whole one",
     ),
     "big model": (
         "trainer.device=cpu",

@@ -1,6 +1,5 @@
 """Comparing two finished runs: equal in every bit, or each difference named with its place."""
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -189,17 +188,3 @@ def test_a_file_that_cannot_be_read_is_a_difference(runs: tuple[Path, Path], nam
     file.write_bytes(bytes(file.stat().st_size))
     difference, *_ = compare(runs).differences
     assert difference.startswith(f"global_step_{STEPS}, {name}: ") and str(file) in difference
-
-
-def test_reading_says_nothing_about_meshes(
-    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch_logger, said = logging.getLogger("torch.distributed.device_mesh"), []
-    monkeypatch.setattr(torch_logger, "handle", said.append)
-    level = torch_logger.level
-    compare(runs)
-    assert said == [] and torch_logger.level == level
-    torch.load(
-        runs[0] / layout.step_dir_name(STEPS) / layout.model_file(WORLD_SIZE, 0), weights_only=True
-    )
-    assert said, "torch no longer warns: nothing needs to be silenced"
