@@ -18,7 +18,7 @@ from sweeps import short_or_full
 from toy import write_model_config
 from toy_runs import Recipe, run
 
-from trainer.checkpoint import choice, layout
+from trainer.checkpoint import choice, finished, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 
 OLD, NEW = 2, 4
@@ -60,7 +60,7 @@ def files_of(run_dir: Path, step: int = NEW) -> list[str]:
     """Every file of a checkpoint that says something, by name."""
     root = run_dir / layout.step_dir_name(step)
     names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
-    return sorted(name for name in names if name != layout.PUBLISHED)
+    return sorted(name for name in names if name not in (layout.PUBLISHED, finished.FILE_NAME))
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from trainer.checkpoint.manifest import (
     MANIFEST,
     OWN_DIGEST,
     ManifestError,
-    deal_by_size,
     digest_of,
     parse_manifest,
+    share_of,
     verify_files,
 )
 
@@ -154,14 +154,13 @@ def test_shares_cover_every_file_once_and_are_balanced(tmp_path: Path) -> None:
     chance = random.Random(1)
     files = tuple(FileRecord(f"f{i}", chance.randrange(1000), "0" * 64) for i in range(97))
     for count in (1, 2, 7, 120):
-        shares = deal_by_size(files, count)
-        assert len(shares) == count
+        shares = [share_of(files, (index, count)) for index in range(count)]
         assert sorted((r for share in shares for r in share), key=lambda r: r.path) == sorted(
             files, key=lambda r: r.path
         )
         loads = [sum(r.size_bytes for r in share) for share in shares]
         assert max(loads) - min(loads) <= max(r.size_bytes for r in files)
-        assert deal_by_size(tuple(reversed(files)), count) == shares
+        assert [share_of(files[::-1], (index, count)) for index in range(count)] == shares
 
     path = commit(tmp_path, 7)
     manifest = parse_manifest((path / MANIFEST).read_bytes())

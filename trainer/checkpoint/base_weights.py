@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.adapter_names import adapted_name
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.manifest import deal_by_size
+from trainer.checkpoint.manifest import share_of
 from trainer.checkpoint.shards import ShardReader, copied, shapes_of
 from trainer.config import ConfigError
 from trainer.runtime.environment import local_rank, ranks_on_machine
@@ -80,13 +80,12 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     """File name -> sha256, of share `(index, count)` of the files that hold the weights."""
-    index, count = share
     files = weight_files(directory)
-    records = tuple(FileRecord(file.name, file.stat().st_size, "") for file in files)
+    records = [FileRecord(file.name, file.stat().st_size, "") for file in files]
     # the Hub's cache holds links
     return {
-        r.path: fsio.sha256_of((directory / r.path).resolve())
-        for r in deal_by_size(records, count)[index]
+        record.path: fsio.sha256_of((directory / record.path).resolve())
+        for record in share_of(records, share)
     }
 
 

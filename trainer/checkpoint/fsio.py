@@ -316,19 +316,13 @@ def require_dir(path: Path) -> None:
 
 
 def size_within(root: Path, relative: str) -> int:
-    """Size in bytes of a regular file below `root`. Raises `OSError` if it is missing or a link
+    """Return the size of a regular file below `root`. Raises `OSError` if it is missing or a link
     is on the way.
     """
-    path = root
-    *directories, name = relative.split("/")
-    for directory in directories:
-        path = path / directory
-        require_dir(path)
-    found = os.lstat(path / name)
+    path = root / relative
+    if path.resolve() != root.resolve() / relative:
+        raise OSError(f"{relative} is a symbolic link, or in one")
+    found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(
-            f"{relative} is a symbolic link"
-            if stat.S_ISLNK(found.st_mode)
-            else f"{relative} is not a file"
-        )
+        raise OSError(f"{relative} is not a file")
     return found.st_size

@@ -5,6 +5,7 @@ that all of it is there and unchanged.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -139,22 +140,15 @@ def _require_plain(manifest: Manifest) -> None:
 
 def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Hash share `(index, count)` of the files; return how each differs from the manifest."""
-    index, count = share
-    problems = (_problem(path, record) for record in deal_by_size(manifest.files, count)[index])
+    problems = (_problem(path, record) for record in share_of(manifest.files, share))
     return [problem for problem in problems if problem is not None]
 
 
-def deal_by_size(files: tuple[FileRecord, ...], count: int) -> list[list[FileRecord]]:
-    """Split files into `count` shares of similar bytes, the same way on every rank: largest
-    first, to the emptiest.
-    """
-    shares: list[list[FileRecord]] = [[] for _ in range(count)]
-    loads_bytes = [0] * count
-    for record in sorted(files, key=lambda record: (-record.size_bytes, record.path)):
-        emptiest = loads_bytes.index(min(loads_bytes))
-        shares[emptiest].append(record)
-        loads_bytes[emptiest] += record.size_bytes
-    return shares
+def share_of(files: Iterable[FileRecord], share: tuple[int, int]) -> list[FileRecord]:
+    """Return share `(index, count)` of the files: the shares have similar bytes."""
+    index, count = share
+    by_size = sorted(files, key=lambda record: (-record.size_bytes, record.path))
+    return by_size[index::count]
 
 
 def _problem(root: Path, record: FileRecord) -> str | None:

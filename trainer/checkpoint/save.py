@@ -5,7 +5,6 @@ A crash at any point leaves the older checkpoints as they were and either nothin
 whole.
 """
 
-import dataclasses
 import json
 import math
 import secrets
@@ -272,8 +271,7 @@ class Saver:
 
     def _written(self, phase: str, action: Callable[[], list[FileRecord]]) -> list[FileRecord]:
         """The same for an action that writes files: those of all ranks."""
-        ranks = self._together(phase, lambda: [dataclasses.asdict(record) for record in action()])
-        return [FileRecord(**record) for written in ranks for record in written]
+        return [record for written in self._together(phase, action) for record in written]
 
     def _open(self, snapshot: Snapshot) -> str | None:
         """Main rank: make room and the directories that all write into; their name."""

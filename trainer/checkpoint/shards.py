@@ -49,21 +49,17 @@ def read_torch(path: Path) -> Any:
     try:
         with _without_mesh_warnings():
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-        reason = (
-            f"it is a pickle that would run code ({names})"
-            if names
-            else f"it is no plain pickle: {error}"
-        )
-        fix = "Fix: move the checkpoint away and continue from another one; no code in it was run"
-        raise CorruptShardError(f"{path} is refused: {reason}. {fix}") from error
-    except (RuntimeError, EOFError, OSError) as error:
-        if path.is_file() and not zipfile.is_zipfile(path):
-            raise CorruptShardError(
-                f"{path} is refused: it is a bare pickle or damaged, no file of torch"
-            ) from error
-        raise CorruptShardError(f"{path} cannot be read: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = f"it cannot be read: {error}"
+        if isinstance(error, pickle.UnpicklingError):
+            names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+            reason = f"it is a pickle that would run code ({names})"
+        elif path.is_file() and not zipfile.is_zipfile(path):
+            reason = "it is a bare pickle or damaged"
+        raise CorruptShardError(
+            f"{path} is refused: {reason}; no code in it was run.\nFix: move the checkpoint away "
+            f"and continue from another one"
+        ) from error
 
 
 @contextmanager
