@@ -70,13 +70,6 @@ def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_
     assert layout.read_pointer(taken.parent).step == 8
 
 
-def test_a_best_checkpoint_that_was_passed_over_goes_up_with_the_next(run_dir: Path) -> None:
-    storage = FaultyStorage()
-    save(run_dir, 2, 4, 6)
-    uploader(run_dir, storage).sync()
-    assert steps_in(storage) == [2, 6]
-
-
 def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir: Path) -> None:
     save(run_dir, 2, 4, 6, 8)
     storage = FaultyStorage()
@@ -183,6 +176,11 @@ def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> 
             prepare(trainer_of(path), Storage(URL, storage))
 
 
+def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not"):
+        restored(tmp_path / "new", mirrored(run_dir, 2), resume_mode="disable")
+
+
 def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
     run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,15 +205,6 @@ def test_a_mirror_that_is_ahead_is_said_and_left(
     save(older, 2)
     assert restored(older, storage) == older / "global_step_2"
     assert "holds step 4, this machine step 2" in caplog.text
-
-
-def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
-    storage, trainer = mirrored(run_dir, 2), trainer_of(tmp_path / "new")
-    object.__setattr__(trainer, "resume_mode", "disable")
-    with pytest.raises(
-        ConfigError, match="holds checkpoints up to step 2; they are not overwritten"
-    ):
-        prepare(trainer, Storage(URL, storage))
 
 
 def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(

@@ -80,8 +80,17 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
     A storage that falls silent ends this with an exit code: a call of a library cannot be ended
     otherwise. The launcher then starts the process again.
     """
-    uploader = Uploader(trainer, storage, tell=lambda *upload: _tell(trainer, storage, *upload))
     num_failed = 0
+
+    def record(event: Event) -> None:
+        if not ending.is_set():  # the last event of a run is its end
+            _record(trainer, event)
+
+    def tell(step: int, size_bytes: int, duration_s: float) -> None:
+        fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
+        record(Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
+
+    uploader = Uploader(trainer, storage, tell=tell)
 
     def is_up() -> bool:
         nonlocal num_failed
@@ -91,7 +100,7 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
         except Exception as error:  # a library may raise anything; the run goes on
             if num_failed == 0:
                 logger.warning("cannot update the mirror, training continues: %s", error)
-                _record(trainer, Event("mirror_failed", 0, str(error), "warn"))
+                record(Event("mirror_failed", 0, str(error), "warn"))
             num_failed += 1
             if isinstance(error, SilentError):
                 raise
@@ -124,13 +133,6 @@ def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> 
         if time.monotonic() - storage.answered_at > limit_s:
             raise SilentError(f"{storage.url} has not answered for {limit_s:.0f} s")
     done.result()
-
-
-def _tell(
-    trainer: TrainerConfig, storage: Storage, step: int, size_bytes: int, duration_s: float
-) -> None:
-    fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
-    _record(trainer, Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
 
 
 def _record(trainer: TrainerConfig, event: Event) -> None:
