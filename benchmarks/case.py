@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import RowKeys
+from trainer.config import RowKeys
 from trainer.data.order import Share, rows_at
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare
+from trainer.data.tokens import tokenizer_digest
 
 SEED = 1
 BATCH = 32

@@ -38,11 +38,11 @@ from measuring import (
 )
 from transformers import AutoTokenizer
 
-from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import RowKeys
-from trainer.data.row_encoder import PrepareOptions
+from trainer.config import RowKeys
+from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.data.token_cache import prepare
+from trainer.data.tokens import tokenizer_digest
 
 MAX_LENGTH = 2048
 REPEATS = 10

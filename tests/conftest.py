@@ -44,7 +44,7 @@ FAST = frozenset(
         "unit/test_data_chat.py",
         "unit/test_data_content.py",
         "unit/test_data_order.py",
-        "unit/test_data_row_encoder.py",
+        "unit/test_data_prepare.py",
         "unit/test_data_rows.py",
         "unit/test_data_shapes.py",
         "unit/test_data_tokens.py",

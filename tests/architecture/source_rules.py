@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart"
-F5 = "launch tools checkpoint_tools data_tools"
+F5 = "launch tools checkpoint_tools"
 TOOLS = {
     "evaluate": "adapter_names checkpoint config data errors model run runtime tracking weights",
     "plan": "batch checkpoint config errors launch model optim run runtime",
-    "verify": "checkpoint config data data_tools errors launch mirror model run runtime tracking",
+    "verify": "checkpoint config data errors launch mirror model run runtime tracking",
 }
 """Each tool, and the packages it may import beside itself: readers of what a run leaves, and
 what it measures.

@@ -228,12 +228,12 @@ def test_an_unsafe_load_is_caught(source: str) -> None:
 def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
     sources: rules.Sources,
 ) -> None:
-    """`TOKEN_MODULES` are `sample_writer` and all that it imports of its package, directly or
+    """`TOKEN_MODULES` are `prepare` and all that it imports of its package, directly or
     not.
     """
     package = "trainer.data."
     found: set[str] = set()
-    waiting = {"trainer.data.sample_writer"}
+    waiting = {"trainer.data.prepare"}
     while waiting:
         found |= waiting
         targets = {

@@ -26,13 +26,12 @@ pytestmark = [
     ),
 ]
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
-NUM_ROWS, NUM_TOOL_ROWS, NUM_FEW = 200, 200, 20
+NUM_ROWS, NUM_TOOL_ROWS = 200, 200
 TOOLS = {
     "weather": ("city", "unit"),
     "search": ("query", "limit"),
     "convert": ("amount", "currency", "to"),
 }
-SHORT = 66
 NOT_SUPERVISED = -100
 Rows = list[dict[str, Any]]
 
@@ -93,8 +92,8 @@ def schema(name: str) -> dict[str, Any]:
     }
 
 
-def job(rows: Rows, template: str | None = None, **options: Any) -> dict[str, Any]:
-    options = {"max_length": 2048, "assistant_only_loss": True, **options}
+def job(rows: Rows, template: str | None = None) -> dict[str, Any]:
+    options = {"max_length": 2048, "assistant_only_loss": True}
     return {"model": str(MODEL_DIR), "rows": rows, "template": template, "options": options}
 
 
@@ -109,8 +108,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "quickstart": job(quickstart()),
         "gsm8k": job(gsm8k(), "qwen2_5"),
         "tools": job(tools),
-        "whole": job(quickstart()[:NUM_FEW], assistant_only_loss=False),
-        "cut": job(quickstart()[:NUM_FEW], max_length=SHORT),
     }
     jobs = {name: found for name, found in jobs.items() if found["rows"]}
     (directory / "jobs.json").write_text(json.dumps(jobs))
@@ -191,15 +188,3 @@ def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path) -> None:
         supervised = [i for i, is_kept in enumerate(own.mask) if is_kept]
         assert different == [supervised[0] - 1, supervised[-1] + 1]
         assert all(other.mask[i] and own.ids[i] == newline[0] for i in different)
-
-
-def test_trls_default_trains_the_whole_conversation(prepared: Path) -> None:
-    here, there = rows_here(prepared, "whole"), rows_there(prepared, "whole")
-    assert [row.ids for row in here] == [row.ids for row in there]
-    assert all(all(row.mask) for row in there) and not any(all(row.mask) for row in here)
-
-
-def test_trl_cuts_long_rows_at_the_end(prepared: Path) -> None:
-    here, there = rows_here(prepared, "cut"), rows_there(prepared, "cut")
-    assert [Row(row.ids[:SHORT], row.mask[:SHORT]) for row in here] == there
-    assert any(len(row.ids) > SHORT for row in here)

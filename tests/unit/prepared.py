@@ -8,12 +8,12 @@ import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
-from trainer.data.chat import tokenizer_digest
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.formats import Item, RowParser
+from trainer.data.prepare import PrepareOptions
 from trainer.data.rows import Row
 from trainer.data.samples import TokenDataset
-from trainer.data.shapes import Item, RowParser
 from trainer.data.token_cache import prepare
+from trainer.data.tokens import tokenizer_digest
 
 OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
 

@@ -11,7 +11,6 @@ import pytest
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits, Schedule, split_batch
 from trainer.data.order import Share
-from trainer.progress import Position
 
 NUM_CASES = 150
 Dealt = list[list[list[int]]]
@@ -93,34 +92,6 @@ def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
         assert len(dealt[0]) <= 2 * least + 1, f"seed {seed}"
 
 
-def test_equal_samples_are_dealt_evenly() -> None:
-    dealt = split_batch(
-        np.full(12, 10), num_data_ranks=3, limits=Limits(None, None), quadratic_cost=0.1
-    )
-    assert [[len(members) for members in rank] for rank in dealt] == [[4], [4], [4]]
-
-
-def test_more_ranks_than_samples_leaves_empty_micro_batches() -> None:
-    dealt = split_batch(
-        np.array([5, 9]), num_data_ranks=4, limits=Limits(16, 1), quadratic_cost=0.0
-    )
-    assert sorted(map(str, dealt)) == ["[[0]]", "[[1]]", "[[]]", "[[]]"]
-
-
-def test_a_global_batch_that_fits_is_one_micro_batch() -> None:
-    assert split_batch(
-        np.array([3, 4]), num_data_ranks=1, limits=Limits(7, None), quadratic_cost=0.0
-    ) == [[[0, 1]]]
-    assert (
-        len(
-            split_batch(
-                np.array([3, 4]), num_data_ranks=1, limits=Limits(6, None), quadratic_cost=0.0
-            )[0]
-        )
-        == 2
-    )
-
-
 def test_a_sample_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
@@ -161,21 +132,6 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     )
 
 
-def test_position_counts_a_finished_epoch_as_the_start_of_the_next() -> None:
-    schedule = Schedule((Share(10),), 4, seed=1)
-    places = [schedule.position(step) for step in range(7)]
-    assert [p.step for p in places] == list(range(7))
-    assert [(p.epoch, p.samples_consumed) for p in places] == [
-        (0, 0),
-        (0, 4),
-        (0, 8),
-        (1, 0),
-        (1, 4),
-        (1, 8),
-        (2, 0),
-    ]
-
-
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
 def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
@@ -190,20 +146,6 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
         for later in {step, min(step + 1, total_steps - 1), total_steps - 1}:
             assert again.position(later) == whole.position(later)
             assert np.array_equal(again.rows(later + 1), whole.rows(later + 1))
-
-
-def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
-    first = Schedule((Share(24),), 8, seed=2)
-    second = Schedule((Share(24),), 5, seed=2, start=first.position(1))
-    assert second.steps_until(1) == 1 + 4, "16 samples left, 5 at a time"
-    order = [*first.rows(1), *(index for step in range(2, 6) for index in second.rows(step))]
-    assert sorted(order) == list(range(24))
-    assert second.position(5).epoch == 1 and second.position(5).samples_consumed == 0
-
-
-def test_a_place_before_the_start_is_an_error() -> None:
-    with pytest.raises(ValueError, match="before the start"):
-        Schedule((Share(24),), 8, seed=2, start=Position(4, 1, 8)).rows(4)
 
 
 def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:

@@ -13,7 +13,7 @@ from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan
 from trainer.data.order import Share
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import Samples
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -63,15 +63,9 @@ def test_the_plan_says_what_became_of_turns_and_why(
     def plan(template: str, **options: Any) -> str:
         return told(tmp_path, caplog, template, *rows, **options)[0]
 
-    assert "; turns together; " in plan(fixtures.CHATML)
+    assert "; turns apart in 0 of 2 conversations (data.turns); " in plan(fixtures.CHATML)
     apart = plan(fixtures.QWEN3)
-    assert (
-        "; turns apart in 1 of 2 conversations, whose whole rendering shows a turn otherwise than "
-        "inference does; " in apart
-    )
+    assert "; turns apart in 1 of 2 conversations (data.turns); " in apart
     assert "plan: batch 2 = " in apart and "; 3 samples, " in apart
-    assert "; turns apart (data.turns); " in plan(fixtures.CHATML, turns="apart")
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "; turns together; 3 turns are not rendered as their generation prompt begins; " in plan(
-        opens
-    )
+    assert "; 3 turns are not rendered as their generation prompt begins; " in plan(opens)

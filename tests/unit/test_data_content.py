@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.chat import ChatEncoder
+from trainer.data.prepare import PrepareOptions
 from trainer.data.rows import Row, UnusableError
+from trainer.data.tokens import Encoded
 from trainer.errors import DataError
 
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
@@ -295,13 +296,7 @@ IGNORES_CALLS = fixtures.CHATML.replace("message['content'] +", "(message['conte
 CALLS_ONLY = fixtures.QWEN3.replace(
     "{{- message.content }}", "{{- '' if message.tool_calls else message.content }}"
 )
-TEXT_ARGUMENTS = fixtures.QWEN3.replace(
-    "{%- if call.function.arguments is string %}{{- call.function.arguments }}\n"
-    "{%- else %}{{- call.function.arguments | tojson }}{%- endif %}",
-    "{{- '' + call.function.arguments }}",
-)
 OTHER_SEPARATORS = fixtures.QWEN3.replace("| tojson }}", "| tojson(indent=2) | replace(' ', '') }}")
-PRINTED = TEXT_ARGUMENTS.replace("'' + call", "call")
 UPPER_AND_ESCAPED = fixtures.CHATML.replace("t'] +", "t'] | trim | upper | replace('<', '&lt;') +")
 
 
@@ -371,13 +366,3 @@ def test_keys_of_messages_that_nothing_reads_are_counted() -> None:
     messages = [{**USER, "name": "Ann", "id": 1}, {**ONE, "id": 2}]
     _, encoder = encode(make_tokenizer(fixtures.CHATML + "{# name #}"), *messages)
     assert encoder.seen.unread_keys == {"id": 2}
-
-
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-@pytest.mark.parametrize(
-    "template", [TEXT_ARGUMENTS, PRINTED, fixtures.QWEN3], ids=["text", "printed", "objects"]
-)
-def test_tool_arguments_arrive_as_the_template_wants_them(template: str, arguments: object) -> None:
-    assert '"arguments": {"a": 1}}' in supervised(
-        template, USER, calling("add", arguments), RESULT, ONE
-    )

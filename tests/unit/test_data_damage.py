@@ -4,7 +4,6 @@ else is.
 
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from prepared import good_rows, run, write_rows
 
 from trainer.data import token_cache
-from trainer.data.sample_writer import ROWS, TOKENS
+from trainer.data.prepare import ROWS, TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +90,7 @@ def test_whole_tokens_are_read_where_nothing_can_be_written(
     assert len(run(prepared[0], cache=prepared[1])) == 300
 
 
-def test_no_rank_maps_damaged_tokens(tmp_path: Path) -> None:
-    """However many ask at once, one of them mends."""
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(20)), tmp_path / "cache"
-    whole = run(path, cache=cache)
-    expected = whole.tokens.tolist()
-    flip(whole.directory / TOKENS, 1)
-    with ThreadPoolExecutor() as pool:
-        found = [
-            dataset.tokens.tolist()
-            for dataset in pool.map(lambda _: run(path, cache=cache), range(4))
-        ]
-    assert found == [expected] * 4
-
-
-@pytest.mark.parametrize(("name", "decides"), [("conversation.py", True), ("loader.py", False)])
+@pytest.mark.parametrize(("name", "decides"), [("formats.py", True), ("loader.py", False)])
 def test_the_name_of_a_cache_covers_the_code_that_makes_it_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, decides: bool
 ) -> None:

@@ -5,7 +5,6 @@ kept of it.
 import gzip
 import io
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,10 +70,9 @@ LINES: dict[bytes, str] = {
     "'alien'",
     b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: "
     "function_call in message 1",
-    b'{"instruction": "a", "output": null}': "wrong content type: content of message 2 (assistant) "
-    "is null",
+    b'{"instruction": "a", "output": null}': "wrong content type: 'output' is null",
     chat(None): "message not an object: message 1 is null",
-    chat({"content": "hi"}): "missing role: message 1",
+    chat({"content": "hi"}): "unknown role: message 1",
     chat({"role": ["user"], "content": "hi"}): "unknown role: message 1 has role ['user']",
     chat(USER, call(content=5)): "wrong content type: content of message 2 (assistant) is int",
     chat(
@@ -84,7 +82,7 @@ LINES: dict[bytes, str] = {
     chat(USER): "no assistant turn",
     chat(USER, call()): "empty assistant turn: message 2",
     chat(USER, call(tool_calls="f()")): "broken tool_calls: 'tool_calls' of message 2",
-    chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' is text but not JSON",
+    chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' must be a list of objects",
     chat(USER, ANSWER, tools=nested(2000)): "nested too deeply: ",
     chat(USER, call(tool_calls=json_calls(nested(2000)))): "nested too deeply: ",
     b'{"conversations": [{"from": "function_call", "value": "%s"}]}'
@@ -94,7 +92,7 @@ LINES: dict[bytes, str] = {
         USER, {**ANSWER, "content": "a<|im_end|>"}
     ): "special token in content: message 2 (assistant)",
     chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",
-    b"\xff\xfe{\x00": "bad UTF-8: byte 0xff at position 1: invalid start byte; the file is UTF-16",
+    b"\xff\xfe{\x00": "bad UTF-8: byte 0xff at position 1: invalid start byte",
     b'{"messages": null}': "messages not a list: 'messages' is null",
     b'{"messages": "[{"}': "messages not a list: 'messages' is str",
     b'{"instruction": "", "output": "b"}': "empty prompt: message 1",
@@ -103,17 +101,17 @@ LINES: dict[bytes, str] = {
     chat(USER, call(content=" \n")): "empty assistant turn: message 2",
     chat(
         USER, {"role": "assistant", "function_call": {"name": "f"}}
-    ): "broken tool_calls: message 2 has 'function_call'",
+    ): "wrong content type: content of message 2 (assistant) is null",
     chat(USER, ANSWER, tools=["f"]): "broken tools: 'tools' must be a list of objects",
     tokens(): "unknown vocabulary: nothing says which tokenizer made the ids",
     tokens(vocabulary_digest="x"): "other vocabulary: the ids were made with another tokenizer",
 }
 FILES: dict[str, tuple[bytes, str]] = {
-    "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read behind line "),
-    "rows.jsonl.zst": (MANY, "cannot be read behind line 0: "),
+    "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read after line "),
+    "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
     "none.jsonl": (b"\n\n", "no row to train on: there is none in "),
     "object.json": (b'{"a": 1}', "holds a dict: a .json file must be an array of objects"),
-    "torn.json": (b'[\n{"a": 1},\n', "is not JSON: Expecting value in line 3"),
+    "torn.json": (b'[\n{"a": 1},\n', "is not JSON: Expecting value: line 3"),
     "torn.parquet": (parquet(text=["a"])[:-5], "is not a readable parquet file (after row 0)"),
     "columns.parquet": (
         parquet(question=["a"], answer=["b"]),
@@ -148,26 +146,16 @@ def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path: Path) ->
     assert json.loads(listed.read_text(encoding="utf-8"))["file"] == str(path)
 
 
-def test_a_first_row_that_is_none_is_the_only_one_that_is_read(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_bytes(b"not read" + MANY)
-    bad.write_bytes(b'{"text": 1}\n' * 3)
+def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad.write_bytes(b'{"text": 1}\n' * 600)
+    good.write_bytes(MANY)
     options = replace(OPTIONS, keys=RowKeys())
     with pytest.raises(DataError) as error:
         run([bad, good], options, cache=tmp_path)
     lines = str(error.value).splitlines()
-    assert lines[0] == "1 of 1 rows cannot be trained on (0 can):" and lines[1].startswith(
-        f"  {bad}:1: unrecognised"
-    )
-    assert lines[2] == "  no row behind was read" and "data.on_bad_row=skip" in lines[-1]
-    good.write_bytes(MANY)
-    with pytest.raises(DataError, match=re.escape(f"{bad}:1: unrecognised columns")):
+    assert lines[0] == "500 of 500 rows cannot be trained on (0 can):"
+    assert lines[1].startswith(f"  {bad}:1, {bad}:2, {bad}:3, …: unrecognised columns")
+    assert lines[2] == "  the rows after these were not read" and "on_bad_row=skip" in lines[-1]
+    with pytest.raises(DataError, match="600 of 650 rows cannot be trained on"):
         run([good, bad], options, cache=tmp_path)
-
-
-def test_many_bad_rows_without_a_good_one_end_the_reading(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(chat(USER, {**ANSWER, "content": "a<|im_end|>"}) + b"\n")
-    path.write_bytes(path.read_bytes() * 1500 + GOOD)
-    with pytest.raises(DataError, match=r"^1000 of 1000 rows cannot be trained on"):
-        run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path)

@@ -4,27 +4,22 @@ files.
 
 import gzip
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
-from source_files import answers, chats, words, write_sources
-from transformers import AutoTokenizer
+from source_files import chats, words, write_sources
 
 from trainer.cli.data import main
 from trainer.config import RowKeys
 from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
-from trainer.data.token_rows import vocabulary_digest
 from trainer.errors import DataError
-from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config
 from trainer.run.inputs import Inputs, prepare_inputs
 
@@ -80,51 +75,7 @@ def test_what_is_said_of_conversations_is_nothing_to_plain_text(
     )
     assert text.fingerprint == text_2.fingerprint
     assert "turns" not in plan_of(inputs_of(*words(files, texts(files))), caplog)
-    assert "; turns together; " in plan_of(plain, caplog)
-
-
-def test_the_plan_counts_turns_among_conversations_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ask, one = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    write_rows(
-        tmp_path / "rows.jsonl",
-        {"messages": [ask, one, ask, one]},
-        {"prompt": "a", "completion": "b"},
-    )
-    (tmp_path / "think.jinja").write_text(fixtures.QWEN3)
-    inputs = inputs_of(
-        *words(tmp_path, f"{tmp_path}/rows.jsonl"), f"data.chat_template={tmp_path}/think.jinja"
-    )
-    assert "; turns apart in 1 of 1 conversations, " in plan_of(inputs, caplog)
-
-
-def test_tokens_made_before_the_vocabulary_grew_are_taken(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    ids, digest = tokenizer.encode("hello there"), vocabulary_digest(tokenizer)
-    row = {"input_ids": ids, "labels": ids, "vocabulary_digest": digest}
-    new = f"model.new_tokens=['<|new|>','{tokenizer.eos_token}']"  # the second it has already
-    write_rows(files / "tokens.jsonl", row, row)
-    assert inputs_of(*words(files, f"{files}/tokens.jsonl"), new).train.sample(0)[0].tolist() == ids
-    write_rows(
-        files / "tokens.jsonl", {**row, "input_ids": [len(tokenizer)], "labels": [len(tokenizer)]}
-    )
-    assert main(["stats", *words(files, f"{files}/tokens.jsonl"), new]) == 65
-    assert f"bad tokens: 'input_ids' has {len(tokenizer)}, " in capsys.readouterr().err, (
-        "its maker had no such token"
-    )
-
-
-def test_a_source_of_tokens_needs_no_columns_of_the_others(files: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    row = {"input_ids": [5, 6], "labels": [5, 6], "vocabulary_digest": vocabulary_digest(tokenizer)}
-    write_rows(files / "tokens.jsonl", *[row] * 3)
-    tokens = f"{{files:{files}/tokens.jsonl,messages_key:messages}}"
-    for others in (["data.prompt_key=q", "data.response_key=a"], ["data.text_key=text"]):
-        inputs = inputs_of(*words(files, tokens, answers(files)), *others, "data.val_ratio=0")
-        assert inputs.train.shares[0].num_rows == 3
+    assert "; turns apart in 0 of " in plan_of(plain, caplog)
 
 
 def split(
@@ -155,9 +106,7 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
     assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(
         dataset.rows["num_loss_tokens"][-1]
     )
-    assert (
-        dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0 and not dataset.notes
-    )
+    assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0
     exact = split(tmp_path, {"text": LONG}, max_length=len(ids))
     assert len(exact) == 1
 
@@ -172,22 +121,6 @@ def test_only_text_is_split(tmp_path: Path) -> None:
         split(tmp_path, {"messages": [ask, answer]}, keys=keys)
     with pytest.raises(DataError, match="is for text_key alone"):
         split(tmp_path, {"prompt": "hi", "completion": LONG}, keys=keys)
-
-
-def test_a_preview_shows_validation_too_and_not_all_of_a_long_row(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_rows(files / "book.jsonl", {"text": LONG * 60})
-    given = [*words(files, f"{{files:{files}/book.jsonl,text_key:text}}"), "data.truncation=split"]
-    val = words(files, chats(files), answers(files), key="val_files")[:1]
-    assert main(["preview", "--samples", "1", *given, *val, "data.max_length=60"]) == 0
-    out = capsys.readouterr().out
-    assert f"{files}/chats.jsonl:1: validation, first of its source" in out
-    assert f"{files}/answers.jsonl:1: validation, first of its source" in out
-    assert (
-        re.search(r"book.jsonl:1: .*; sample 1 of \d+ of its row; 60 tokens", out)
-        and out.count("of the same row") <= 8
-    )
 
 
 def test_packing_a_file_changes_neither_its_name_nor_its_places(

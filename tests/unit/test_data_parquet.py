@@ -2,7 +2,6 @@
 blocks of any format.
 """
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 from prepared import to_conversation
 
 from trainer.config import RowKeys
-from trainer.data.conversation import Conversation, columns_of
-from trainer.data.readers import BLOCK_BYTES, iter_blocks, iter_rows
+from trainer.data.formats import Conversation, columns_of
+from trainer.data.readers import iter_rows
 from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
@@ -55,15 +54,11 @@ def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
     keys = RowKeys(prompt_key="q", response_key="a")
     results = list(read(path, keys))
     assert isinstance(results[0], Conversation)
-    assert [str(item).split(":")[0] for item in results[1:]] == ["bad UTF-8", "wrong content type"]
+    assert [str(item).split(":")[0] for item in results[1:]] == [
+        "unreadable value",
+        "unrecognised columns",
+    ]
     assert [row.line for row in iter_rows(path, columns_of(keys)) if row.problem is not None] == [2]
-
-
-def test_parquet_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    path.write_text("hello")
-    with pytest.raises(DataError, match=r"rows\.parquet' is not a readable parquet file"):
-        list(read(path))
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
@@ -106,24 +101,10 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     (bad,) = read(path, wrong)
     assert isinstance(bad, UnusableError)
     expected = (
-        "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' (data.prompt_key)"
+        "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' "
+        "(data.prompt_key), which is missing or null"
     )
     assert str(bad) == expected
-
-
-def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_path: Path) -> None:
-    drawn = random.Random(4)
-    rows = [
-        {"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]}
-        for _ in range(800)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", write_batch_size=10)
-    before = pa.total_allocated_bytes()
-    used = [
-        pa.total_allocated_bytes() - before
-        for _ in iter_blocks(tmp_path / "rows.parquet", columns_of(KEYS))
-    ]
-    assert len(used) > 25 and max(used) < 12 * BLOCK_BYTES, "of 32 MiB"
 
 
 def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path: Path) -> None:

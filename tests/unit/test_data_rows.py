@@ -8,10 +8,9 @@ import pytest
 from prepared import to_conversation
 
 from trainer.config import RowKeys
-from trainer.data.conversation import Conversation, columns_of
+from trainer.data.formats import Conversation, columns_of
 from trainer.data.readers import iter_rows as read_rows
 from trainer.data.rows import Row, UnusableError
-from trainer.errors import DataError
 
 KEYS = RowKeys()
 USER = {"role": "user", "content": "hi"}
@@ -46,42 +45,6 @@ def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -
     ]
 
 
-def test_json_array(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([GOOD, 3, GOOD]))
-    first, second, third = iter_rows(path)
-    assert (first.line, third.line) == (1, 3)
-    assert (
-        second.line == 2
-        and str(second.problem).startswith("not an object")
-        and first.problem is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            b'{"a": 1}\n{"a": 2}\n',
-            "Extra data in line 2 column 1; one object per line belongs into a .jsonl file",
-        ),
-        (b'[\n{"a": 1},\n{"a" 2}]', "Expecting ':' delimiter in line 3"),
-        (b'{"a": 1, "b": [2]}', "holds a dict: a .json file must be an array of objects"),
-        (
-            b'{"a": 1, "b": [{}]}',
-            "; those in 'b': python -c \"import json; json.dump(json.load(open('",
-        ),
-        (b'[\n"\xff"]', "is not UTF-8: invalid start byte in line 2"),
-    ],
-)
-def test_broken_json_file_is_named(tmp_path: Path, text: bytes, message: str) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(text)
-    with pytest.raises(DataError, match=r"rows\.json") as error:
-        list(iter_rows(path))
-    assert message in str(error.value)
-
-
 def test_prompt_and_response_keys_nested() -> None:
     keys = RowKeys(prompt_key="extra.question", response_key="extra.answer")
     assert messages_of({"extra": {"question": "hi", "answer": "hello"}}, keys) == GOOD["messages"]
@@ -94,7 +57,8 @@ def test_prompt_and_response_keys_nested() -> None:
     assert isinstance(bad, UnusableError)
     assert (
         str(bad)
-        == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
+        == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key), "
+        "which is missing or null"
     )
 
 
@@ -155,12 +119,6 @@ def test_messages_may_be_json_text() -> None:
     assert messages_of({"messages": json.dumps(GOOD["messages"])}) == GOOD["messages"]
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     assert messages_of({"conversations": json.dumps(turns)}) == GOOD["messages"]
-
-
-@pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools(tools: object) -> None:
-    conversation = convert({**GOOD, "tools": tools})
-    assert isinstance(conversation, Conversation) and conversation.tools is None
 
 
 def test_sharegpt() -> None:

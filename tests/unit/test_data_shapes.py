@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
-from trainer.data.preview import preview
-from trainer.data.rows import Row, Seen, UnusableError, excerpt
-from trainer.data.shapes import RowParser
-from trainer.data.token_rows import vocabulary_digest
+from trainer.data.formats import RowParser, vocabulary_digest
+from trainer.data.rows import Row, Seen, UnusableError
+from trainer.data.show import preview
 
 TEXT = RowKeys(text_key="text")
 TOKENIZER = fixtures.make_tokenizer(None)
@@ -180,7 +179,7 @@ def test_a_row_that_is_nested_deeply_is_a_bad_one() -> None:
     for _ in range(2000):
         deep = {"b": deep}
     item = RowParser(RowKeys(), TOKENIZER).parse(Row(Path("a"), 1, {"text": deep}))
-    assert str(item).startswith("nested too deeply: ") and excerpt(deep) == str(item)
+    assert str(item).startswith("nested too deeply: ")
 
 
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]
@@ -213,11 +212,11 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
         {"loss_mask": [1] * len(IDS), "labels": HIDDEN, **TOLD},
         "bad tokens: .* supervise different tokens",
     ),
-    (TOLD, "bad tokens: beside 'input_ids' stands neither 'loss_mask' nor 'labels'"),
+    (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
     (
         {"input_ids": [9**9], "labels": [-100], **TOLD},
-        "bad tokens: 'input_ids' has 387420489, the tokenizer has 0 to",
+        "bad tokens: 'input_ids' has 387420489 at position 1, known are 0 to",
     ),
     (
         {"input_ids": [9**30], "labels": [-100], **TOLD},
@@ -225,7 +224,7 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"input_ids": [9**15], "labels": [-100], **TOLD},
-        "bad tokens: 'input_ids' has integers of more than 31 bits",
+        "bad tokens: 'input_ids' has integers of more than 32 bits",
     ),
     (
         {"input_ids": [[1], [2, 3]], "labels": [1], **TOLD},

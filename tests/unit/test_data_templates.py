@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config import ConfigError
 from trainer.data.chat import ChatEncoder
-from trainer.data.conversation import Conversation
-from trainer.data.preview import preview
+from trainer.data.formats import Conversation
 from trainer.data.rows import UnusableError
+from trainer.data.show import preview
 from trainer.run.compose import load_config
 from trainer.run.inputs import prepare_data, source_at
-from trainer.run.preflight import TEMPLATE_NAMES, find_files, read_chat_template
+from trainer.run.preflight import find_files, read_chat_template
 
 USER, AGAIN = {"role": "user", "content": "How warm?"}, {"role": "user", "content": "And now?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -72,24 +72,6 @@ def test_a_template_of_ours_trains_each_answer_and_its_end(name: str, end: str) 
         ]
 
 
-@pytest.mark.parametrize("name", TEMPLATE_NAMES)
-def test_what_is_trained_stands_behind_what_a_server_renders(name: str) -> None:
-    tokenizer = fixtures.make_tokenizer(ours(name), eos_token="</s>")
-    chat, tools = (
-        ([USER, HI, AGAIN, BYE], None)
-        if name == "plain"
-        else ([USER, calls("Oslo"), RESULT, HI], [TOOL])
-    )
-    whole = str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False))
-    for index in (1, 3):
-        prompt = str(
-            tokenizer.apply_chat_template(
-                chat[:index], tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        )
-        assert whole.startswith(prompt)
-
-
 def test_tools_are_offered_called_and_answered() -> None:
     chat = (SYSTEM, USER, calls("Oslo", "Rome", content="Let me see."), RESULT, HI)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
@@ -141,12 +123,6 @@ def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token() -> No
     assert trained(GLM, USER, thought, AGAIN, BYE, added=GLM_ROLES) == [first, bye], (
         "each behind its serving prompt"
     )
-
-
-def test_no_other_template_is_taken_for_one_of_these() -> None:
-    open_end = fixtures.CHATML.replace("'<|im_end|>\n'", "'\n'")
-    (refusal,) = trained(open_end, USER, HI, AGAIN, BYE)
-    assert "does not end with a special token" in refusal
 
 
 DEEPSEEK_NAMES = ("User", "Assistant", "calls_begin", "call_begin", "sep", "call_end", "calls_end")

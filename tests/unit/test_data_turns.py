@@ -18,12 +18,13 @@ from prepared import run, to_conversation, write_rows
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import Conversation
-from trainer.data.preview import preview
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.chat import ChatEncoder
+from trainer.data.formats import Conversation
+from trainer.data.prepare import PrepareOptions
 from trainer.data.rows import Row, UnusableError
 from trainer.data.samples import Samples
+from trainer.data.show import preview
+from trainer.data.tokens import Encoded
 from trainer.errors import DataError
 
 NUM_CONVERSATIONS = 25

@@ -4,8 +4,6 @@ import errno
 import itertools
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -215,13 +212,6 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int
         }
 
 
-def test_a_finished_run_has_no_step_left() -> None:
-    done = loader()
-    assert len(list(done)) == TWO_EPOCHS
-    again = loader(start=done.position)
-    assert again.step == TWO_EPOCHS and list(again) == []
-
-
 @pytest.mark.covers("S3.11")
 @pytest.mark.parametrize("num_samples", [1, 2, 7])
 @pytest.mark.parametrize("world_size", range(1, 6))
@@ -235,11 +225,6 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
         assert len({step.num_loss_tokens for step in steps}) == 1
     assert sum(step.num_samples for step in ranks[0]) == num_samples
     assert sum(step.num_loss_tokens for step in ranks[0]) == samples.num_loss_tokens.sum()
-
-
-def test_validation_can_be_walked_again() -> None:
-    batches = ValidationBatches(ToySamples(5), plan_of(0, 1), batch_size=2)
-    assert sample_ids(list(batches)) == sample_ids(list(batches)) == list(range(5))
 
 
 @pytest.mark.timeout(20)
@@ -335,33 +320,6 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     )
     batch.to(torch.device(device))
     assert moved == [{"non_blocking": True}] * 6
-
-
-_KILLED = """
-import multiprocessing, sys, time
-from trainer.data.loader import _prepare_worker
-
-def work():
-    _prepare_worker(0)
-    print(multiprocessing.current_process().pid, flush=True)
-    time.sleep(600)  # as one that waits for room in its pipe
-
-multiprocessing.get_context("fork").Process(target=work).start()
-time.sleep(600)
-"""
-
-
-def test_a_worker_ends_with_the_process_that_is_killed() -> None:
-    """Whatever it waits for: one that was writing a large batch stayed for good."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        worker = psutil.Process(int(process.stdout.readline()))
-        assert worker.is_running()
-        process.kill()
-        gone, left = psutil.wait_procs([worker], timeout=30)
-    assert gone and not left
 
 
 def test_a_checkpoint_of_another_position_is_not_taken_over() -> None:

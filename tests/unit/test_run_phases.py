@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
 from trainer.config import ConfigError
-from trainer.data import row_processes
+from trainer.data import prepare
 from trainer.data.order import Share
 from trainer.model import source
 from trainer.run import main as run
@@ -127,9 +127,9 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
 def test_a_killed_process_that_prepared_data_is_told_without_a_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(row_processes, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(prepare, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError) as found:
-        list(row_processes._in_processes(None, iter([(0, None)]), 1, lambda: None))  # type: ignore[arg-type, list-item]
+        list(prepare._in_processes(None, iter([(0, None)]), 1))  # type: ignore[arg-type, list-item]
     code, message = explain(found.value, StopRequest())
     assert code == 1 and message.startswith("one of 1 processes that prepare data was killed")
     assert message.endswith("continue with the same command")

@@ -1,4 +1,4 @@
-"""What a run is about to train, in the words of its log."""
+"""What a run is about to train, for its log and as metrics."""
 
 import logging
 
@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch_plan import Schedule, split_batch
 from trainer.data.loader import RankPlan
-from trainer.data.preview import preview
-from trainer.data.samples import Samples
-from trainer.data.turns import AUTO
+from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS
+from trainer.data.samples import Samples, TokenDataset
+from trainer.data.show import preview
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,9 @@ def announce(
     lr: str,
     device: str,
 ) -> None:
-    """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
+    """Log the plan in one line, what was left out or cut, and the next sample as the model sees
+    it.
+    """
     rows = schedule.rows(schedule.start.step + 1)
     first = train.of_rows(rows)
     lengths, _ = train.counts(first)
@@ -36,8 +38,9 @@ def announce(
         window_costs=plan.window_costs,
     )
     num_rows = train.total("num_rows")
-    tokens = sum(source.num_tokens for source in train.sources)
-    supervised = sum(source.num_loss_tokens for source in train.sources)
+    tokens, supervised = map(
+        sum, zip(*(source.num_tokens for source in train.sources), strict=True)
+    )
     logger.info(
         f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} "
         f"micro-batches; {total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} "
@@ -46,72 +49,80 @@ def announce(
         f"{train.total('num_bad_rows')} bad; {_turns(train)}{len(validation) if validation else 0} "
         f"validation samples; {lr}"
     )
-    if len(train.sources) > 1 or schedule.num_samples != sum(
-        share.num_rows for share in train.shares
-    ):
+    if len(train.sources) > 1 or train.sources[0].repeat != 1:
         for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-            share, num_tokens = source.share, source.num_tokens
-            part = source.num_loss_tokens / num_tokens if num_tokens else 0.0
+            num_rows, (num_tokens, num_labels) = source.share.num_rows, source.num_tokens
             logger.info(
-                f"source {source.name}: {share.num_rows} rows, {num_tokens} tokens, {part:.1%} "
-                f"supervised; repeat {share.repeat:g}: {share.num_samples} rows an epoch, each "
-                f"{times:.3g} times in the run"
+                f"source {source.name}: {num_rows} rows, {num_tokens} tokens, "
+                f"{num_labels / max(1, num_tokens):.1%} supervised; each row {times:.3g} times in "
+                f"the run (repeat {source.repeat:g})"
             )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
-        shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
-        ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dataset.summary.end_token_ids)))
-        unread = ", ".join(
-            f"'{name}' {count}" for name, count in dataset.summary.unread_columns.items()
-        )
-        text = f"; nothing reads these columns: {unread}" if unread else ""
-        logger.info(
-            "rows taken for: %s; what is trained ends with %s%s", "; ".join(shapes), ends, text
-        )
-        for note in dataset.notes:
-            logger.warning("%s", note)
+        _log_rows(dataset, tokenizer)
     sample = int(first[0])
     text = preview(*train.sample(sample), tokenizer)
     logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
 
 
-def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
-    """The same as metrics, where there are several sources."""
-    facts: dict[str, float] = {}
-    if len(train.sources) > 1:
-        for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-            tokens = source.num_tokens
-            facts[f"data/rows_by/{source.name}"] = source.share.num_rows
-            facts[f"data/tokens_by/{source.name}"] = tokens
-            facts[f"data/valid_token_frac_by/{source.name}"] = source.num_loss_tokens / max(
-                1, tokens
-            )
-            facts[f"data/repeat_by/{source.name}"] = source.share.num_samples / max(
-                1, source.share.num_rows
-            )
-            facts[f"data/times_by/{source.name}"] = times
-    return facts
+def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log what the rows of a dataset were taken for, and warn of what was left out or cut."""
+    summary = dataset.summary
+    formats = "; ".join(f"{count} of {name}" for name, count in summary.rows_by_shape.items())
+    ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(summary.end_token_ids)))
+    text = f"; nothing reads these columns: {counted(summary.unread_columns)}"
+    logger.info(
+        "rows taken for: %s; what is trained ends with %s%s",
+        formats,
+        ends,
+        text if summary.unread_columns else "",
+    )
+    if summary.num_bad_rows:
+        logger.warning(
+            "left out %d bad rows (%s), listed in %s",
+            summary.num_bad_rows,
+            counted(summary.bad_rows_by_kind),
+            dataset.directory / BAD_ROWS,
+        )
+    if summary.num_dropped or summary.num_truncated:
+        logger.warning(
+            "over-long rows: %d dropped, %d cut by %d tokens, listed in %s",
+            summary.num_dropped,
+            summary.num_truncated,
+            summary.num_cut_tokens,
+            dataset.directory / OVER_LONG_ROWS,
+        )
+    if summary.unread_keys:
+        logger.warning("nothing reads these keys of messages: %s", counted(summary.unread_keys))
+
+
+def counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"'{name}' {count}" for name, count in counts.items())
 
 
 def _turns(train: Samples) -> str:
-    """What became of the turns of conversations, and why."""
+    """Return what became of the turns of conversations."""
     num_conversations, num_apart = train.total("num_conversations"), train.total("num_apart")
     if not num_conversations:
         return ""
-    asked = next(
-        source.dataset.summary.turns
-        for source in train.sources
-        if source.dataset.summary.num_conversations
-    )
-    if asked != AUTO:
-        words = f"turns {asked} (data.turns); "
-    elif num_apart:
-        words = f"turns apart in {num_apart} of {num_conversations} conversations, "
-        words += "whose whole rendering shows a turn otherwise than inference does; "
-    else:
-        words = "turns together; "
+    words = f"turns apart in {num_apart} of {num_conversations} conversations (data.turns); "
     if num_turns := train.total("num_unlike_prompt"):
         words += f"{num_turns} turns are not rendered as their generation prompt begins; "
     if num_turns := train.total("num_without_reasoning"):
         words += f"the template leaves out the reasoning of {num_turns} assistant turns; "
     return words
+
+
+def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
+    """Return metrics of each source, where there are several."""
+    facts: dict[str, float] = {}
+    if len(train.sources) == 1:
+        return facts
+    for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
+        share, (num_tokens, num_labels) = source.share, source.num_tokens
+        facts[f"data/rows_by/{source.name}"] = share.num_rows
+        facts[f"data/tokens_by/{source.name}"] = num_tokens
+        facts[f"data/valid_token_frac_by/{source.name}"] = num_labels / max(1, num_tokens)
+        facts[f"data/repeat_by/{source.name}"] = share.num_samples / max(1, share.num_rows)
+        facts[f"data/times_by/{source.name}"] = times
+    return facts

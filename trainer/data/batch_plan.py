@@ -115,7 +115,8 @@ def split_batch(
     - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window. Raises `ConfigError`
       when one sample exceeds `limits.max_tokens`.
     """
-    if limits.max_tokens is not None and lengths.size and lengths.max() > limits.max_tokens:
+    max_tokens, max_samples = limits.max_tokens or math.inf, limits.max_samples or math.inf
+    if lengths.size and lengths.max() > max_tokens:
         raise ConfigError(
             f"a sample of {int(lengths.max())} tokens exceeds "
             f"data.max_token_len_per_gpu={limits.max_tokens}; raise it, or lower data.max_length"
@@ -125,52 +126,39 @@ def split_batch(
     for window, cost in window_costs.items():
         beyond = np.maximum(lengths - window, 0).astype(np.float64)
         costs += cost * (squares - beyond**2)
-    num_bins = _fewest_bins(lengths, limits)
+    num_bins = max(math.ceil(lengths.sum() / max_tokens), math.ceil(len(lengths) / max_samples), 1)
     num_bins = math.ceil(num_bins / num_data_ranks) * num_data_ranks
-    while (bins := _fill(lengths, costs, num_bins, limits)) is None:
+    while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
         num_bins += num_data_ranks
     return _deal(bins, costs, num_data_ranks)
 
 
-def _fewest_bins(lengths: np.ndarray, limits: Limits) -> int:
-    by_tokens = math.ceil(lengths.sum() / limits.max_tokens) if limits.max_tokens else 1
-    by_samples = math.ceil(len(lengths) / limits.max_samples) if limits.max_samples else 1
-    return max(by_tokens, by_samples, 1)
-
-
 def _fill(
-    lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits
+    lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: float, max_samples: float
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None when some sample finds none."""
+    """Put samples, longest first, into the cheapest bin with room; None when one finds none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    tokens = np.zeros(num_bins)
-    load = np.zeros(num_bins)
+    tokens, counts, load = np.zeros((3, num_bins))
     for index in np.argsort(-lengths, kind="stable"):
-        fits = np.ones(num_bins, dtype=bool)
-        if limits.max_tokens is not None:
-            fits &= tokens + lengths[index] <= limits.max_tokens
-        if limits.max_samples is not None:
-            fits &= np.array([len(members) < limits.max_samples for members in bins])
+        fits = (tokens + lengths[index] <= max_tokens) & (counts < max_samples)
         if not fits.any():
             return None
         target = int(np.argmin(np.where(fits, load, np.inf)))
         bins[target].append(int(index))
         tokens[target] += lengths[index]
+        counts[target] += 1
         load[target] += costs[index]
     return [sorted(members) for members in bins]
 
 
 def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
-    """Costliest bin first to the least loaded rank that still has a free slot; every rank gets
-    the same number.
-    """
-    load = [float(costs[members].sum()) if members else 0.0 for members in bins]
-    per_rank = len(bins) // num_data_ranks
+    """Deal bins, costliest first, to the least loaded rank; every rank gets the same number."""
+    load = [float(costs[members].sum()) for members in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
     totals = [0.0] * num_data_ranks
     for index in sorted(range(len(bins)), key=lambda i: (-load[i], i)):
-        open_ranks = [rank for rank in range(num_data_ranks) if len(ranks[rank]) < per_rank]
-        target = min(open_ranks, key=lambda rank: (totals[rank], rank))
+        has_room = [len(rank) < len(bins) // num_data_ranks for rank in ranks]
+        target = int(np.argmin(np.where(has_room, totals, np.inf)))
         ranks[target].append(bins[index])
         totals[target] += load[index]
     return ranks
@@ -199,12 +187,10 @@ def deal_facts(
     """How a global batch was packed and dealt (`dealt`: for each data rank micro-batches of
     indices), as metrics.
     """
-    num_tokens, tokens_by_rank = (
-        int(lengths.sum()),
-        [sum(int(lengths[m].sum()) for m in rank if m) for rank in dealt],
-    )
-    num_empty = sum(not members for rank in dealt for members in rank)
-    num_full = sum(bool(members) for rank in dealt for members in rank)
+    num_tokens = int(lengths.sum())
+    tokens_by_rank = [sum(int(lengths[index]) for part in rank for index in part) for rank in dealt]
+    num_full = sum(bool(part) for rank in dealt for part in rank)
+    num_empty = sum(map(len, dealt)) - num_full
     facts = {
         "data/valid_token_frac": int(num_loss_tokens.sum()) / num_tokens,
         "data/pad_frac": num_empty / (num_tokens + num_empty),

@@ -1,11 +1,10 @@
-"""The files that a path, glob, address of the Hub or list of these names.
+"""The data files that a path, a glob, an address of the Hub or a list of these names.
 
 It imports neither torch nor pyarrow, so that a wrong path fails before anything slow starts.
 """
 
 import fnmatch
 import glob
-import itertools
 import logging
 import re
 import shlex
@@ -15,36 +14,35 @@ from pathlib import Path
 from trainer.data.rows import SUFFIXES
 from trainer.errors import DataError
 
-_OURS = {suffix: suffix for suffix in (".jsonl", ".json", ".parquet")}  # in capitals
-_OURS |= {".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".pq": ".parquet"}
+logger = logging.getLogger(__name__)
+
 _TABLE = (
     'convert it: python -c "from pyarrow import csv, parquet; '
     "parquet.write_table(csv.read_csv('{path}'%s), '{path}.parquet')\""
 )
 FIXES = {
-    **{other: f"rename it: mv '{{path}}' '{{stem}}{suffix}'" for other, suffix in _OURS.items()},
     ".csv": _TABLE % "",
     ".tsv": _TABLE % ", parse_options=csv.ParseOptions(delimiter='\\t')",
     ".txt": "make a row of each line, to be read with data.text_key=text: python -c "
     "\"import json; open('{path}.jsonl', 'w').writelines("
     "json.dumps({{'text': line.strip()}}) + '\\n' for line in open('{path}') if line.strip())\"",
+    ".arrow": "save the dataset with its to_parquet or to_json",
+    ".ndjson": "rename it: mv '{path}' '{path}.jsonl'",
+    ".pq": "rename it: mv '{path}' '{path}.parquet'",
     ".gz": "unpack it: gunzip '{path}'",
-    ".zst": "unpack it: unzstd '{path}'",
     ".bz2": "unpack it: bunzip2 '{path}'",
     ".xz": "unpack it: unxz '{path}'",
-    ".arrow": 'make one file of those beside it: python -c "import glob, pyarrow as pa, '
-    "pyarrow.parquet as pq; "
-    "pq.write_table(pa.concat_tables(pa.ipc.open_stream(pa.memory_map(part)).read_all() "
-    "for part in sorted(glob.glob('{folder}/*.arrow'))), '{folder}.parquet')\"",
 }
-"""By the suffix in small letters. What datasets saves with `save_to_disk` is `.arrow`."""
-NUM_LOOKED_AT = 1000  # files in a directory
+"""What to do with a file of an unsupported format, by suffix."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+ADDRESS = re.compile(r"hf://(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?:(?P<split>.+)")
+SHARD = re.compile(r"(.+)-\d+-of-(\d+)\b.*")
+TIMEOUT_S = 10.0
+NUM_NAMED = 20
 
 
 def resolve_files(spec: str | list[str]) -> list[Path]:
-    """The files a path, glob, address of the Hub or list of these names, in that order; matches are
-    sorted.
+    """Return the files of each path, glob or address of the Hub in turn; matches are sorted.
 
     Raises `DataError` for an empty match, a missing file, anything but a regular file, or an
     unsupported suffix.
@@ -59,18 +57,14 @@ def _resolve_one(entry: str) -> list[Path]:
     if entry.startswith("hf://"):
         return dataset_files(entry)
     path = Path(entry).expanduser()
-    if entry and path.exists():
-        paths = [path]
-    elif entry and glob.has_magic(entry):
+    paths = [path] if entry and path.exists() else []
+    if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    else:
-        paths = []
     if not paths:
-        what = "no file matches" if glob.has_magic(entry) else "no such file:"
         fix = "give an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
             fix += f"; a dataset of the Hub is written hf://{entry}:train"
-        raise DataError(f"{what} '{entry}' (current directory: {Path.cwd()}); {fix}")
+        raise DataError(f"no file matches '{entry}' (current directory: {Path.cwd()}); {fix}")
     for found in paths:
         _check_file(found)
     return paths
@@ -82,50 +76,26 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
     if stat.S_ISDIR(mode):
-        raise DataError(f"'{path}' is a directory: {_inside(path)}")
+        suffix = next((one for one in SUFFIXES if any(path.glob(f"*{one}"))), ".jsonl")
+        raise DataError(f"'{path}' is a directory: name its files, such as '{path}/*{suffix}'")
     if not stat.S_ISREG(mode):
         raise DataError(
             f"'{path}' is a pipe, a socket or a device; data is read more than once: write it to a "
             f"file"
         )
     if not path.name.endswith(SUFFIXES):
-        fix = _fix(path)
-        supported = f"supported are {', '.join(SUFFIXES)}"
+        fix = FIXES.get(path.suffix.lower(), "").format(path=path)
         raise DataError(
-            f"'{path}' has an unsupported format '{path.suffix}': {supported}{fix and '; ' + fix}"
+            f"'{path}' has an unsupported format '{path.suffix}': supported are "
+            f"{', '.join(SUFFIXES)}{fix and '; ' + fix}"
         )
 
 
-def _fix(path: Path) -> str:
-    return FIXES.get(path.suffix.lower(), "").format(
-        path=path, stem=path.with_suffix(""), folder=path.parent
-    )
-
-
-def _inside(directory: Path) -> str:
-    """How the first data files in a directory, or in one of its own, are named."""
-    files = [
-        *itertools.islice(
-            itertools.chain(directory.glob("*"), directory.glob("*/*")), NUM_LOOKED_AT
-        )
-    ]
-    for suffix in (".arrow", *SUFFIXES):  # beside .arrow stand .json files that hold no rows
-        if file := next((file for file in sorted(files) if file.name.endswith(suffix)), None):
-            return (
-                _fix(file) if suffix == ".arrow" else f"name its files: '{file.parent}/*{suffix}'"
-            )
-    return f"name its files, for example '{directory}/*.jsonl'"
-
-
-logger = logging.getLogger(__name__)
-TIMEOUT_S = 10.0
-ADDRESS = re.compile(r"hf://(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?:(?P<split>.+)")
-SHARD = re.compile(r"(.+)-\d+-of-(\d+)\b.*")
-NUM_NAMED = 20
+# The Hub
 
 
 def dataset_files(address: str) -> list[Path]:
-    """The files of a split, in order: those in the Hub's cache if they are whole there, else
+    """Return the files of a split, in order: from the Hub's cache if they are whole there, else
     downloaded.
 
     A branch, or no revision, means the commit that the cache has: it stays the same from start to
@@ -136,123 +106,85 @@ def dataset_files(address: str) -> list[Path]:
             f"'{address}' is no address: write hf://org/name:split or hf://org/name@revision:split"
         )
     name, revision, split = found.groups()
-    root, files = _cached(name, revision, split)
-    shards = [shard.groups() for file in files if (shard := SHARD.fullmatch(file.name))]
-    if root is None or not files or any(shards.count(shard) != int(shard[1]) for shard in shards):
-        try:
-            root, choice = _download(name, revision, split)
-        except Exception as error:  # the Hub client raises many kinds
-            raise _not_had(address, name, revision, split, error) from error
-        if not (files := _files(root, split)):
-            raise DataError(f"'{address}': there is no such split; {choice}")
-    if len(subsets := {file.parent for file in files}) > 1:
-        own = (folder if folder.name == split else folder / split for folder in subsets)
-        named = ", ".join(sorted(folder.relative_to(root).as_posix() for folder in own))
+    files = _cached(name, revision, split)
+    shards = [shard.groups() for _, file in files if (shard := SHARD.fullmatch(Path(file).name))]
+    if not files or any(shards.count(shard) != int(shard[1]) for shard in shards):
+        files = _downloaded(address, name, revision, split)
+    root = files[0][0]
+    if len(folders := {Path(file).parent for _, file in files}) > 1:
+        subsets = (folder if folder.name == split else folder / split for folder in folders)
+        named = ", ".join(sorted(subset.as_posix() for subset in subsets))
         raise DataError(
             f"'{address}': several subsets have this split, name one in its place: {named}"
         )
     if revision != root.name:
-        logger.info(
-            "%s is revision %s; hf://%s@%s:%s keeps to it anywhere",
-            address,
-            root.name,
-            name,
-            root.name,
-            split,
-        )
-    return files
+        pinned = f"hf://{name}@{root.name}:{split}"
+        logger.info("%s is revision %s; %s keeps to it anywhere", address, root.name, pinned)
+    return [root / file for _, file in files]
 
 
 def _patterns(split: str) -> list[str]:
-    """Of the names that files of a split have; a split that is the name of data files stands
-    for itself.
-    """
+    """Return patterns of the files of a split, which may be the name of data files itself."""
     if split.endswith(SUFFIXES):
         return [split]
     own = (f"{split}.parquet", f"{split}-[0-9]*.parquet", f"{split}/*.parquet")
     return [pattern for name in own for pattern in (name, f"*/{name}")]
 
 
-def _files(root: Path, split: str) -> list[Path]:
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-    return [
-        root / name
-        for name in names
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(split))
-    ]
-
-
-def _cached(name: str, revision: str | None, split: str) -> tuple[Path | None, list[Path]]:
-    """(The directory of a commit, the split's files that the cache has of it)."""
+def _cached(name: str, revision: str | None, split: str) -> list[tuple[Path, str]]:
+    """Return (the directory of a commit, name in it) of the split's files that the cache has."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    own = _patterns(split)  # without them the client misses the files that nobody asked for
+    patterns = _patterns(split)
     try:
-        root = Path(
-            snapshot_download(
-                name,
-                repo_type="dataset",
-                revision=revision,
-                allow_patterns=own,
-                local_files_only=True,
-            )
+        # with patterns, the client does not miss the files that nobody asked for
+        directory = snapshot_download(
+            name,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=patterns,
+            local_files_only=True,
         )
     except (LocalEntryNotFoundError, HFValidationError):
-        return None, []
-    return root, _files(root, split)
+        return []
+    root = Path(directory)
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return [
+        (root, file)
+        for file in names
+        if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    ]
 
 
-def _download(name: str, revision: str | None, split: str) -> tuple[Path, str]:
-    """(The directory of the commit with the split's files, what else could be named)."""
-    from huggingface_hub import HfApi, snapshot_download
+def _downloaded(
+    address: str, name: str, revision: str | None, split: str
+) -> list[tuple[Path, str]]:
+    from huggingface_hub import HfApi, constants, snapshot_download
 
-    # one short question: without a network the download would try for half a minute
-    found = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
-    root = snapshot_download(
-        name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split)
-    )
-    names = [file.rfilename for file in (found.siblings or []) if file.rfilename.endswith(SUFFIXES)]
-    choice = f"it has no parquet files; the Hub's own may be there: hf://{name}@refs/convert/parquet:default/train"
-    return (
-        Path(root),
-        f"its data files, which can be named too: {', '.join(names[:NUM_NAMED])}"
-        if names
-        else choice,
-    )
-
-
-def _not_had(
-    address: str, name: str, revision: str | None, split: str, error: Exception
-) -> DataError:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    page = f"{constants.ENDPOINT}/datasets/{name}"
-    if isinstance(error, RevisionNotFoundError):
-        return DataError(
-            f"'{address}': there is no revision '{revision}'; its branches, tags and commits: "
-            f"{page}"
+    try:
+        # one short question: without a network the download would try for half a minute
+        info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
+        snapshot_download(
+            name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split)
         )
-    if isinstance(error, GatedRepoError):
-        return DataError(
-            f"'{address}': accept its conditions on {page}, then log in: hf auth login"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return DataError(
-            f"'{address}': there is no dataset {page}; if it is private, log in: hf auth login"
-        )
-    reason = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
-    words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
-    command = shlex.join([*words, *(["--revision", revision] if revision else [])])
-    return DataError(
-        f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not be "
-        f"had from the Hub ({reason}); where there is a network, run: {command} — and copy that "
-        f"cache here"
+    except Exception as error:  # the Hub client raises many kinds
+        lines = filter(None, map(str.strip, str(error).splitlines()))
+        reason = next(lines, type(error).__name__)
+        words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
+        command = shlex.join([*words, *(["--revision", revision] if revision else [])])
+        page = f"{constants.ENDPOINT}/datasets/{name}"
+        raise DataError(
+            f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not "
+            f"be downloaded: {reason}\n"
+            f"Fix: if {page} exists, accept its conditions there and log in with `hf auth login`; "
+            f"without a network, run `{command}` elsewhere and copy that cache here"
+        ) from error
+    if files := _cached(name, revision, split):
+        return files
+    others = [file.rfilename for file in info.siblings or () if file.rfilename.endswith(SUFFIXES)]
+    raise DataError(
+        f"'{address}': there is no such split; data files that can be named in its place: "
+        f"{', '.join(others[:NUM_NAMED]) or 'none'}; the Hub's own parquet files may be there: "
+        f"hf://{name}@refs/convert/parquet:default/train"
     )

@@ -1,7 +1,7 @@
 """Rows of data files, good and bad."""
 
 import copy
-import json
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,8 +61,8 @@ class Seen:
         self.counts.update(other.counts)
         self.rows_by_shape.update(other.rows_by_shape)
         self.unread_keys.update(other.unread_keys)
-        self.add_columns(other.unread_columns)
         self.end_token_ids.update(other.end_token_ids)
+        self.add_columns(other.unread_columns)
 
     def add_columns(self, unread: Mapping[str, int]) -> None:
         for name, count in unread.items():
@@ -83,23 +83,11 @@ def location(file: Path, line: int) -> str:
     return f"{file}: {unit} {line}" if unit else f"{file}:{line}"
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = 10
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
 def excerpt(value: Any) -> str:
-    """The first characters of a row on one line, for messages."""
-    if isinstance(value, bytes):
-        text = value[: 2 * EXCERPT_CHARS].decode("utf-8", errors="replace")
-    else:
-        try:
-            text = (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, ensure_ascii=False, default=str)
-            )
-        except RecursionError:
-            text = TOO_DEEP
-    # Lone surrogates can be read from JSON but not written to a file.
-    text = (
-        " ".join(text[: 2 * EXCERPT_CHARS].split())
-        .encode("utf-8", errors="replace")
-        .decode("utf-8")
-    )
-    return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "…"
+    """Return the beginning of a row, for messages."""
+    return _SHORT.repr(value)[:EXCERPT_CHARS]

@@ -1,6 +1,4 @@
-"""A tokenizer's chat template: rendered, and asked once by probe conversations how it wants and
-writes things.
-"""
+"""A tokenizer's chat template: rendered, and probed once with short conversations."""
 
 import json
 import re
@@ -12,15 +10,13 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trainer.data.conversation import Message
+from trainer.data.formats import Message
 from trainer.data.rows import UnusableError
-from trainer.data.tokens import Span, require_unicode
+from trainer.data.tokens import Span, any_of, require_unicode
 from trainer.errors import DataError
 
 SEQUENCE_BOUNDS = ("<s>", "</s>")
-"""A beginning and an end, whatever the tokenizer's own are; unlike <think> and </think> no pair
-around a part.
-"""
+"""A beginning and an end, not a pair of tags around a part such as <think> and </think>."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
 ARGUMENTS = {"city": "Paris"}
@@ -31,21 +27,39 @@ PLAIN = [
     {"role": "user", "content": "And now?"},
     {"role": "assistant", "content": "Bye."},
 ]
+CALL = {
+    "id": "call00001",  # some templates insist on ids of nine characters
+    "type": "function",
+    "function": {"name": "weather", "arguments": ARGUMENTS},
+}
+TOOL: list[Message] = [
+    {"role": "user", "content": "The weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "Sunny."},
+    {"role": "assistant", "content": "It is sunny."},
+]
 
 
-def _tool_probe() -> list[Message]:
-    """A call, its result and an answer; some templates insist on ids of nine characters."""
-    call = {
-        "id": "call00001",
-        "type": "function",
-        "function": {"name": "weather", "arguments": ARGUMENTS},
-    }
-    return [
-        {"role": "user", "content": "The weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "Sunny."},
-        {"role": "assistant", "content": "It is sunny."},
-    ]
+class TokenTexts:
+    """Texts of added tokens, looked up in renderings."""
+
+    def __init__(self, texts: set[str]) -> None:
+        own = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
+        self._longest_first = tuple(sorted(own, key=len, reverse=True))
+        self._anywhere = any_of(own)
+
+    def last_in(self, text: str) -> str | None:
+        if not text.endswith(self._longest_first):
+            return None
+        return next(token for token in self._longest_first if text.endswith(token))
+
+    def first_in(self, text: str, position: int) -> str | None:
+        if not text.startswith(self._longest_first, position):
+            return None
+        return next(token for token in self._longest_first if text.startswith(token, position))
+
+    def positions(self, text: str) -> list[int]:
+        return [match.start() for match in self._anywhere.finditer(text)]
 
 
 class ChatTemplate:
@@ -58,16 +72,19 @@ class ChatTemplate:
         self.has_generation_tags = GENERATION_TAG.search(source) is not None
         self.words = frozenset(re.findall(r"\w+", source))
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
-        self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self._ends = {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
+        tokens = tokenizer.added_tokens_decoder.values()
+        self._added = {token.content for token in tokens}
+        self.added = TokenTexts(self._added)
+        self.special = TokenTexts({token.content for token in tokens if token.special})
         self._end = str(tokenizer.eos_token or "")
+        self._bounds = {self._end, str(tokenizer.bos_token or "")} - {""}
 
     def render(
         self, messages: list[Message], tools: Tools, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, and the characters that generation tags enclose; none of a `prompt`, which ends
-        where the assistant begins. Raises `UnusableError`, and `DataError` for a template that is
-        none.
+        """Return the text, and the characters that generation tags enclose. A `prompt` ends where
+        the assistant begins, and has none. Raises `UnusableError`, and `DataError` for a broken
+        template.
         """
         has_spans = self.has_generation_tags and not prompt
         try:
@@ -100,42 +117,40 @@ class ChatTemplate:
 
     @cached_property
     def with_arguments(self) -> Callable[[Message], Message]:
-        """How messages are handed over: tool arguments as objects, or as JSON text to a template
-        that needs text.
+        """Convert a message for this template: tool arguments as objects or as JSON text.
 
-        Servers hand templates objects, and a template would quote JSON text a second time. One that
-        refuses objects, or prints them as Python does, was written for text. And one that writes no
-        calls beside an empty text, as DeepSeek-V3's first did, gets none.
+        Servers hand templates objects, and a template would quote JSON text a second time. A
+        template that refuses objects, or prints them as Python does, was written for text. One that
+        writes no calls beside an empty text, as DeepSeek-V3's first did, gets null instead.
         """
         for empty in ("", None):
             for change in (_as_object, _as_text):
-                handed_over = partial(_with_arguments, change, empty)
-                written = self._try([handed_over(message) for message in _tool_probe()])
-                if (
-                    written is not None
-                    and ARGUMENTS["city"] in written
-                    and repr(ARGUMENTS) not in written
-                ):
-                    return handed_over
+                convert = partial(_with_arguments, change, empty)
+                written = self._try(list(map(convert, TOOL))) or ""
+                if ARGUMENTS["city"] in written and repr(ARGUMENTS) not in written:
+                    return convert
         return partial(_with_arguments, _as_object, "")
 
+    @cached_property
+    def _tool_probe(self) -> list[Message]:
+        return list(map(self.with_arguments, TOOL))
+
     def end_behind(self, message: Message) -> str:
-        """What ends an assistant's message where a template leaves that to the next one's role, as
-        GLM does: generation stops when the model writes that token. Empty for all other templates.
+        """Return the token that ends an assistant's message where the template leaves that to the
+        next one's role, as GLM does: generation stops there. Empty for all other templates.
         """
         return self._next_roles[bool(message.get("tool_calls"))]
 
     @cached_property
     def _next_roles(self) -> tuple[str, str]:
-        tool = [self.with_arguments(message) for message in _tool_probe()]
-        return self._next_role(PLAIN[:3]), self._next_role(tool[:3])
+        """After an answer, and after a tool call."""
+        return self._next_role(PLAIN[:3]), self._next_role(self._tool_probe[:3])
 
     def _next_role(self, probe: list[Message]) -> str:
-        """The token that is found where the last message but one ends without one of its own."""
         head, longer = self._try(probe[:-1]), self._try(probe)
         if head is None or longer is None or head != head.rstrip() or not longer.startswith(head):
             return ""
-        if head.endswith((*self._marks_in(head), *self._ends)):
+        if head.endswith((*self._marks_in(head), *self._bounds)):
             return ""
         marks = (token for token in self._marks_in(longer) if longer.startswith(token, len(head)))
         return max(marks, key=len, default="")
@@ -143,15 +158,13 @@ class ChatTemplate:
     @cached_property
     def structural_tokens(self) -> frozenset[str]:
         """Added tokens that the template writes around turns, and the tokenizer's own beginning and
-        end.
-
-        Not those inside a turn: around tool calls, and tags in pairs such as <think> and </think>.
+        end. Those inside a turn do not count: around tool calls, and tags in pairs such as <think>.
         """
-        tool = [self.with_arguments(message) for message in _tool_probe()]
-        # without one, some templates write a default full of explanations
+        # without a system message, some templates write a default full of explanations
         for system in (SYSTEM, []):
             plain, called, answered = (
-                self._try(system + probe) for probe in (PLAIN, tool[:2], tool)
+                self._try(system + probe)
+                for probe in (PLAIN, self._tool_probe[:2], self._tool_probe)
             )
             if plain is not None:
                 break
@@ -160,51 +173,39 @@ class ChatTemplate:
             calls = self._marks_in(called)
             ends = {token for token in calls if called.rstrip().endswith(token)}
             around |= self._marks_in(answered) - calls | ends
-        return frozenset(around | self._ends & self._added)
+        return frozenset(around | self._bounds & self._added)
 
     @cached_property
     def closing(self) -> str:
-        """What the end of a conversation adds behind the end token of its last turn: nothing
+        """What the end of a conversation adds after the end token of its last turn: nothing
         generates that.
 
         Where every turn, also one that others follow, has the tokenizer's own end token directly
-        behind another mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
+        after another mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
         turn's end: the model must learn to write it, because a server may stop there alone.
         """
         ended, continued = self._try(PLAIN[:2]) or "", self._try(PLAIN[:3]) or ""
         answer = ended.rfind(PLAIN[1]["content"])
-        ends = [
-            at + len(token)
-            for token in self._marks_in(ended)
-            if (at := ended.find(token, answer)) >= 0
-        ]
-        end = min(ends, default=len(ended))
-        if (
-            self._end
-            and continued.startswith(ended[:end] + self._end)
-            and ended.startswith(self._end, end)
-        ):
-            end += len(self._end)
+        places = [(ended.find(token, answer), token) for token in self._marks_in(ended)]
+        end = min((at + len(token) for at, token in places if at >= 0), default=len(ended))
+        with_end = ended[:end] + self._end
+        if continued.startswith(with_end) and ended.startswith(with_end):
+            end = len(with_end)
         return ended[end:] if ended[end:].strip() and continued.startswith(ended[:end]) else ""
 
     def _marks_in(self, text: str) -> set[str]:
         return {token for token in self._added if token in text and self._is_mark(token)}
 
     def _is_mark(self, token: str) -> bool:
-        # some vocabularies add words and runs of spaces
-        is_ordinary = not token.strip() or token.strip().isalnum()
-        return not is_ordinary and not self._is_paired(token)
-
-    def _is_paired(self, token: str) -> bool:
-        partner = (
-            token.replace("</", "<", 1) if token.startswith("</") else token.replace("<", "</", 1)
+        """Whether a token is neither a word, which some vocabularies add, nor one of a pair."""
+        partner = token.replace("</", "<", 1)
+        if partner == token:
+            partner = token.replace("<", "</", 1)
+        is_paired = (
+            token[0] == "<" and partner in self._added - {token} and token not in SEQUENCE_BOUNDS
         )
-        return (
-            token not in SEQUENCE_BOUNDS
-            and token[0] == "<"
-            and partner != token
-            and partner in self._added
-        )
+        word = token.strip()
+        return bool(word) and not word.isalnum() and not is_paired
 
 
 def _as_object(arguments: object) -> object:
@@ -222,7 +223,7 @@ def _as_text(arguments: object) -> object:
 def _with_arguments(
     change: Callable[[object], object], empty: str | None, message: Message
 ) -> Message:
-    """`empty`: the content of a message that has calls alone."""
+    """Change the arguments of tool calls; `empty` is the content of a message with calls alone."""
     if not message.get("tool_calls"):
         return message
     calls = [with_function(call, "arguments", change) for call in message["tool_calls"]]
@@ -232,7 +233,7 @@ def _with_arguments(
 def with_function(
     call: dict[str, Any], key: str, change: Callable[[object], object]
 ) -> dict[str, Any]:
-    """A tool call with one value of its function changed; the function may be the call itself."""
+    """Change one value of a tool call's function; the function may be the call itself."""
     function = call.get("function", call)
     if not isinstance(function, dict) or key not in function:
         return call

@@ -11,53 +11,39 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 import tokenizers
 import transformers
 
-from trainer.data.mapped import CHECKSUMS, HASHED_BYTES
-from trainer.data.row_encoder import PrepareOptions, RowEncoder
-from trainer.data.sample_writer import BAD_ROWS, BadRows, SampleWriter, Summary, write_samples
-from trainer.data.samples import TokenDataset, open_dataset
+from trainer.data.prepare import BAD_ROWS, PrepareOptions, RowEncoder, SampleWriter
+from trainer.data.samples import CHECKSUMS, TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.files import locked, publish, try_lock
 
 logger = logging.getLogger(__name__)
 
+HASHED_BYTES = 1 << 24
 MAX_BAD_FRACTION = 0.5
-"""Of the rows, under `data.on_bad_row=skip`: where more are unusable, columns or template are
-wrong, not rows.
-"""
+"""With more bad rows than this, `data.on_bad_row=skip` ends the run too: the columns or the
+template are wrong, not rows."""
 TOKEN_MODULES = (
     "chat",
     "content",
-    "conversation",
+    "formats",
+    "masks",
     "plain_text",
+    "prepare",
     "readers",
-    "row_encoder",
-    "row_processes",
     "rows",
-    "sample_writer",
-    "shapes",
-    "spans",
     "template",
-    "token_rows",
     "tokens",
-    "turns",
 )
-"""The modules of this package that turn files into prepared samples: all that `sample_writer`
-imports.
-"""
-
-
-class NotPreparedError(Exception):
-    """The tokens are not in the cache."""
+"""The modules that turn files into prepared samples: `prepare` and all that it imports of this
+package."""
 
 
 def prepare(
@@ -68,27 +54,23 @@ def prepare(
     options: PrepareOptions,
     cache_dir: Path,
     progress: Callable[[], None] = lambda: None,
-    only_cached: bool = False,
 ) -> TokenDataset:
-    """The samples of `files`, prepared unless the cache has them whole; the first process that asks
-    does the work.
+    """Return the samples of `files`, prepared by the first process that asks unless the cache has
+    them whole.
 
-    `progress` is called as rows are rendered and while another process works: who waits is not
-    hung, and who works is watched by itself. Raises `DataError` for rows or files that cannot be
-    trained on, `CannotWriteError` when the cache cannot be written, `NotPreparedError` for what is
-    not there and would have to be, as `only_cached` says.
+    `progress` is called during the work, and while another process works. Raises `DataError` for
+    rows or files that cannot be trained on, and `CannotWriteError`.
     """
     contents = RowFiles(files, progress)
     directory = cache_dir / "tokens" / _content_hash(contents, tokenizer_digest, options)
-    if only_cached and not (directory.is_dir() and find_damage(directory) is None):
-        raise NotPreparedError(directory)
-    try:
-        _make_whole(directory, partial(_fill, contents, tokenizer, options, progress), progress)
-    except OSError as error:
-        fix = "free space or point data.cache_dir to a writable directory"
-        raise CannotWriteError(
-            f"cannot write prepared tokens to '{directory}': {error}; {fix}"
-        ) from error
+    if not _is_whole(directory):
+        try:
+            _make_whole(directory, partial(_fill, contents, tokenizer, options, progress), progress)
+        except OSError as error:
+            raise CannotWriteError(
+                f"cannot write prepared tokens to '{directory}': {error}.\n"
+                f"Fix: free space, or point data.cache_dir to a writable directory"
+            ) from error
     return open_dataset(directory, tuple(files))
 
 
@@ -103,18 +85,16 @@ class RowFiles:
 
     @property
     def digests(self) -> list[str]:
-        """sha256 of each file."""
         return [digest for _, digest in self._found]
 
-    def require_unchanged(self, *, is_hashed: bool) -> None:
+    def require_unchanged(self) -> None:
         """Raise `DataError` if a file was written to or replaced since it was hashed.
 
-        Its times tell of a content that came and went again. They may be coarse, or come from a
-        cache of a network file
-        system: with `is_hashed` each file is hashed once more, too.
+        Its times show a content that came and went again. They may be coarse, or come from the
+        cache of a network file system, so each file is hashed once more, too.
         """
         for path, (state, digest) in zip(self.paths, self._found, strict=True):
-            if _state_of(path) != state or (is_hashed and self._digest(path) != digest):
+            if _state_of(path) != state or self._digest(path) != digest:
                 raise DataError(
                     f"'{path}' changed while its rows were prepared: some of them may be old and "
                     f"some new.\nFix: start again when nothing writes to this file, or train on a "
@@ -122,19 +102,14 @@ class RowFiles:
                 )
 
     def _digest(self, path: Path) -> str:
-        digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
-                while piece := file.read(HASHED_BYTES):
-                    digest.update(piece)
-                    self._progress()
+            return _digest(path, self._progress)
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
-        return digest.hexdigest()
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """What changes with the content of a path; `st_ctime` cannot be set back, unlike
+    """Return what changes with the content of a file; `st_ctime` cannot be set back, unlike
     `st_mtime`. Raises `DataError`.
     """
     try:
@@ -145,20 +120,25 @@ def _state_of(path: Path) -> tuple[int, ...]:
     return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
+def _digest(path: Path, progress: Callable[[], None] = lambda: None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(HASHED_BYTES):
+            digest.update(piece)
+            progress()
+    return digest.hexdigest()
+
+
 def _content_hash(contents: RowFiles, tokenizer_digest: str, options: PrepareOptions) -> str:
     versions = tokenizers.__version__, transformers.__version__
     parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options)]
-    parts += [
-        [path.suffix, digest] for path, digest in zip(contents.paths, contents.digests, strict=True)
-    ]
+    parts += zip([path.suffix for path in contents.paths], contents.digests, strict=True)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def _code_digest() -> str:
-    """sha256 over the source of `TOKEN_MODULES`: with other code the same input may give other
-    tokens.
-    """
+    """Return a sha256 over the source of `TOKEN_MODULES`: other code may give other tokens."""
     digest = hashlib.sha256()
     for name in TOKEN_MODULES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -168,56 +148,51 @@ def _code_digest() -> str:
 def _make_whole(
     directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]
 ) -> None:
-    """Let `fill` make what is not there or no longer what was written."""
-    if directory.is_dir() and find_damage(directory) is None:
-        return
-    here = Path(tempfile.gettempdir(), f"sft-{os.getuid()}-{directory.name}.lock")
-    with ExitStack() as held:
-        is_alone = held.enter_context(
-            locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress)
-        )
-        # the file system has no locks: at least the ranks of this machine do not work twice
-        if not is_alone:
-            held.enter_context(locked(here, on_wait=progress))
+    """Let `fill` prepare a directory that is missing or damaged. Where the file system has no
+    locks, several processes do the work, and the first rename wins.
+    """
+    with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_alone:
         damage = find_damage(directory) if directory.is_dir() else None
+        if directory.is_dir() and damage is None:
+            return
         if damage:
-            # an error, because it may not be the main rank that finds it, and others speak only in
-            # errors
+            # an error, because another rank than the main one may find it, and these log errors
+            # only
             logger.error(
                 "prepared tokens in %s are damaged (%s): preparing them again", directory, damage
             )
-        if damage or not directory.is_dir():
-            _make(directory, fill, is_alone=is_alone)
-
-
-def _make(directory: Path, fill: Callable[[Path], None], *, is_alone: bool) -> None:
-    """Where the file system has no locks (not `is_alone`) the rename keeps readers safe, and
-    the work is done twice.
-    """
-    if is_alone:
-        _remove_leftovers(directory)
-    staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
-    staging.mkdir()
-    try:
-        fill(staging)
-        write_checksums(staging)
-        _publish(staging, directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if is_alone:
+            _remove_leftovers(directory)
+        staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+        staging.mkdir()
+        try:
+            fill(staging)
+            write_checksums(staging)
+            _publish(staging, directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """What killed preparations left: of this data, whose lock is held, and of other data that
-    nobody prepares now.
+    """Remove what killed preparations left: of this data, whose lock is held, and of other data
+    that nobody prepares now.
     """
     for leftover in directory.parent.glob("*.tmp-*"):
-        name = leftover.name.partition(".tmp-")[0]
-        with (
-            suppress(OSError),
-            leftover.with_name(f"{name}.lock").open("a", encoding="utf-8") as file,
-        ):
-            if name == directory.name or try_lock(file.fileno()):
+        lock = leftover.with_name(f"{leftover.name.partition('.tmp-')[0]}.lock")
+        with suppress(OSError), lock.open("a", encoding="utf-8") as file:
+            if lock.stem == directory.name or try_lock(file.fileno()):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    """Rename a finished directory. Another process may be first, with the same content; a damaged
+    one is moved away, because it may still be mapped.
+    """
+    if not publish(staging, directory) and not _is_whole(directory):
+        damaged = staging.with_name(f"{staging.name}-damaged")
+        directory.rename(damaged)
+        publish(staging, directory)
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _fill(
@@ -227,107 +202,81 @@ def _fill(
     progress: Callable[[], None],
     staging: Path,
 ) -> None:
-    encoder = RowEncoder(tokenizer, options)
     with SampleWriter(staging, options) as writer:
         try:
-            write_samples(writer, encoder, contents.paths, progress)
+            writer.write(RowEncoder(tokenizer, options), contents.paths, progress)
         except DataError:
-            contents.require_unchanged(is_hashed=False)
+            contents.require_unchanged()  # a change may be the reason
             raise
-    # before bad rows are told of: a change may be why they are bad
-    contents.require_unchanged(is_hashed=False)
-    summary = writer.summary()
-    if not summary.num_rows:
-        raise DataError(
-            f"no row to train on: there is none in {', '.join(map(str, contents.paths))}"
-        )
-    _check_usable(summary, writer.bad_rows, options, staging)
-    contents.require_unchanged(is_hashed=True)
-    text = json.dumps(dataclasses.asdict(summary), indent=2)
+    contents.require_unchanged()
+    _require_usable(writer, contents.paths, options, staging)
+    text = json.dumps(dataclasses.asdict(writer.summary()), indent=2)
     (staging / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _check_usable(
-    summary: Summary, bad_rows: BadRows, options: PrepareOptions, staging: Path
+def _require_usable(
+    writer: SampleWriter, paths: list[Path], options: PrepareOptions, staging: Path
 ) -> None:
-    """Raise `DataError` with the first bad rows, their counts and the way out, unless enough
-    rows can be trained on.
-    """
+    """Raise `DataError` with the first bad rows, unless enough rows can be trained on."""
+    summary, is_strict = writer.summary(), options.on_bad_row == "error"
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
-    allowed = MAX_BAD_FRACTION * num_rows if options.on_bad_row == "skip" else 0
-    if summary.num_samples and num_bad <= allowed:
+    if not num_rows:
+        raise DataError(f"no row to train on: there is none in {', '.join(map(str, paths))}")
+    if summary.num_samples and num_bad <= (0 if is_strict else MAX_BAD_FRACTION * num_rows):
         return
     if num_bad == 0:
         raise DataError(
             f"no row left to train on: {num_rows} rows read, {summary.num_dropped} dropped by "
             f"data.truncation as longer than data.max_length={options.max_length}: raise it"
         )
-    cache_dir = staging.parent.parent
-    bad_rows_file = cache_dir / f"bad_rows_{staging.name[:8]}.jsonl"
-    shutil.copyfile(staging / BAD_ROWS, bad_rows_file)
-    lines = [f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):"]
-    lines += bad_rows.lines()
-    lines.append(f"all of them: {bad_rows_file}")
-    lines.append(_way_out(summary, options, is_cut=bad_rows.is_cut))
+    listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
+    shutil.copyfile(staging / BAD_ROWS, listed)
+    fixes = ["repair the rows"]
+    if "over-long" in summary.bad_rows_by_kind:
+        fixes.append(
+            "for over-long rows raise data.max_length or set data.truncation=right, left or drop"
+            + ", or split for plain text" * (options.keys.text_key is not None)
+        )
+    if is_strict:
+        fixes.append("leave them out with data.on_bad_row=skip")
+    else:
+        fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
+    lines = [
+        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):",
+        *writer.bad_row_lines(),
+        f"all of them: {listed}",
+        f"Fix: {'; '.join(fixes)}",
+    ]
     raise DataError("\n".join(lines))
 
 
-def _way_out(summary: Summary, options: PrepareOptions, *, is_cut: bool) -> str:
-    fixes = ["repair the rows"]
-    if "over-long" in summary.bad_rows_by_kind:
-        ways = (
-            "right, left or drop" if options.keys.text_key is None else "split, right, left or drop"
-        )
-        fixes.append(f"for over-long rows raise data.max_length or set data.truncation={ways}")
-    if (summary.num_samples or is_cut) and options.on_bad_row == "error":
-        fixes.append("leave them out with data.on_bad_row=skip")
-    if summary.num_samples and options.on_bad_row == "skip":
-        fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
-    return "fix: " + "; ".join(fixes)
-
-
-def _publish(staging: Path, directory: Path) -> None:
-    # Another process may be first, with the same content; or the damaged one is there, which may
-    # still be mapped.
-    if not publish(staging, directory) and find_damage(directory):
-        damaged = staging.with_name(f"{staging.name}-damaged")
-        directory.rename(damaged)
-        publish(staging, directory)
-        shutil.rmtree(damaged, ignore_errors=True)
+# Checksums
 
 
 def write_checksums(directory: Path) -> None:
     """List every file of the directory; `sha256sum -c SHA256SUMS` checks them too."""
-    names = sorted(path.name for path in directory.iterdir())
-    lines = [f"{digest}  {name}\n" for name, digest in _digests(directory, names).items()]
+    lines = [f"{digest}  {name}\n" for name, digest in _checksums(directory).items()]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with the files: one that is missing, left over or changed; None when
-    nothing is.
-    """
+    """Name the files that are missing, left over or changed; None if there are none."""
     try:
         lines = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-        names = sorted(
-            path.name
-            for path in directory.iterdir()
-            if path.name != CHECKSUMS and path.name[0] != "."
-        )
-        found = [f"{digest}  {name}" for name, digest in _digests(directory, names).items()]
+        found = [f"{digest}  {name}" for name, digest in _checksums(directory).items()]
     except (OSError, UnicodeDecodeError) as error:
         return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
     changed = {line.partition("  ")[2] for line in set(lines) ^ set(found)}
     return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
 
 
-def _digests(directory: Path, names: list[str]) -> dict[str, str]:
-    with ThreadPoolExecutor(max_workers=min(len(names) or 1, os.cpu_count() or 1)) as pool:
-        return dict(
-            zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True)
-        )
+def _is_whole(directory: Path) -> bool:
+    return directory.is_dir() and find_damage(directory) is None
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checksums(directory: Path) -> dict[str, str]:
+    return {
+        path.name: _digest(path)
+        for path in sorted(directory.iterdir())
+        if path.name != CHECKSUMS and not path.name.startswith(".")
+    }

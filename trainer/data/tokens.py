@@ -1,11 +1,13 @@
 """Marked texts to token ids, and to the tokens that start inside the marks."""
 
+import hashlib
 import json
 import re
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -35,27 +37,22 @@ class MarkedText:
     text: str
     spans: list[Span]
     aliased: frozenset[str] = frozenset()
-    """Added tokens that stand in the text as their aliases; their own characters are ordinary
-    ones.
-    """
+    """Added tokens whose aliases the text holds; their own characters are ordinary text."""
     prompt: str | None = None
-    """What a plain text goes on from, in front of its one span; None: the text is a
-    conversation's.
-    """
+    """The unsupervised beginning of a plain text; None for a conversation."""
 
 
 def require_unicode(text: str) -> None:
-    """Raises `UnusableError` for what no encoding can hold."""
+    """Raise `UnusableError` for text that UTF-8 cannot hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UnusableError(
-            f"bad unicode: half of a surrogate pair, {text[error.start]!r}"
-        ) from None
+        half = text[error.start]
+        raise UnusableError(f"bad unicode: half of a surrogate pair, {half!r}") from None
 
 
 def aliases(tokens: frozenset[str]) -> dict[str, str]:
-    """For each token a text of its length out of characters for private use."""
+    """Return for each token a text of its length made of characters for private use."""
     return {
         token: chr(FIRST_PRIVATE + number) * len(token)
         for number, token in enumerate(sorted(tokens))
@@ -63,7 +60,7 @@ def aliases(tokens: frozenset[str]) -> dict[str, str]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of `texts`; nothing if there are none."""
+    """Return a pattern that finds the longest of `texts`; it finds nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
@@ -73,91 +70,88 @@ class TokenFinder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, aliased: frozenset[str] = frozenset()
     ) -> None:
-        """`aliased`: added tokens that the texts hold as their aliases. Raises `DataError`
-        where that cannot be.
+        """The texts hold the added tokens in `aliased` as their aliases. Raises `DataError` for a
+        tokenizer that cannot be changed so.
         """
-        self._backend = _plain_copy(tokenizer, aliased)
-        self._backend_of_normalized = _without_nfc(self._backend)
+        source, names = tokenizer.backend_tokenizer, aliases(aliased)
+        state = json.loads(source.to_str())
+        # some post-processors cut spaces off the offsets
+        state |= {"post_processor": None, "truncation": None, "padding": None}
+        _rename(state, names)
+        self._backend = _made(state, tokenizer)
+        if any(
+            self._backend.token_to_id(alias) != source.token_to_id(token)
+            for token, alias in names.items()
+        ):
+            raise DataError(
+                "this tokenizer cannot read its special tokens as text.\n"
+                "Fix: data.special_in_content=error"
+            )
+        # normalizing text that is in NFC already takes a sixth of the time of tokenizing
+        self._backend_of_normalized = self._backend
+        added = [token["content"] for token in state["added_tokens"]]
+        if state["normalizer"] == {"type": "NFC"} and all(map(_is_normalized, added)):
+            self._backend_of_normalized = _made({**state, "normalizer": None}, tokenizer)
 
     def find(self, batch: list[MarkedText]) -> list[Located]:
-        """For each text: its token ids, int32, and for each span the half-open range of the tokens
-        that start inside.
-
-        Where these end is not asked for: a special token may take in the whitespace after it.
+        """Return for each text its token ids (int32), and for each span the half-open range of the
+        tokens that start inside. Where they end does not count: a special token may take in the
+        whitespace after it.
         """
-        is_normalized = all(unicodedata.is_normalized("NFC", item.text) for item in batch)
+        texts = [item.text for item in batch]
+        is_normalized = all(map(_is_normalized, texts))
         backend = self._backend_of_normalized if is_normalized else self._backend
-        encodings = backend.encode_batch([item.text for item in batch], add_special_tokens=False)
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
         return [_located(item, encoding) for item, encoding in zip(batch, encodings, strict=True)]
 
     def ids(self, text: str) -> list[int]:
-        """Of one text."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
-def _plain_copy(tokenizer: PreTrainedTokenizerBase, aliased: frozenset[str]) -> Tokenizer:
-    """Without post-processor: some of these cut spaces off the offsets, and plain ids need none."""
-    source = tokenizer.backend_tokenizer
-    backend = (
-        _with_aliases(source, aliases(aliased)) if aliased else Tokenizer.from_str(source.to_str())
-    )
-    backend.post_processor = None
-    backend.no_truncation()
-    backend.no_padding()
+def _made(state: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    backend = Tokenizer.from_str(json.dumps(state))
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
 
 
-def _without_nfc(backend: Tokenizer) -> Tokenizer:
-    """A tokenizer for texts in NFC: normalizing them changes nothing and takes a sixth of the
-    time of tokenizing.
-    """
-    state = json.loads(backend.to_str())
-    added = [token["content"] for token in state["added_tokens"]]
-    if state["normalizer"] != {"type": "NFC"} or not all(
-        unicodedata.is_normalized("NFC", text) for text in added
-    ):
-        return backend
-    state["normalizer"] = None
-    return Tokenizer.from_str(json.dumps(state))
+def _is_normalized(text: str) -> bool:
+    return unicodedata.is_normalized("NFC", text)
 
 
-def _with_aliases(source: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """A copy that knows added tokens by other names, under the same ids."""
-    state = json.loads(source.to_str())
-    state["post_processor"] = None
+def _rename(state: dict[str, Any], names: dict[str, str]) -> None:
+    """Give added tokens other names, under the same ids, in the state of a tokenizer."""
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    vocab = state["model"]["vocab"]  # sentencepiece keeps them there too
-    if isinstance(vocab, dict):
-        state["model"]["vocab"] = {
-            names.get(text, text): token_id for text, token_id in vocab.items()
-        }
+    model = state["model"]
+    if isinstance(model["vocab"], dict):  # sentencepiece keeps added tokens there too
+        model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
     else:
-        state["model"]["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocab]
-    backend = Tokenizer.from_str(json.dumps(state))
-    if any(
-        backend.token_to_id(alias) != source.token_to_id(token) for token, alias in names.items()
-    ):
-        raise DataError(
-            "this tokenizer cannot read its special tokens as text: set "
-            "data.special_in_content=error"
-        )
-    return backend
+        model["vocab"] = [[names.get(text, text), *rest] for text, *rest in model["vocab"]]
 
 
 def _located(item: MarkedText, encoding: Encoding) -> Located:
-    bounds = [
-        (_first_token(encoding, first), _first_token(encoding, end)) for first, end in item.spans
-    ]
+    def first_token(position: int) -> int:
+        return bisect_left(range(len(encoding)), position, key=start)
+
+    def start(token: int) -> int:
+        first, _ = encoding.token_to_chars(token) or (0, 0)
+        return first
+
+    bounds = [(first_token(first), first_token(end)) for first, end in item.spans]
     return np.array(encoding.ids, dtype=np.int32), bounds
 
 
-def _first_token(encoding: Encoding, position: int) -> int:
-    """The first token that starts at this character or behind it."""
-
-    def start(token: int) -> int:
-        first, _ = encoding.token_to_chars(token) or (0, 0)  # None stands for tokens out of range
-        return first
-
-    return bisect_left(range(len(encoding)), position, key=start)
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a sha256 over all that turns a conversation into ids: vocabulary, merges, special
+    tokens, chat template.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend.pop("truncation", None)  # the last call of the tokenizer leaves these behind
+    backend.pop("padding", None)
+    parts = [
+        backend,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        tokenizer.split_special_tokens,
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

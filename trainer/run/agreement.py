@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import Config, ConfigError
-from trainer.data.chat import tokenizer_digest
+from trainer.data.tokens import tokenizer_digest
 from trainer.run.inputs import Inputs
 from trainer.runtime.json_lines import flat
 from trainer.sampled_weights import digest_of_weights

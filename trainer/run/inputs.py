@@ -17,13 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
-from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import columns_of
+from trainer.data.formats import columns_of
+from trainer.data.prepare import PrepareOptions, Result, RowEncoder
 from trainer.data.readers import iter_rows
-from trainer.data.row_encoder import PrepareOptions, Result, RowEncoder
 from trainer.data.rows import Row
 from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
+from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
@@ -71,7 +71,7 @@ def prepare_data(
     data, renderer = config.data, _renderer(config, model)
 
     def prepared(side: Files) -> list[SourceSamples]:
-        return _prepare(config, side, renderer, model.new_tokens, progress)
+        return _prepare(config, side, renderer, progress)
 
     train = prepared(files.train)
     if files.validation:
@@ -109,7 +109,7 @@ def encode_first_rows(
     """
     renderer = _renderer(config, model)
     for source, paths in (*files.train, *files.validation):
-        tokenizer, _, options = _encoding(config, source, renderer, model.new_tokens)
+        tokenizer, _, options = _encoding(config, source, renderer)
         columns = columns_of(source.keys)
         rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
         for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
@@ -162,13 +162,12 @@ def _prepare(
     config: Config,
     sources: Files,
     renderer: Callable[[str | None], Renderer],
-    new_tokens: Mapping[str, int],
     progress: Callable[[], None],
 ) -> list[SourceSamples]:
     """Each source with a cache entry of its own."""
     prepared = []
     for source, files in sources:
-        tokenizer, digest, options = _encoding(config, source, renderer, new_tokens)
+        tokenizer, digest, options = _encoding(config, source, renderer)
         try:
             dataset = prepare(
                 files,
@@ -190,7 +189,6 @@ def _encoding(
     config: Config,
     source: Source,
     renderer: Callable[[str | None], Renderer],
-    new_tokens: Mapping[str, int],
 ) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
     """With what the rows of a source become tokens; the second is the digest of the first."""
     # neither template nor turns say anything of plain text: what is said of them must not prepare
@@ -203,7 +201,6 @@ def _encoding(
         on_bad_row=data.on_bad_row,
         max_samples=source.max_samples,
         special_in_content=data.special_in_content,
-        new_tokens=new_tokens,
     )
     if not is_text:
         kwargs = data.apply_chat_template_kwargs

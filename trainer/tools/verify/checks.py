@@ -143,7 +143,7 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """Put the first row of each file through template and tokenizer, and show one."""
-    from trainer.data.preview import preview
+    from trainer.data.show import preview
     from trainer.run.inputs import encode_first_rows, source_without_weights
 
     config, is_shown = launch.config, False

@@ -1,0 +1,113 @@
+"""Many rows are prepared in several processes: nobody can tell from the result."""
+
+import dataclasses
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import psutil
+import pytest
+import tokenizer_fixtures as fixtures
+from prepared import OPTIONS, run, write_rows
+
+from trainer.config import RowKeys
+from trainer.data import prepare, readers
+from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, RowEncoder, prepare_blocks
+from trainer.data.readers import RowBlock
+
+TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
+OPTIONS = dataclasses.replace(
+    OPTIONS, keys=RowKeys(), on_bad_row="skip", truncation="right", max_length=40
+)
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "ROWS_HERE", 3)
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 4)
+
+
+def with_cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+def chat(answer: str, **more: str) -> dict[str, object]:
+    ask = {"role": "user", "content": "hi"}
+    return {"messages": [ask, {"role": "assistant", "content": answer, **more}]}
+
+
+def endless() -> Iterator[tuple[int, RowBlock]]:
+    for number in itertools.count(1):
+        yield 0, RowBlock(Path("endless.json"), [(number, chat("answer"))])
+
+
+def children_of(pid: int) -> set[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return {child for child in children if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def test_the_number_of_processes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = [chat(f"answer {number}") for number in range(30)]
+    text = {"prompt": "a text", "completion": " goes on"}
+    odd = [{"no": "chat"}, "{", chat("word " * 90), chat("bye", mood="x"), text]
+    file, found = write_rows(tmp_path / "rows.jsonl", *good, *odd, *good[:5]), []
+    for count in (1, 3):
+        with_cpus(monkeypatch, count)
+        dataset = run(file, OPTIONS, cache=tmp_path / f"with{count}")
+        names = (TOKENS, ROWS, BAD_ROWS, OVER_LONG_ROWS)
+        found.append([dataset.summary, *((dataset.directory / n).read_bytes() for n in names)])
+    assert found[0] == found[1]
+    summary = found[0][0]
+    assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (38, 2, 1)
+    assert summary.num_conversations == 37 and summary.unread_keys == {"mood": 1}
+
+
+def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpus(monkeypatch, 2)
+    results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
+    before = children_of(os.getpid())
+    assert not any(part.bad for part in itertools.islice(results, 20))
+    started = children_of(os.getpid()) - before
+    assert len(started) == 2
+    for child in started:  # one alone is noticed when nothing else comes
+        child.kill()
+    with pytest.raises(RuntimeError, match="killed, most likely because memory ran out"):
+        list(results)
+    assert children_of(os.getpid()) == before
+
+
+def test_an_end_before_the_last_row_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpus(monkeypatch, 2)
+    results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
+    before = children_of(os.getpid())
+    next(itertools.islice(results, 20, None))
+    assert len(children_of(os.getpid()) - before) == 2
+    results.close()
+    assert children_of(os.getpid()) == before
+
+
+def _prepare_for_ever() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
+    for _ in prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless()):
+        pass
+
+
+def test_they_end_with_the_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpus(monkeypatch, 2)
+    waiting = get_context("fork").Process(target=_prepare_for_ever)
+    waiting.start()
+    assert waiting.pid is not None
+    deadline = time.monotonic() + 60
+    while len(children := children_of(waiting.pid)) < 2:
+        assert time.monotonic() < deadline and waiting.is_alive()
+        time.sleep(0.05)
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.join(60)
+    _, left = psutil.wait_procs(children, timeout=60)
+    assert not left

@@ -1,0 +1,504 @@
+"""Row formats: recognise what a row holds, check it, and turn it into an item to encode."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import RowKeys
+from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Seen, UnusableError
+from trainer.data.tokens import Encoded
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FLAGS = ("weight", "train", "trainable", "loss_mask")
+"""Keys of an assistant message that take its turn out of the loss when they are 0 or false."""
+SHAREGPT = "conversations"
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+ALPACA = ("instruction", "input", "output", "history", "system")
+TRL = ("prompt", "completion")
+TOKENS = ("input_ids", "loss_mask", "labels", "vocabulary_digest")
+UNSUPERVISED = -100
+CHAT_NAMES = ("messages", "conversation", "conversations", "dialog", "dialogue", "chat")
+PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user", "source")
+RESPONSE_NAMES = (
+    "completion",
+    "response",
+    "answer",
+    "output",
+    "solution",
+    "assistant",
+    "target",
+    "chosen",
+)
+TEXT_NAMES = ("text", "content")
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+"""Values of columns that may be there for the sake of other rows."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages for a chat template: `content` is text, `tools` a list of objects or None."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    untrained: frozenset[int] = frozenset()
+    """Indices of the assistant messages that are left out of the loss."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Plain text: `text` and the end token are supervised, `prompt` (may be empty) is not."""
+
+    prompt: str
+    text: str
+
+
+Item = Conversation | Continuation | Encoded | UnusableError
+Recognised = tuple[str, Iterable[str], Item]
+"""Name of the format, the columns it reads, and the item."""
+
+
+def columns_of(keys: RowKeys) -> tuple[str, ...]:
+    """Return every column that may be read of a row."""
+    if keys.text_key is not None:
+        return (keys.text_key,)
+    if keys.prompt_key is not None and keys.response_key is not None:
+        return (keys.prompt_key, keys.response_key, keys.tools_key)
+    return tuple(
+        dict.fromkeys((keys.messages_key, keys.tools_key, SHAREGPT, *ALPACA, *TRL, *TOKENS))
+    )
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hexadecimal digits that are equal for equal tokens under equal ids."""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+class RowParser:
+    """Turns rows into items by `keys` and the names of their columns."""
+
+    def __init__(
+        self,
+        keys: RowKeys,
+        tokenizer: PreTrainedTokenizerBase,
+        seen: Seen | None = None,
+    ) -> None:
+        """`seen` counts formats and unread columns."""
+        self._keys, self._tokenizer = keys, tokenizer
+        self._seen = Seen() if seen is None else seen
+
+    def parse(self, row: Row) -> Item:
+        if row.problem is not None:
+            return row.problem
+        try:
+            name, columns, item = self._recognised(row)
+        except UnusableError as error:
+            return error
+        except RecursionError:
+            return UnusableError(TOO_DEEP)
+        self._seen.rows_by_shape[name] += 1
+        read = _with_outer_names(*columns)
+        unread = [
+            column
+            for column, value in row.record.items()
+            if column not in read and value not in EMPTY_VALUES
+        ]
+        self._seen.add_columns(dict.fromkeys([*unread, *row.unread][:NUM_COLUMNS], 1))
+        return item
+
+    def _recognised(self, row: Row) -> Recognised:
+        """Try the formats in the order that docs/data.md lists. Raises `UnusableError`."""
+        record, keys = row.record, self._keys
+        if keys.text_key is not None:
+            text = _text(_column(row, keys.text_key, "text_key"), f"'{keys.text_key}'")
+            return f"plain text in '{keys.text_key}'", [keys.text_key], Continuation("", text)
+        if keys.prompt_key is not None and keys.response_key is not None:
+            prompt = _column(row, keys.prompt_key, "prompt_key")
+            response = _column(row, keys.response_key, "response_key")
+            name = f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'"
+            messages = _from_pair(prompt, response, keys.prompt_key, keys.response_key)
+            return name, columns_of(keys), self._conversation(record, messages)
+        for key in (keys.messages_key, SHAREGPT):
+            if (turns := _lookup(record, key)) is not None:
+                messages, others = _from_turns(record, key, turns)
+                columns = [key, keys.tools_key, *others]
+                return f"messages in '{key}'", columns, self._conversation(record, messages)
+        if "instruction" in record and "output" in record:
+            conversation = self._conversation(record, _from_alpaca(record))
+            return "Alpaca's 'instruction' and 'output'", (*ALPACA, keys.tools_key), conversation
+        if "input_ids" in record:
+            return "tokens in 'input_ids'", TOKENS, self._tokens(record)
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            name = (
+                "plain text in 'prompt' and 'completion' (data.prompt_key=prompt "
+                "data.response_key=completion would make them chats)"
+            )
+            return name, TRL, Continuation(prompt, completion)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            messages = [*prompt, *completion]
+            conversation = self._conversation(record, messages, num_given=len(prompt))
+            name = "messages in 'prompt' and 'completion'"
+            return name, (*TRL, keys.tools_key), conversation
+        if keys.messages_key in record:
+            raise UnusableError(f"messages not a list: '{keys.messages_key}' is null")
+        raise UnusableError(
+            f"unrecognised columns: found {_found(row)}; tried '{keys.messages_key}' "
+            f"(data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca); "
+            f"{_proposal(row)}"
+        )
+
+    def _conversation(
+        self, record: Mapping[str, Any], given: list[Any], num_given: int = 0
+    ) -> Conversation:
+        """Check messages; the first `num_given` are not trained. Raises `UnusableError`."""
+        messages = [_checked_message(message, index) for index, message in enumerate(given)]
+        turns = set[int]()
+        untrained = set(range(num_given))
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                turns.add(index)
+            if not _is_trained(message, index):
+                untrained.add(index)
+        if not turns:
+            raise UnusableError(
+                f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
+            )
+        key = self._keys.tools_key
+        return Conversation(
+            messages, _tools(_lookup(record, key), key), frozenset(turns & untrained)
+        )
+
+    def _tokens(self, record: Mapping[str, Any]) -> Encoded:
+        """Check ids and mask that were made elsewhere. Raises `UnusableError`."""
+        num_ids = self._num_ids(record.get("vocabulary_digest"))
+        ids = _integers(record, "input_ids")
+        if not len(ids):
+            raise UnusableError("bad tokens: 'input_ids' is an empty list")
+        masks = []
+        if record.get("loss_mask") is not None:
+            mask = _integers(record, "loss_mask", len(ids))
+            _require("loss_mask", mask, (mask == 0) | (mask == 1), "0 and 1")
+            masks.append(mask == 1)
+        if record.get("labels") is not None:
+            labels = _integers(record, "labels", len(ids))
+            known = "the id at the same place (not that of the next token) and -100"
+            _require("labels", labels, (labels == UNSUPERVISED) | (labels == ids), known)
+            masks.append(labels != UNSUPERVISED)
+        if not masks:
+            raise UnusableError("bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'")
+        if not np.array_equal(masks[0], masks[-1]):
+            raise UnusableError("bad tokens: 'loss_mask' and 'labels' supervise different tokens")
+        known = f"0 to {num_ids - 1} in this tokenizer"
+        _require("input_ids", ids, (ids >= 0) & (ids < num_ids), known)
+        return Encoded(ids, masks[0])
+
+    @cached_property
+    def _vocabulary(self) -> tuple[str, int]:
+        """(Digest, number of ids) of the tokenizer's vocabulary."""
+        return vocabulary_digest(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1
+
+    def _num_ids(self, digest: object) -> int:
+        own, num_ids = self._vocabulary
+        if digest is None:
+            raise UnusableError(
+                f"unknown vocabulary: nothing says which tokenizer made the ids; if this model's "
+                f"tokenizer made them, add a column vocabulary_digest with '{own}'"
+            )
+        if digest != own:
+            raise UnusableError(
+                f"other vocabulary: the ids were made with another tokenizer (vocabulary_digest "
+                f"{digest!r}, this model's is {own!r}); tokenize the texts again"
+            )
+        return num_ids
+
+
+# Columns
+
+
+@cache
+def _with_outer_names(*columns: str) -> frozenset[str]:
+    return frozenset([*columns, *(column.partition(".")[0] for column in columns)])
+
+
+def _lookup(record: Mapping[str, Any], key: str) -> Any:
+    """Return a column; `a.b` may be nested."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _column(row: Row, key: str, name: str) -> Any:
+    """Return the column that `data.<name>` names. Raises `UnusableError` without one."""
+    value = _lookup(row.record, key)
+    if value is None:
+        raise UnusableError(
+            f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name}), which is "
+            f"missing or null"
+        )
+    return value
+
+
+def _column_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield names of columns, nested ones as `a.b`."""
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from _column_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _found(row: Row) -> str:
+    names = [*_column_names(row.record), *row.unread]
+    more = f" and {len(names) - NUM_COLUMNS} more" if len(names) > NUM_COLUMNS else ""
+    return (", ".join(map(repr, names[:NUM_COLUMNS])) or "no columns") + more
+
+
+def _proposal(row: Row) -> str:
+    """Return the override that reads columns which look like a known format."""
+    columns = [*_column_names(row.record), *row.unread]
+    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(columns)}
+
+    def first(names: tuple[str, ...]) -> str | None:
+        return next((by_name[name] for name in names if name in by_name), None)
+
+    chats = (name for name in columns if _is_chat(_lookup(row.record, name)))
+    if chat := next(chats, None) or first(CHAT_NAMES):
+        return f"a column of messages is read with data.messages_key={chat}"
+    prompt, response, text = first(PROMPT_NAMES), first(RESPONSE_NAMES), first(TEXT_NAMES)
+    if prompt is not None and response is not None:
+        return (
+            f"single-turn columns are read with data.prompt_key={prompt} "
+            f"data.response_key={response}"
+        )
+    if text is not None and isinstance(_lookup(row.record, text), str | None):
+        return f"a column of plain text is read with data.text_key={text}"
+    return "for single-turn columns set data.prompt_key and data.response_key"
+
+
+def _is_chat(value: Any) -> bool:
+    turns = value if isinstance(value, list) else []
+    speakers = (turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, dict))
+    return any(SHAREGPT_ROLES.get(str(speaker)) == "assistant" for speaker in speakers)
+
+
+# Formats of conversations
+
+
+def _from_pair(prompt: Any, response: Any, prompt_key: str, response_key: str) -> list[Any]:
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": _text(prompt, f"'{prompt_key}'")}]
+    answer = {"role": "assistant", "content": _text(response, f"'{response_key}'")}
+    return [*prompt, answer]
+
+
+def _from_turns(
+    record: Mapping[str, Any], key: str, turns: Any
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Return messages with roles or ShareGPT's, and the further columns they are made of."""
+    if isinstance(turns, str):
+        with suppress(ValueError):
+            turns = json.loads(turns)
+    if not isinstance(turns, list):
+        raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
+    if not turns:
+        raise UnusableError(f"no messages: '{key}' is an empty list")
+    if not (isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]):
+        return turns, ()
+    system = record.get("system")
+    head = [{"role": "system", "content": system}] if system else []
+    return head + [_from_sharegpt(turn, index) for index, turn in enumerate(turns)], ("system",)
+
+
+def _from_sharegpt(turn: Any, index: int) -> Message:
+    where = f"message {index + 1}"
+    if not isinstance(turn, dict):
+        raise UnusableError(f"message not an object: {where} is {_type(turn)}")
+    speaker, value = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise UnusableError(f"unknown role: {where} is from {speaker!r}, known are {known}")
+    message = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    message["role"] = SHAREGPT_ROLES[speaker]
+    if speaker != "function_call":
+        return {**message, "content": value}
+    calls = _json(_text(value, f"function_call in {where}"))
+    calls = calls if isinstance(calls, list) else [calls]
+    if not _are_objects(calls):
+        raise UnusableError(
+            f"broken tool_calls: function_call in {where} must be an object written as JSON"
+        )
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {**message, "tool_calls": calls}
+
+
+def _from_alpaca(record: Mapping[str, Any]) -> list[Any]:
+    messages: list[Any] = []
+    if record.get("system"):
+        messages.append({"role": "system", "content": record["system"]})
+    for turn in record.get("history") or []:
+        if not (isinstance(turn, list) and len(turn) == 2):
+            raise UnusableError(
+                f"wrong content type: 'history' must hold pairs of user and assistant text, got "
+                f"{_type(turn)}"
+            )
+        user, assistant = turn
+        messages += [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": assistant},
+        ]
+    prompt = _text(record["instruction"], "'instruction'")
+    if record.get("input"):
+        lines = [prompt, _text(record["input"], "'input'")]
+        prompt = "\n".join(filter(None, lines))
+    return [*messages, *_from_pair(prompt, record["output"], "instruction", "output")]
+
+
+# Messages
+
+
+def _checked_message(message: Any, index: int) -> Message:
+    """Return a copy without nulls, with text as `content`. Raises `UnusableError`."""
+    where = f"message {index + 1}"
+    if not isinstance(message, dict):
+        raise UnusableError(f"message not an object: {where} is {_type(message)}")
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise UnusableError(
+            f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}"
+        )
+    calls = message.get("tool_calls") or []
+    if not _are_objects(calls):
+        raise UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
+    content = message.get("content")
+    if content is None and role == "assistant" and calls:
+        content = ""
+    content = _content_text(content, f"content of {where} ({role})")
+    if role == "assistant" and not content.strip() and not calls:
+        raise UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
+    if role == "user" and not content.strip():
+        raise UnusableError(f"empty prompt: {where} (user) has no text")
+    message["content"] = content
+    return message
+
+
+def _is_trained(message: Message, index: int) -> bool:
+    """Take the flags out of a message, so that no template sees them, and follow them."""
+    flags = {name: message.pop(name) for name in FLAGS if name in message}
+    if not flags:
+        return True
+    where = f"message {index + 1} ({message['role']})"
+    for name, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise UnusableError(
+                f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true"
+            )
+    given = " and ".join(f"{name}={value}" for name, value in flags.items())
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise UnusableError(f"bad flag: {where} has {given}, which contradict each other")
+    is_on = all(flags.values())
+    if is_on and message["role"] != "assistant":
+        raise UnusableError(
+            f"bad flag: {where} has {given}, but only assistant turns are trained; remove it"
+        )
+    return is_on
+
+
+def _content_text(content: Any, what: str) -> str:
+    """Return text as it is, or the text parts of a list joined."""
+    if not isinstance(content, list):
+        return _text(content, what)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else _type(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UnusableError(
+                f"wrong content type: {what} has a part of type {kind!r}, only text can be trained "
+                f"on"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
+    """Return tool definitions, given as a list or as JSON text."""
+    tools = _json(tools) if isinstance(tools, str) and tools.strip() else tools
+    if not tools:
+        return None
+    if not _are_objects(tools):
+        raise UnusableError(
+            f"broken tools: '{key}' must be a list of objects or that list as JSON, got "
+            f"{_type(tools)}"
+        )
+    return list(tools)
+
+
+# Values
+
+
+def _json(text: str) -> Any:
+    """Return the value of JSON text; text that is not JSON comes back unchanged."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise UnusableError(f"wrong content type: {what} is {_type(value)}, not text")
+    return value
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _integers(record: Mapping[str, Any], key: str, length: int | None = None) -> np.ndarray:
+    """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
+    values = record[key]
+    try:
+        found = np.asarray(values if isinstance(values, list) else None)
+    except (ValueError, OverflowError):  # lists of different lengths, or integers above 64 bits
+        found = np.asarray(None)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
+        raise UnusableError(f"bad tokens: '{key}' is not a list of integers")
+    if length is not None and len(found) != length:
+        raise UnusableError(
+            f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
+        )
+    if found.size and (found.max() >= 2**31 or found.min() < -(2**31)):
+        raise UnusableError(f"bad tokens: '{key}' has integers of more than 32 bits")
+    return found.astype(np.int32)
+
+
+def _require(key: str, values: np.ndarray, is_known: np.ndarray, known: str) -> None:
+    if not is_known.all():
+        place = int(is_known.argmin())
+        raise UnusableError(
+            f"bad tokens: '{key}' has {values[place]} at position {place + 1}, known are {known}"
+        )

@@ -1,0 +1,284 @@
+"""Which characters of a conversation the assistant generates, and how it becomes samples."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainer.data.formats import Message
+from trainer.data.rows import UnusableError
+from trainer.data.template import ChatTemplate, Tools
+from trainer.data.tokens import MarkedText, Span
+
+TOGETHER, AUTO = "together", "auto"
+MARK = "zq0qz"
+FIX = "use a template with generation tags (data.chat_template)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sample of a conversation: its messages, the supervised turns among them, its text."""
+
+    messages: list[Message]
+    turns: list[int]
+    marked: MarkedText
+
+
+class Renderings:
+    """One conversation by one template: whole, and before and after each turn."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
+        self._template, self._messages, self._tools = template, messages, tools
+        self.turns = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        self._made: dict[tuple[int, bool], str] = {}
+
+    def divide(self, trained: list[int], mode: str, counts: Counter[str]) -> list[Part]:
+        """Return the samples that supervise the turns `trained`; `mode` is `data.turns`.
+
+        `together` makes the whole conversation one sample, `apart` makes one of each turn, `auto`
+        does so only where the whole shows some turn differently than inference does. Raises
+        `UnusableError`.
+        """
+        counts["num_conversations"] += 1
+        if not trained:
+            return [Part(self._messages, [], MarkedText(self._whole[0], []))]
+        if mode == TOGETHER:
+            return [self._together(trained)]
+        together, problem = None, None
+        if mode == AUTO:
+            self._whole  # noqa: B018  a row that the template refuses as a whole is refused
+            try:
+                together = self._together(trained)
+                if self._is_as_served(together):
+                    return [together]
+            except UnusableError as error:
+                problem = error
+        parts = []
+        for index in trained:
+            if (marked := self._served(index)) is not None:
+                parts.append(Part(self._messages[: index + 1], [index], marked))
+            elif together is None:
+                raise problem or UnusableError(
+                    f"chat template: message {index + 1} (assistant) is not rendered as its "
+                    f"generation prompt begins; change data.apply_chat_template_kwargs or "
+                    f"data.chat_template, or set data.turns=together"
+                )
+        if len(parts) == len(trained):
+            counts["num_apart"] += 1
+            return parts
+        assert together is not None
+        counts["num_unlike_prompt"] += len(trained) - len(parts)
+        return [together]
+
+    # Renderings
+
+    @cached_property
+    def _whole(self) -> tuple[str, list[Span]]:
+        """The text, and what the template's generation tags enclose."""
+        text, tagged = self._template.render(self._messages, self._tools)
+        return text + self._open_end(len(self._messages)), tagged
+
+    def _upto(self, num_messages: int, *, prompt: bool = False) -> str:
+        """Render the first messages; with `prompt` as a server does for the model to go on."""
+        if num_messages == len(self._messages) and not prompt:
+            return self._whole[0]
+        key = num_messages, prompt
+        if key not in self._made:
+            messages = self._messages[:num_messages]
+            try:
+                text, _ = self._template.render(messages, self._tools, prompt=prompt)
+            except UnusableError as error:
+                if messages:
+                    raise
+                raise UnusableError(
+                    "no prompt: message 1 is the assistant's, and the chat template renders none "
+                    "without a message before it; begin the conversation with a user's message, or "
+                    "leave out its first one"
+                ) from error
+            self._made[key] = text if prompt else text + self._open_end(num_messages)
+        return self._made[key]
+
+    def _open_end(self, num_messages: int) -> str:
+        """Return the end of a last assistant message that the template has not written yet."""
+        is_turn = num_messages - 1 in self.turns
+        return self._template.end_behind(self._messages[num_messages - 1]) if is_turn else ""
+
+    def _closed(self, index: int) -> str:
+        """Return the rendering that ends with the end token of a turn."""
+        closed = self._upto(index + 1).removesuffix(self._template.closing).rstrip()
+        if self._template.added.last_in(closed) is None:
+            raise _never_ends(self._number(index))
+        return closed
+
+    def _number(self, index: int) -> int:
+        """Return the number of an assistant message among these, from 1."""
+        return self.turns.index(index) + 1
+
+    # Turns of the whole rendering
+
+    def _together(self, trained: list[int]) -> Part:
+        """Mark the turns in the whole rendering, each up to and with its end token."""
+        text, tagged = self._whole
+        has_tags = self._template.has_generation_tags
+        spans = list(self._tagged_spans(text, tagged) if has_tags else self._prefix_spans())
+        if trained != self.turns:
+            if len(spans) != len(self.turns):
+                raise UnusableError(
+                    f"chat template: its generation tags mark {len(spans)} parts of "
+                    f"{len(self.turns)} assistant turns, so the flags of this row cannot be "
+                    f"followed; {FIX}"
+                )
+            spans = [
+                span for index, span in zip(self.turns, spans, strict=True) if index in trained
+            ]
+        return Part(self._messages, trained, MarkedText(text, spans))
+
+    def _tagged_spans(self, text: str, tagged: list[Span]) -> Iterator[Span]:
+        """Yield generation tags, with the end token where it follows the tag directly."""
+        touching: list[Span] = []
+        for start, end in tagged:
+            if touching and start == touching[-1][1]:
+                touching[-1] = (touching[-1][0], end)
+            elif end > start:
+                touching.append((start, end))
+        if not touching:
+            raise UnusableError(
+                "chat template: its generation tags mark nothing in this conversation"
+            )
+        added, special = self._template.added, self._template.special
+        for number, (start, end) in enumerate(touching, start=1):
+            inside = text[start:end].rstrip()
+            behind = None if special.last_in(inside) else added.first_in(text, end)
+            if behind is not None:
+                yield start, end + len(behind)
+            elif added.last_in(inside) is not None:
+                yield start, start + len(inside)
+            else:
+                raise _never_ends(number)
+
+    def _prefix_spans(self) -> Iterator[Span]:
+        """Yield what each turn adds to the rendering of the messages before it."""
+        text = self._whole[0]
+        starts = [self._turn_start(index) for index in self.turns]
+        limits = [*starts[1:], len(text)]
+        for index, start, limit in zip(self.turns, starts, limits, strict=True):
+            end = self._turn_end(index, start, limit)
+            if not start < end <= limit:
+                number = self._number(index)
+                raise UnusableError(
+                    f"chat template: assistant turn {number} cannot be masked; {FIX}"
+                )
+            self._check_no_header(text, start, index)
+            yield start, end
+
+    def _turn_start(self, index: int) -> int:
+        text, prompt = self._whole[0], self._upto(index, prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        # The generation prompt may hold more than the turn's header, such as an empty thinking
+        # block: take the longest part, cut in front of a token, that the conversation really has.
+        base = self._upto(index)
+        if text.startswith(base) and prompt.startswith(base):
+            header = prompt[len(base) :]
+            for cut in reversed(self._template.added.positions(header)):
+                if cut > 0 and text.startswith(header[:cut], len(base)):
+                    return len(base) + cut
+        raise UnusableError(
+            f"chat template: message {index + 1} cannot be masked, its rendering changes with the "
+            f"messages that follow; {FIX}"
+        )
+
+    def _turn_end(self, index: int, start: int, limit: int) -> int:
+        """Return where the rendering up to this turn ends in the whole; -1 if it does not."""
+        text, closed = self._whole[0], self._closed(index)
+        if text.startswith(closed):
+            return len(closed)
+        # the template rewrites the turn when others follow: it still ends with its token
+        token = self._template.added.last_in(closed) or ""
+        if token in json.dumps(self._messages[index], ensure_ascii=False, default=str):
+            raise UnusableError(
+                f"chat template: assistant turn {self._number(index)} contains '{token}' and is "
+                f"rewritten; {FIX}"
+            )
+        position = text.find(token, start, limit)
+        return position + len(token) if position >= 0 else -1
+
+    def _check_no_header(self, text: str, start: int, index: int) -> None:
+        """Refuse a template that ignores `add_generation_prompt`, and so leaves the header of the
+        turn inside the span.
+        """
+        if "add_generation_prompt" in self._template.source:
+            return
+        content = (self._messages[index]["content"] or "").strip()
+        lead = text[start : max(start, text.find(content, start))]
+        if self._template.special.positions(lead):
+            raise UnusableError(
+                f"chat template: assistant turn {self._number(index)} cannot be masked: {lead!r} "
+                f"before it would be trained, because the template ignores add_generation_prompt; "
+                f"{FIX}"
+            )
+
+    # Turns as a server has them generated
+
+    def _is_as_served(self, part: Part) -> bool:
+        """Whether the whole rendering shows each supervised turn as `_served` does."""
+        text, spans = part.marked.text, part.marked.spans
+        if len(spans) != len(part.turns):
+            return False
+        for index, (start, end) in zip(part.turns, spans, strict=True):
+            prompt = self._upto(index, prompt=True)
+            is_generated = start == len(prompt) or (
+                self._template.has_generation_tags and start > len(prompt)
+            )
+            if not (is_generated and text.startswith(prompt) and text[:end] == self._closed(index)):
+                return False
+        return True
+
+    def _served(self, index: int) -> MarkedText | None:
+        """Return the prompt that a server renders, and what the turn adds to the messages before
+        it. None where the turn is not rendered as the prompt's end begins.
+        """
+        prompt, head = self._upto(index, prompt=True), self._upto(index + 1)
+        start = len(prompt) if head.startswith(prompt) else self._header_end(index)
+        if start is None:
+            return None
+        if self._template.has_generation_tags:
+            _, tagged = self._template.render(self._messages[: index + 1], self._tools)
+            own = [(max(first, start), end) for first, end in tagged if end > start]
+            spans = list(self._tagged_spans(head, own))
+        else:
+            spans = [(start, len(self._closed(index)))]
+            self._check_no_header(head, start, index)
+        shift = len(prompt) - start
+        return MarkedText(
+            prompt + head[start:], [(first + shift, end + shift) for first, end in spans]
+        )
+
+    def _header_end(self, index: int) -> int | None:
+        """Find the end of the generation prompt's header in a rendering that writes the messages
+        before the turn differently. A mark in the last of these tells where to look.
+        """
+        base, prompt = self._upto(index), self._upto(index, prompt=True)
+        header = prompt[len(base) :] if prompt.startswith(base) else ""
+        if not index or not header:
+            return None
+        last = self._messages[index - 1]
+        content = last["content"].rstrip()
+        changed = {**last, "content": content + MARK + last["content"][len(content) :]}
+        messages = [*self._messages[: index - 1], changed, self._messages[index]]
+        marked, _ = self._template.render(messages, self._tools)
+        before, _, behind = marked.partition(MARK)
+        at = behind.find(header)
+        if at < 0 or not self._upto(index + 1).startswith(before + behind):
+            return None
+        return len(before) + at + len(header)
+
+
+def _never_ends(number: int) -> UnusableError:
+    return UnusableError(
+        f"chat template: assistant turn {number} does not end with a special token, so the model "
+        f"would never learn to stop; use a template that closes the turn (data.chat_template)"
+    )
