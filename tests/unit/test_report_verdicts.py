@@ -25,17 +25,6 @@ def of(report: Report, identity: str) -> Finding:
     return next(finding for finding in report.findings if finding.id == identity)
 
 
-@pytest.mark.covers("S1.26", "S1.28", "S1.42", "S1.20")
-@pytest.mark.parametrize("seed", range(6))
-def test_a_controller_within_the_reference_bands_is_normal(seed: int) -> None:
-    report = analyse(controller_run(seed))
-    assert (report.profile, report.verdict) == ("controller", "OK"), (seed, report.findings)
-    assert (
-        report.headline == "Normal: reward_mean, accuracy_mean and budget_violation_rate improve."
-    )
-    assert "accuracy:bands" not in ids(report)
-
-
 @pytest.mark.covers("S1.29", "S1.36", "S1.37", "S1.17", "S1.18", "S1.19", "S1.41")
 @pytest.mark.parametrize("seed", some(range(60), 6))
 def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:

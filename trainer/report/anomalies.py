@@ -23,6 +23,8 @@ from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_grou
 EFFECTS = ("loss", "gradient", "kl")
 LEAST = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
 """Score, factor (where all values are positive) and distance beyond which a group counts alone."""
+POLICY_RISE = 0.18
+"""The distance of a loss that changes its sign."""
 ONSET_Z, METRIC_Z = 4, 6
 """A departure sets in; a metric that is no effect has left its usual range."""
 MERGE_POINTS = 3
@@ -96,7 +98,7 @@ def _witness(key: str, group: str, series: Series) -> Witness:
         score, ratio, rise = LEAST[group]
         distance = np.exp(values) - np.exp(levels) if is_log else np.abs(values - levels)
         is_far = (z if is_log else np.abs(z)) > score
-        is_far &= distance > rise
+        is_far &= distance > (rise if is_log else POLICY_RISE)
         if is_log:
             is_far &= values - levels > math.log(ratio)
     # half the memory: a log has many witnesses
@@ -174,7 +176,8 @@ def _anomaly(
     end = max(int(w.series.steps[-1]) for w in witnesses)
     high = end if is_last else int(grid[last + MERGE_POINTS])
     moved = [(w, m) for w in witnesses if (m := _mover(w, low, high)) is not None]
-    moved.sort(key=lambda pair: (pair[1].onset_step, *_place_in_chain(*pair)))
+    # of what sets in together, a known cause comes first
+    moved.sort(key=lambda pair: (pair[1].onset_step, CHAIN_GROUPS.index(pair[0].group)))
     chain: dict[str, str] = {}
     for witness, mover in moved:
         chain.setdefault(witness.group, mover.metric)
@@ -211,14 +214,6 @@ def _mover(witness: Witness, low: int, high: int) -> Mover | None:
     starts, stops = runs(sign * witness.z[start:stop] > ONSET_Z)
     onset = int(start + starts[stops + start > inside[0]][0])
     return Mover(witness.key, sign, z, int(steps[onset]), int(steps[peak]), float(values[peak]))
-
-
-def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
-    """Return the place among metrics that set in together: by known cause, the main metric of a
-    group before its parts.
-    """
-    is_part = not any(witness.key in ROLES[role] for role in ("kl", "mean_length", "reward"))
-    return CHAIN_GROUPS.index(witness.group), is_part, -abs(mover.z)
 
 
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:

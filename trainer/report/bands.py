@@ -182,7 +182,7 @@ MOVES: tuple[Move, ...] = (
     Move("loss_diverging:epochs", "loss", 1, 1, "the loss rises: stop or change course",
          "Training diverges.", BACK, CONTROLLER, "fail", least=11),
     Move("grad_vanish", "grad", -1, 100, "the gradient vanishes", VANISHED, CHECK),
-    Move("entropy_collapse", "entropy", -1, 5, "the policy stops exploring",
+    Move("entropy_collapse", "entropy", -1, 8, "the policy stops exploring",
          "The reward pulls too hard, or the sampling temperature is too low.",
          ("Raise the temperature or an entropy bonus.", "lower_rate")),
     Move("value_network:loss", "value_loss", 1, 10, "the value network fails", VALUES,

@@ -180,10 +180,10 @@ def _moved(move: Move, run: AnalysedRun, _: Series) -> Iterator[Finding]:
 
 def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
     """Return whether most of a change by a ratio happens within a few points."""
-    at, few = int(np.searchsorted(points.steps, onset)), max(5, len(points) // 50)
+    at, few = int(np.searchsorted(points.steps, onset)), 5
     before = np.median(points.values[max(0, at - few) : at + 1])
     after = np.median(points.values[min(at + few, len(points) - 1) :][: few + 1])
-    return abs(np.log(after / before)) > 0.8 * np.log(ratio)
+    return abs(np.log(after / before)) > 0.9 * np.log(ratio)
 
 
 for band in BANDS:

@@ -28,6 +28,8 @@ NUM_EARLY, NUM_FEW = 96, 5
 """Points in which a rise is one of the first steps, where a level is that of few points."""
 NUM_RECENT = 32
 """Points whose median is the present level of a loss."""
+POLICY_RISE = 0.5
+"""The rise of a loss that changes its sign, as it holds a penalty for KL that grows."""
 EXPLOSION = 20
 """Times the usual gradient norm."""
 SWING = 0.5
@@ -109,13 +111,15 @@ def rise_of(run: AnalysedRun, losses: Series) -> Move | None:
     A loss that changes its sign is looked at in its own unit. In the first steps a level is that of
     few points, which no later one sees again.
     """
-    ratio = run.limits["diverging_ratio"] if losses.values.min() > 0 else 1.0
-    sigma, part = (4, 0.0) if ratio != 1 else (6, 0.5)
+    ratio, least = run.limits["diverging_ratio"], run.limits["diverging_rise"]
+    sigma, part = 4, 0.0
+    if losses.values.min() <= 0:
+        ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
     early = losses.steps[: min(NUM_EARLY, len(losses) // 4)]
     for width in (NUM_FEW, recent):
         rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
-        if rise is None or rise.after - rise.before < run.limits["diverging_rise"]:
+        if rise is None or rise.after - rise.before < least:
             continue
         lasts = len(within(losses, *rise.steps)) >= recent
         if not rise.is_lasting:  # less than this comes by chance

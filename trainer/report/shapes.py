@@ -79,7 +79,9 @@ def beyond(
     few = max(LEAST_WIDTH, width // PLACES_PER_WIDTH)
     # of each point and the next ones, how many lie beyond
     counts = np.convolve(is_beyond, np.ones(few), "full")[few - 1 :]
-    found = part[int(np.argmax(is_beyond & (counts > few / 2))) :]
+    at = int(np.argmax(is_beyond & (counts > few / 2)))
+    last = int(np.flatnonzero(is_beyond)[-1]) if is_beyond.any() else len(part) - 1
+    found = part[at : last + 1]
     return Stretch(found, float(of(found.values, axis=0)), is_high)
 
 
