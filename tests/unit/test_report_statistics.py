@@ -7,7 +7,7 @@ import pytest
 
 from trainer.optim.schedule import LrSchedule
 from trainer.report.learning_rate import learning_rate, raised_rates
-from trainer.report.limits import LIMITS, merged, read_thresholds
+from trainer.report.limits import merged, read_thresholds
 from trainer.report.run_log import Series
 from trainer.report.shapes import beyond, departures, shift
 from trainer.report.statistics import slope
@@ -74,7 +74,7 @@ SCHEDULES = {
 @pytest.mark.covers("S2.10", "S3.33")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_recognised(name: str) -> None:
-    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), limits=LIMITS, total_steps=2000)
+    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), total_steps=2000)
     assert told.schedule == name.split()[0] and told.peak == pytest.approx(3e-5, rel=0.01)
 
 
@@ -87,7 +87,7 @@ def test_the_schedules_of_this_trainer_are_recognised_however_short(
     own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])
-    told = learning_rate(Series(steps, rates), (), limits=LIMITS, total_steps=total_steps)
+    told = learning_rate(Series(steps, rates), (), total_steps=total_steps)
     assert told.schedule == kind and told.raised == () and told.warmup_steps == total_steps // 10
 
 

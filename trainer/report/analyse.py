@@ -53,17 +53,15 @@ def analyse(
     limits = merged(thresholds)
     kind = recognise_profile(log) if profile == "auto" else profile
     run = _evaluated(AnalysedRun(log, kind, limits, external=external))
-    witnesses = observe(log, limits, is_generating=run.profile == "grpo")
-    run = replace(run, anomalies=find_anomalies(witnesses, limits, last_step=run.total_steps))
+    witnesses = observe(log, is_generating=run.profile == "grpo")
+    run = replace(run, anomalies=find_anomalies(witnesses, last_step=run.total_steps))
     del witnesses
     judged = judge(run)
     found = [finding for one in judged for finding in one.findings]
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
     rates = run.find("lr")
     rate = (
-        None
-        if rates is None
-        else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
+        None if rates is None else learning_rate(rates, run.anomalies, total_steps=run.total_steps)
     )
     metrics = inventory(run)
     verdict = _verdict(run, findings)

@@ -7,7 +7,6 @@ two of these groups jump together.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,9 +72,7 @@ class Witness:
         return float(self.levels[first : peak + 1].min() if self.is_effect else self.levels[peak])
 
 
-def observe(
-    log: RunLog, limits: Mapping[str, float], *, is_generating: bool
-) -> tuple[Witness, ...]:
+def observe(log: RunLog, *, is_generating: bool) -> tuple[Witness, ...]:
     """Return the metrics of a log that can testify: those with enough finite points."""
     found = []
     for key, series in log.series.items():
@@ -135,9 +132,7 @@ def _rate(key: str, series: Series) -> Witness:
     return Witness(key, "rate", series, True, z, spread, levels, np.array(flagged, np.int64))
 
 
-def find_anomalies(
-    witnesses: tuple[Witness, ...], limits: Mapping[str, float], *, last_step: int
-) -> tuple[Anomaly, ...]:
+def find_anomalies(witnesses: tuple[Witness, ...], *, last_step: int) -> tuple[Anomaly, ...]:
     """Return all intervals in order of time."""
     if not witnesses:
         return ()

@@ -247,7 +247,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
     """Find where the rate leaves its schedule, jumps, or never falls."""
     if len(rates) < NUM_STRETCHES:
         raise NotJudged(f"{len(rates)} points of learning rate, {NUM_STRETCHES} are needed")
-    told = learning_rate(rates, (), limits=run.limits, total_steps=run.total_steps)
+    told = learning_rate(rates, (), total_steps=run.total_steps)
     restored = "A scheduler that was changed or restored wrongly, or a change by hand."
     if told.raised:
         worst = max(told.raised, key=lambda stretch: stretch.factor)
@@ -325,7 +325,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
 def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
     roles = ("loss", "grad", "kl", "update_kl")
     unstable = [a for a in run.anomalies if any(is_of(a, role) for role in roles)]
-    told = learning_rate(rates, unstable, limits=run.limits, total_steps=run.total_steps)
+    told = learning_rate(rates, unstable, total_steps=run.total_steps)
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
         yield warn(

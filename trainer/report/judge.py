@@ -56,7 +56,7 @@ class Line(NamedTuple):
 
 def _no_warmup(run: AnalysedRun) -> str:
     rates = run.get("lr")
-    told = learning_rate(rates, (), limits=run.limits, total_steps=run.total_steps)
+    told = learning_rate(rates, (), total_steps=run.total_steps)
     return "" if told.warmup_steps else "there was no warm-up"
 
 

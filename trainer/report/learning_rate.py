@@ -2,7 +2,7 @@
 it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ def scheduled(series: Series) -> Series:
 
 
 def learning_rate(
-    series: Series, anomalies: Iterable[Anomaly], *, limits: Mapping[str, float], total_steps: int
+    series: Series, anomalies: Iterable[Anomaly], *, total_steps: int
 ) -> LearningRate:
     """Return schedule, peak, warm-up, and how much of the run and of its anomalies lies at a high
     rate.
