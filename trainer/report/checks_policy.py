@@ -38,7 +38,8 @@ def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Finding]:
     if not len(far):
         return
     met = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
-    values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 1]
+    # with a few points behind the first, or a step could not be told
+    values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
     yield fail(
         f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "

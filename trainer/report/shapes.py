@@ -200,7 +200,13 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     line, _ = np.linalg.qr(np.vander(x, 1 if is_level else 2))
     apart, left = candidates - line @ (line.T @ candidates), points - line @ (line.T @ points)
     gains = (left @ apart) ** 2 / (apart**2).sum(axis=1)
-    return int(edges[2 + np.argmax(gains.max(axis=0))])
+    at = int(edges[2 + np.argmax(gains.max(axis=0))])
+    steps, bends = gains.max(axis=1)
+    if stride == 1 or bends > steps:
+        return at
+    # a step is looked for again, point by point
+    near = MAX_PLACES // 4
+    return onset(values, max(first, at - near), min(last, at + near), is_level=is_level)
 
 
 def began(series: Series) -> int:
