@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.formatting import capitalised, listed, number
-from trainer.report.result import MetricSummary, Mover
+from trainer.report.formatting import capitalised, listed, number, step
+from trainer.report.result import MetricSummary
 from trainer.report.run_log import Series
 from trainer.report.statistics import bins, epoch_means, finite, noise, slope
 from trainer.report.vocabulary import meaning, role_order
@@ -84,34 +84,25 @@ def _trend(run: AnalysedRun, points: Series) -> tuple[str, str]:
 
 
 def _observation(run: AnalysedRun, key: str, trend: str, moves: str) -> str:
-    """Describe the course of a metric: its jumps, else its trend, else its range."""
+    """Describe the course of a metric: its jumps and its trend, else its range."""
     series = run.log.series[key]
     points = finite(series)
     if not len(points):
         return "Never a number."
     low, high = map(number, np.quantile(points.values, [0.05, 0.95]).tolist())
-    movers = [mover for one in run.anomalies for mover in one.movers if mover.metric == key]
-    if np.ptp(points.values) == 0:
-        course = f"Constant at {low}."
-    elif movers:
-        course = _jumps(points, movers) + (f" Apart from that {trend}, {moves}." if moves else "")
-    elif moves:
-        is_wanted = meaning(key).better == WANTED[trend]
-        is_judged = meaning(key).better in WANTED.values()
-        verdict = (", as it should" if is_wanted else ", the wrong way") if is_judged else ""
+    jumps = [mover for one in run.anomalies for mover in one.movers if mover.metric == key]
+    better = meaning(key).better
+    verdict = ""
+    if better in WANTED.values():
+        verdict = ", as it should" if better == WANTED.get(trend) else ", the wrong way"
+    if moves:
         course = f"{capitalised(trend)} {moves}{verdict}."
+    elif low == high:
+        course = f"Constant at {low}."
     else:
         course = f"Between {low} and {high} nearly always, without a clear trend."
+    if jumps:
+        peaks = listed(f"{number(one.peak_value)} @ {step(one.peak_step)}" for one in jumps)
+        course += f" Jumps to {peaks}."
     num_hidden = len(series) - len(points)
     return course + (f" {num_hidden} points are not numbers." if num_hidden else "")
-
-
-def _jumps(points: Series, movers: list[Mover]) -> str:
-    """Describe the calm level, then where and how far the metric jumped."""
-    first, peaks = movers[0].onset_step, sorted(mover.peak_value for mover in movers)
-    calm = points.values[points.steps < first]
-    low, high = np.quantile(calm if len(calm) else points.values, [0.05, 0.95]).tolist()
-    reach = " to ".join(dict.fromkeys(map(number, (peaks[0], peaks[-1]))))
-    moves = "rises" if movers[0].sign > 0 else "falls"
-    steps = listed(str(mover.peak_step) for mover in movers)
-    return f"{number(low)} to {number(high)} until step {first}; {moves} to {reach} near {steps}."

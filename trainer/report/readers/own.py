@@ -1,7 +1,7 @@
 """The files of our own run directory beside `metrics.jsonl`."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from trainer.report.readers.parsing import as_step
 from trainer.report.readers.store import Row, Store
 from trainer.report.run_log import LogEvent, RunLog, ServingCheck
-from trainer.runtime.evaluations import FILE_NAME as EVALUATIONS
 from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import JsonLines, flat, read_object
@@ -19,24 +18,21 @@ from trainer.tracking import events_file, run_info
 def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog:
     """Return the log of a run with its configuration, events, evaluations and proofs."""
     run_dir = path.parent
-    notes: list[str] = []
-
-    def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
-        try:
-            return reader(run_dir)
-        except OSError as error:
-            notes.append(f"{name} cannot be read: {error.strerror or error}")
-            return default
-
-    lines = JsonLines(run_dir / events_file.FILE_NAME, is_final=True)
-    events = read(events_file.FILE_NAME, lambda _: [row for _, row in lines], [])
-    evaluations = read(EVALUATIONS, read_summaries, {})
-    store.num_unparsed += lines.num_unparsed
-    ends = [
-        row.get("exit_code") for row in events if row.get("kind") == "start" or "exit_code" in row
-    ]
     run = read_object(run_dir / run_info.FILE_NAME)
     config = run.get("config")
+    lines = JsonLines(run_dir / events_file.FILE_NAME, is_final=True)
+    events: list[Row] = []
+    evaluations: Mapping[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    try:
+        evaluations = read_summaries(run_dir)
+        events = [row for _, row in lines]
+    except OSError as error:
+        notes = (f"{error.filename} cannot be read: {error.strerror}",)
+    store.num_unparsed += lines.num_unparsed
+    ends = [
+        one.get("exit_code") for one in events if one.get("kind") == "start" or "exit_code" in one
+    ]
     return store.log(
         path,
         "fsdp-sft",
@@ -45,7 +41,7 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
         events=tuple(map(_event, events)),
         total_steps=as_step(run.get("total_steps")) or None,
         evaluations=evaluations,
-        notes=tuple(notes),
+        notes=notes,
         num_attempts=num_attempts,
         exit_code=as_step(ends[-1]) if ends else None,  # None if it started again since
         proofs=tuple(sorted(_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),

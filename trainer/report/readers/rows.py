@@ -50,7 +50,8 @@ def read_json_lines(path: Path) -> RunLog:
             step = row.get(key) if key else None
             total = fraction_total(step) or row.pop("total_steps", total)
             attempt = max(attempt, as_step(row.pop("attempt", 1)) or 1)
-            row |= row.pop("nonfinite", None) or {}  # what JSON cannot hold: {"train/loss": "nan"}
+            nonfinite = row.pop("nonfinite", None)  # what JSON cannot hold: {"train/loss": "nan"}
+            row |= nonfinite if isinstance(nonfinite, dict) else {}
             if key and key != "epoch":
                 row.pop(key)
             store.add(step, row.get("data") if source == "verl" else row)
