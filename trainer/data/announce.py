@@ -4,7 +4,7 @@ import logging
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.batch_plan import Schedule, split_batch
+from trainer.data.batch_plan import Schedule
 from trainer.data.loader import RankPlan
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS
 from trainer.data.samples import Samples, TokenDataset
@@ -30,13 +30,7 @@ def announce(
     rows = schedule.rows(schedule.start.step + 1)
     first = train.of_rows(rows)
     lengths, _ = train.counts(first)
-    dealt = split_batch(
-        lengths,
-        num_data_ranks=plan.num_data_ranks,
-        limits=plan.limits,
-        quadratic_cost=plan.quadratic_cost,
-        window_costs=plan.window_costs,
-    )
+    dealt = plan.deal(lengths)
     num_rows = train.total("num_rows")
     tokens, supervised = map(
         sum, zip(*(source.num_tokens for source in train.sources), strict=True)

@@ -41,6 +41,16 @@ class RankPlan:
     data rank holds.
     """
 
+    def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
+        """Deal the samples of a global batch to all data ranks, as `split_batch` does."""
+        return split_batch(
+            lengths,
+            num_data_ranks=self.num_data_ranks,
+            limits=self.limits,
+            quadratic_cost=self.quadratic_cost,
+            window_costs=self.window_costs,
+        )
+
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
     """Lay samples end to end and shift labels inside each; no samples gives one token of
@@ -74,13 +84,7 @@ def build_step(
     counts.
     """
     lengths, num_loss_tokens = samples.counts(ids)
-    dealt = split_batch(
-        lengths,
-        num_data_ranks=plan.num_data_ranks,
-        limits=plan.limits,
-        quadratic_cost=plan.quadratic_cost,
-        window_costs=plan.window_costs,
-    )
+    dealt = plan.deal(lengths)
     micro_batches = tuple(
         pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank]
     )

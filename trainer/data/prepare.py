@@ -298,23 +298,6 @@ class Summary:
         return self.num_rows - self.num_bad_rows - self.num_dropped
 
 
-class SamplesDigest:
-    """A sha256 over ids, mask and bounds of samples in their order; checkpoints name it."""
-
-    def __init__(self) -> None:
-        self._parts = [hashlib.sha256() for _ in range(3)]
-        self._parts[2].update(np.int64(0).tobytes())
-
-    def update(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Add `TOKEN`s and ends of samples (int64), each in their order."""
-        for part, array in zip(self._parts, (tokens & ~SUPERVISED, tokens < 0, ends), strict=True):
-            part.update(np.ascontiguousarray(array).data)
-
-    def hexdigest(self) -> str:
-        digests = "".join(part.hexdigest() for part in self._parts)
-        return hashlib.sha256(digests.encode()).hexdigest()
-
-
 class SampleWriter:
     """Fills a directory with tokens, rows and lists of bad and over-long rows; complete when
     left.
@@ -322,7 +305,9 @@ class SampleWriter:
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self._options, self._seen = options, Seen()
-        self._digest, self._end = SamplesDigest(), 0
+        self._end = 0
+        # of ids, mask and bounds of samples in their order; checkpoints name their digest
+        self._digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
         self._kinds: Counter[str] = Counter()
         self._places: dict[str, list[str]] = {}
         """Where the first rows are, for each of the first reasons."""
@@ -383,7 +368,9 @@ class SampleWriter:
         self._end += len(part.tokens)
         self._tokens.write(part.tokens.data)
         self._rows.write(part.samples.data)
-        self._digest.update(part.tokens, part.samples["end"])
+        arrays = part.tokens & ~SUPERVISED, part.tokens < 0, part.samples["end"]
+        for digest, array in zip(self._digests, arrays, strict=True):
+            digest.update(array.tobytes())
         self._seen.add(part.seen)
         for row in part.bad:
             self._kinds[row.reason.partition(":")[0]] += 1
@@ -412,6 +399,7 @@ class SampleWriter:
             for field in dataclasses.fields(Summary)
             if field.type is int
         }
+        digests = "".join(digest.hexdigest() for digest in self._digests)
         return Summary(
             **counts,
             bad_rows_by_kind=dict(self._kinds.most_common()),
@@ -419,5 +407,5 @@ class SampleWriter:
             unread_keys=dict(seen.unread_keys.most_common()),
             unread_columns=dict(seen.unread_columns.most_common()),
             end_token_ids=sorted(seen.end_token_ids),
-            fingerprint=self._digest.hexdigest(),
+            fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
         )

@@ -46,20 +46,17 @@ class TokenTexts:
     def __init__(self, texts: set[str]) -> None:
         own = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
         self._longest_first = tuple(sorted(own, key=len, reverse=True))
-        self._anywhere = any_of(own)
+        self._any = any_of(own)
 
     def last_in(self, text: str) -> str | None:
-        if not text.endswith(self._longest_first):
-            return None
-        return next(token for token in self._longest_first if text.endswith(token))
+        return next(filter(text.endswith, self._longest_first), None)
 
     def first_in(self, text: str, position: int) -> str | None:
-        if not text.startswith(self._longest_first, position):
-            return None
-        return next(token for token in self._longest_first if text.startswith(token, position))
+        found = self._any.match(text, position)
+        return found[0] if found else None
 
     def positions(self, text: str) -> list[int]:
-        return [match.start() for match in self._anywhere.finditer(text)]
+        return [match.start() for match in self._any.finditer(text)]
 
 
 class ChatTemplate:
