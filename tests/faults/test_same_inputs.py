@@ -263,9 +263,10 @@ def reversed_rows(path: Path) -> str:
 def change_at(
     root: Path, change: Callable[[Path], None], moment: int | str, *, is_late: bool
 ) -> None:
-    from trainer.data import token_cache
+    from trainer.data import readers, token_cache
 
     token_cache.HASHED_BYTES = 1000
+    readers.BLOCK_ROWS = 1  # each row is progress
     os.chdir(root / "machine0")
     done, beat, enter = root / "changed", Heartbeat.beat, Heartbeat.enter
     num_beats = 0
