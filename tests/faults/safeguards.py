@@ -20,11 +20,7 @@ FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoi
 SAVE, MANAGER = "checkpoint/save.py", "checkpoint/manager.py"
 START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
 LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
-RETENTION, ROLLBACK, THIN = (
-    "checkpoint/retention.py",
-    "checkpoint/rollback.py",
-    "unit/test_checkpoint_thinning.py",
-)
+RETENTION, ROLLBACK = "checkpoint/retention.py", "checkpoint/rollback.py"
 UPLOAD, RESTORE, MIRROR = "mirror/upload.py", "mirror/restore.py", "unit/test_mirror_faults.py"
 CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
 
