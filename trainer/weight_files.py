@@ -1,4 +1,4 @@
-"""Which files of a directory hold a model's weights, in the order in which transformers looks
+"""Find the files of a directory with a model's weights, in the order in which transformers looks
 for them (floor 1).
 """
 

@@ -1,4 +1,4 @@
-"""How a model lies in transformers' files: its class, which tensors are its language model, and
+"""Models in transformers' files: their class, which tensors are its language model, and
 what converts them.
 
 Nothing here goes by the names of models: all follows from transformers' own classes on the meta
@@ -96,7 +96,7 @@ class TensorGroup:
     model: PreTrainedModel | None = field(default=None, repr=False)
 
     def to_own(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of the model from those of the files, in their order."""
+        """Make the model's tensors from those of the files, in their order."""
         if self.converter is None:
             return {self.own[0]: tensors[0]}
         assert self.model is not None
@@ -110,7 +110,7 @@ class TensorGroup:
         return {own: values[name] for own, name in zip(self.own, self.whole, strict=True)}
 
     def to_stored(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of the files from those of the model, in their order."""
+        """Make the tensors of the files from the model's, in their order."""
         if self.converter is None:
             return dict.fromkeys(self.stored, tensors[0])
         model: Any = self.model
@@ -138,13 +138,13 @@ class TensorGroup:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """As they lie in a file."""
+    """Return the bytes of a tensor as in a file."""
     view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
     return view
 
 
 def stored_in(file: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds. Raises `ConfigError` if it cannot be read."""
+    """Return the tensors of a safetensors file. Raises `ConfigError` if it cannot be read."""
     try:
         reader: Any = safe_open(file, framework="pt")
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  no mapping
@@ -213,7 +213,7 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
 
 
 def text_config(whole: PreTrainedModel) -> PretrainedConfig:
-    """Of the text part alone; whether its head is tied is for the whole to say."""
+    """Return the config of the text part; the whole says whether its head is tied."""
     config = copy.deepcopy(whole.config.get_text_config())
     head = whole.get_output_embeddings()
     config.tie_word_embeddings = (
@@ -225,7 +225,7 @@ def text_config(whole: PreTrainedModel) -> PretrainedConfig:
 def match(
     text: PreTrainedModel, whole: PreTrainedModel | None, stored: Iterable[str]
 ) -> tuple[list[TensorGroup], list[str]]:
-    """How the tensors of the files make those of the text model, and the names of all others.
+    """Return how the tensors of the files make those of the text model, and all other names.
 
     `text` and `whole` are on the meta device, `whole` where the files hold more parts than the
     text.

@@ -198,8 +198,8 @@ SAFEGUARDS = (
     Mutation(
         "a changed run is continued",
         START,
-        "    for change in lineage.compare(",
-        "    for change in () and lineage.compare(",
+        "    for change in compare(",
+        "    for change in () and compare(",
         ("distributed/test_checkpoint.py",),
     ),
     Mutation(

@@ -28,7 +28,7 @@ from trainer.weights import StoredTensor, stored_in
 
 @dataclass(frozen=True)
 class Adapter:
-    """What adapters are: `settings` as in `adapter_config.json`, and the directory of the model
+    """Adapters: their `settings` as in `adapter_config.json`, and the directory of the model
     they are for.
     """
 
@@ -109,7 +109,7 @@ class BaseWeights:
         )
 
     def with_copies(self, names: Iterable[str], directory: Path) -> Self:
-        """The same, with the named tensors read from a copy that is made now in `directory`."""
+        """Read the named tensors from a copy that is made now in `directory`."""
         return type(self)(
             {**self._tensors, **copied({name: self._tensors[name] for name in names}, directory)}
         )
@@ -142,7 +142,7 @@ class MergedReader:
 
 
 def stored_name(base: BaseWeights, name: str) -> str:
-    """What a base's files call a weight of the model: some leave out the name of the part
+    """Return the name of a weight in a base's files: some leave out the name of the part
     without the head.
     """
     for known in (name, name.partition(".")[2]):

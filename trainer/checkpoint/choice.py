@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from; judged by names and sizes, before anything is built.
+"""Choose the checkpoint that a run continues from, by names and sizes, before anything is built.
 No torch.
 """
 
@@ -37,7 +37,7 @@ class Selection:
 
 
 def select(run_dir: Path) -> Selection:
-    """Which checkpoint an interrupted run continues from; none in a new run directory.
+    """Choose the checkpoint that an interrupted run continues from; none in a new run directory.
 
     The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named
     it: the run died between commit and publish. One that was named before says that a person moved
@@ -110,7 +110,7 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
-    """What the run may continue from, the first choice first, with notes on the choice. Raises
+    """Return what the run may continue from, the first choice first, with notes. Raises
     `ConfigError`.
     """
     run_dir = Path(config.default_local_dir)

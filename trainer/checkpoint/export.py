@@ -32,7 +32,7 @@ from trainer.weights import TensorGroup, WholeCheckpoint, match
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
-"""What passes through: in every checkpoint, since its shards do not hold it."""
+"""Tensors that pass through: in every checkpoint, since its shards do not hold them."""
 
 
 class TensorReader(Protocol):
@@ -43,7 +43,7 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What an export takes over from the training.
+    """Everything that an export takes over from the training.
 
     `chat_template`: only if it is not the tokenizer's own, whose files are copied byte for byte.
     `whole`: set if the model's files hold more than is trained, which the export holds too.
@@ -59,7 +59,7 @@ class ExportSource:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Which tensors an export has, in which files.
+    """The tensors of an export, and their files.
 
     layout: exported name -> tensor without memory, in the order written; `groups`: exported name ->
     tensors it is made from; `architecture`: the class that an export loads as, without weights;
@@ -191,7 +191,7 @@ def plan_export(
     dtype: str,
     whole: WholeCheckpoint | None = None,
 ) -> ExportPlan:
-    """Which tensors go into which file. `shapes`: every parameter once (a tied head is absent).
+    """Plan which tensors go into which file. `shapes`: every parameter once (a tied head is absent).
 
     Parameters are exported in `dtype`, buffers in their own.
     `architecture` is the model on the meta device, by which transformers finds how it stores these
@@ -355,7 +355,7 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
 
 
 def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecord]:
-    """Which file holds which tensor, where there are several."""
+    """Write which file holds which tensor, if there are several."""
     if not plan.split.is_sharded and plan.whole is None:
         return []
     index: dict[str, object] = {

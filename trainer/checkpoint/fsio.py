@@ -29,7 +29,7 @@ VISIBILITY_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Operation:
-    """What is about to happen to `path`.
+    """An operation that is about to happen to `path`.
 
     kind: mkdir, create, write, fsync, close, rename (to `target`, replacing a file), unlink, rmdir,
     fsync_dir, or
@@ -61,7 +61,7 @@ def phase(name: str) -> None:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What was written: `path` is relative to the checkpoint directory, with forward slashes."""
+    """A written file; `path` is relative to the checkpoint directory, with forward slashes."""
 
     path: str
     size_bytes: int
@@ -195,7 +195,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def rename_unsynced(source: Path, target: Path) -> None:
-    """The same, durable only after `fsync_dir`."""
+    """Rename; durable only after `fsync_dir`."""
     _announce("rename", source, target)
     os.rename(source, target)
 
@@ -296,7 +296,7 @@ def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) 
 
 
 def size_problem(root: Path, record: FileRecord) -> str | None:
-    """What of a file differs from its record as far as its size tells, beginning with its path."""
+    """Describe how the size of a file differs from its record, beginning with its path."""
     try:
         size_bytes = size_within(root, record.path)
     except OSError as error:

@@ -65,7 +65,7 @@ def extra_file(world_size: int, rank: int) -> str:
 
 
 def is_export(path: str) -> bool:
-    """Whether a file listed in a manifest belongs to the export alone, which no resume needs."""
+    """Return True for a file in a manifest that belongs to the export: no resume needs it."""
     return path.startswith(f"{HUGGINGFACE}/")
 
 
@@ -97,7 +97,7 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What stands in one `global_step_N`. `published`: the pointer has named it once."""
+    """One `global_step_N` as found on the disk. `published`: the pointer has named it once."""
 
     step: int
     path: Path
@@ -200,7 +200,7 @@ def publish(run_dir: Path, step: int) -> None:
 
 
 def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
-    """Whether `publish` has nothing left to do for a checkpoint of this run."""
+    """Return True if `publish` has nothing left to do for a checkpoint of this run."""
     return info.published and read_pointer(run_dir).step == info.step
 
 
@@ -227,7 +227,7 @@ def quarantine(path: Path, reason: str) -> Path:
 
 
 def is_in_use(reading: Path) -> bool:
-    """Whether the reader of a `READING_PREFIX` directory lives; also if that cannot be told."""
+    """Return True unless the reader of a `READING_PREFIX` directory is known to be dead."""
     try:
         # open for writing: NFS locks no other file exclusively
         descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)

@@ -1,5 +1,5 @@
-"""What a run and its continuation must have in common, and what may change with or without a
-word.
+"""Compare a run with its continuation: some values must be equal, others may change with a
+warning.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ REFUSED = {
     "model_config": "the saved weights go on in the changed architecture",
     "other_parts": "the tensors beside the text part are exported as they are now",
 }
-"""What makes another run of it, and what happens when `trainer.resume_allow` names it."""
+"""Values whose change is refused, and what happens if `trainer.resume_allow` names it."""
 
 BASE_WEIGHTS = "base_weights"
 FIXED = {
@@ -32,7 +32,7 @@ FIXED = {
     ),
     "model.freeze": "the optimizer has a state for what was trained",
 }
-"""The same where nothing makes it acceptable."""
+"""Values whose change is always refused, and why."""
 
 WARNED = (
     "data.max_length",
@@ -53,8 +53,8 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""What may change the numbers from here on. The learning rate is compared as a schedule. All
-other keys are free.
+"""Values whose change is warned of: the numbers may change. The learning rate is compared as a
+schedule. All other keys are free.
 """
 
 
@@ -79,7 +79,7 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
 
 
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
-    """What differs from the checkpoint and is accepted, one line each, for the log.
+    """Return accepted differences from the checkpoint, one line each, for the log.
 
     Raises `ConfigError` with all differences when one of them would make the continued run another
     run.

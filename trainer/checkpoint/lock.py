@@ -89,7 +89,7 @@ class RunLock:
             ) from error
 
     def is_held(self) -> bool:
-        """Whether the lock file is still the one this process locked and carries its nonce; not
+        """Return True while the lock file is still the one this process locked and carries its nonce; not
         if that is unknown.
         """
         try:
@@ -196,7 +196,7 @@ class RunLock:
         self._directory = None
 
     def _is_same_directory(self) -> bool:
-        """Whether the path still names the directory that was locked: an open directory keeps
+        """Return True while the path still names the directory that was locked: an open directory keeps
         its number.
         """
         if self._directory is None:
@@ -248,7 +248,7 @@ class RunLock:
 
 
 def is_given_back(run_dir: Path) -> bool:
-    """Whether no run has the lock, and none left it behind; nothing is written to find out."""
+    """Return True if no run has the lock or left it behind. Writes nothing."""
     try:
         return (run_dir / LOCK).stat().st_size == 0
     except FileNotFoundError:

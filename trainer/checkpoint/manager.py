@@ -77,8 +77,9 @@ class CheckpointManager:
         self._on_main(check)
 
     def keep_sources(self) -> None:
-        """From here on no save reads the model directory. Raises `ConfigError`,
-        `CannotWriteError`.
+        """Copy what exports need: no save reads the model directory from here on.
+
+        Raises `ConfigError`, `CannotWriteError`.
         """
         self._saver.keep_sources()
 
@@ -121,7 +122,7 @@ class CheckpointManager:
             self._buffers.before_update()
 
     def is_retry_due(self) -> bool:
-        """Main rank: whether a failed save should be tried again now; the others follow."""
+        """Return True on the main rank if a failed save is to be tried again now."""
         if self._pending is not None and self._pending[1].done():
             self.finish()
         if self._num_failed_in_a_row == 0:
@@ -207,7 +208,7 @@ class CheckpointManager:
             )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
-        """Whether every parameter and moment of every rank is finite."""
+        """Return True if every parameter and moment of every rank is finite."""
         tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
         bad = torch.stack([(~torch.isfinite(t)).any() for t in tensors if t.numel()]).any()
         count = bad.to(self._world.device).double()

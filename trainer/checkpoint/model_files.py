@@ -1,4 +1,4 @@
-"""What an export takes over from the model directory, read once at the start.
+"""Files that an export takes over from the model directory, read once at the start.
 
 The directory may be removed or changed while the run trains (a purged scratch disk, another
 revision in the Hub's cache): exports still hold what was trained with.

@@ -1,4 +1,4 @@
-"""How long a checkpoint stays, and room for the next one. Rank 0; no torch."""
+"""Delete old checkpoints, and check the room for the next one. Rank 0; no torch."""
 
 import errno
 import logging

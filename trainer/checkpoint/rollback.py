@@ -18,7 +18,7 @@ from trainer.progress import History, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
-"""What was saved so shortly before the trouble showed is not trusted."""
+"""Checkpoints saved this shortly before the trouble showed are not trusted."""
 SKIPPED_AROUND = 8
 """Batches passed over on either side."""
 

@@ -32,7 +32,7 @@ from trainer.errors import CannotWriteError
 from trainer.runtime.distributed import World
 
 GRACE_S = 10.0
-"""How much longer than the main rank the others wait for an answer."""
+"""Other ranks wait this much longer for an answer than the main rank."""
 MIN_TIMEOUT_S = 0.1
 NO_ANSWER = "gave no answer in time"
 MIN_GROUP_TIMEOUT_S = 60.0
@@ -52,7 +52,7 @@ class NoAnswerError(SaveFailedError):
 
 
 class Agreement:
-    """What the ranks report of each phase of a save, with a deadline.
+    """Reports of the ranks on each phase of a save, with a deadline.
 
     It has a gloo group of its own, so a save may run behind training. A rank that is slow or gone
     costs a deadline, never a hang: its group is given up then, and `renew` makes another. Creating
@@ -181,7 +181,7 @@ class Saver:
 
     @property
     def copied_bytes(self) -> int:
-        """What `keep_sources` takes on the disk, over all ranks."""
+        """Bytes that `keep_sources` takes on the disk, over all ranks."""
         return self._plan.copied_bytes(has_weights=self._has_weights)
 
     def keep_sources(self) -> None:
@@ -209,14 +209,12 @@ class Saver:
                 raise found
 
     def size_bytes(self, state: Any) -> int:
-        """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much
-        on the others.
-        """
+        """Return the size of a checkpoint whose shards hold `state` (nested tensors) on each rank."""
         exported = self._plan.num_bytes(has_weights=self._has_weights)
         return shards.num_bytes(state) * self.world.size + exported
 
     def prepare(self) -> None:
-        """Before each `save`, in the thread that trains."""
+        """Call this before each `save`, in the thread that trains."""
         self._agreement.renew()
 
     def save(self, snapshot: Snapshot) -> int:
@@ -270,11 +268,11 @@ class Saver:
         return values
 
     def _written(self, phase: str, action: Callable[[], list[FileRecord]]) -> list[FileRecord]:
-        """The same for an action that writes files: those of all ranks."""
+        """Run an action that writes files; return the files of all ranks."""
         return [record for written in self._together(phase, action) for record in written]
 
     def _open(self, snapshot: Snapshot) -> str | None:
-        """Main rank: make room and the directories that all write into; their name."""
+        """Make room and the directories that all ranks write into, on the main rank; return their name."""
         if not self.world.is_main:
             return None
         self.require_lock()
@@ -327,9 +325,7 @@ class Saver:
         )
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
-        """Main rank: prove that all files are here, write the manifest, and give the directory
-        its name.
-        """
+        """Check all files, write the manifest and rename the directory, on the main rank."""
         if not self.world.is_main:
             return 0
         text = f'{{"FSDP_version": 2, "world_size": {self.world.size}}}\n'
@@ -377,6 +373,6 @@ class Saver:
         )
 
     def require_lock(self) -> None:
-        """Main rank: raise `CannotWriteError` unless this run still owns its directory."""
+        """Raise `CannotWriteError` on the main rank unless this run still owns its directory."""
         if self._lock is not None:
             self._lock.require()

@@ -77,7 +77,7 @@ def _without_mesh_warnings() -> Iterator[None]:
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """What a checkpoint holds: all parameters, or adapters alone, since the model they are made
+    """Return what a checkpoint holds: all parameters, or adapters alone, since the model they are made
     for does not change.
     """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
@@ -243,7 +243,7 @@ def _compact(value: Any) -> Any:
 
 
 def with_local(value: DTensor, local: Tensor) -> DTensor:
-    """The same shard with other memory; `DTensor.from_local` would move it to the device of the
+    """Return the same shard with other memory; `DTensor.from_local` would move it to the device of the
     mesh.
     """
     return DTensor(local, value._spec, requires_grad=False)
@@ -313,7 +313,7 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
 
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-"""As the header of a safetensors file calls them."""
+"""Names in the header of a safetensors file."""
 
 
 def write_tensors(

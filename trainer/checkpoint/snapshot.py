@@ -15,14 +15,14 @@ from trainer.checkpoint.shards import with_local
 from trainer.progress import History, Position
 
 ALIGNMENT_BYTES = 64
-"""Where torch itself begins a tensor in host memory."""
+"""Alignment that torch itself uses in host memory."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank contributes to the checkpoint of `position.step`.
+    """State that one rank contributes to the checkpoint of `position.step`.
 
     model, optim, extra: contents of this rank's files; data: of `data.pt`.
     """

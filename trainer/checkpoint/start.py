@@ -1,5 +1,5 @@
-"""Where a run begins: decided and proven before a model is built. The main rank decides, the
-others follow.
+"""Decide where a run begins, and prove its checkpoint, before a model is built. The main rank
+decides, the others follow.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Start:
     lock: RunLock | None
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Of this run, for its checkpoints."""
+    """Fingerprints of this run, for its checkpoints."""
 
 
 def decide_start(
@@ -58,7 +58,7 @@ def decide_start(
     *,
     total_steps: Callable[[Position], int],
 ) -> Start:
-    """Where to begin. Collective.
+    """Decide where to begin. Collective.
 
     `lineage`: what the run descends from. `total_steps`: steps of the whole run, from a position.
 
@@ -91,7 +91,7 @@ def _find_complete(
 
 
 def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World) -> Start:
-    """Under the lock: the main rank takes it first."""
+    """Decide the start under the lock, which the main rank takes first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
     selection = _on_main(partial(candidates_of, config), config, world)
@@ -125,7 +125,7 @@ def _is_complete(
     total_steps: int,
     world: World,
 ) -> bool:
-    """Whether a run has ended and left all that it should. A manifest is asked before it is
+    """Return True if a run has ended and left all that it should. A manifest is asked before it is
     proven: that takes long.
     """
     end = _on_main(partial(finished.read, candidate.path), config, world)
@@ -144,7 +144,7 @@ def _is_complete(
 def _missing_at_end(
     candidate: CheckpointInfo, end: finished.Finished | None, config: TrainerConfig
 ) -> list[str]:
-    """What the end of a run in its own directory still lacks."""
+    """Name what the end of a run in its own directory still lacks."""
     run_dir = Path(config.default_local_dir)
     if candidate.path.resolve().parent != run_dir.resolve():
         return []
@@ -189,7 +189,7 @@ def _first_proven(
 
 
 def verify(candidate: CheckpointInfo, world: World) -> list[str]:
-    """What is wrong with the contents of a checkpoint, each rank reading its share. Collective."""
+    """Name what is wrong with a checkpoint; each rank reads its share. Collective."""
     assert candidate.manifest is not None, "a candidate is committed"
     own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
     reports: list[Any] = [None] * world.size

@@ -1,5 +1,5 @@
-"""What survives a restart: one dictionary of named stateful parts, which save, resume and rollback
-walk alike.
+"""The state that survives a restart: one dictionary of named stateful parts, which save, resume and
+rollback walk alike.
 
 Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data`
 in the file that belongs to no rank, every other part in the extra state of each rank.
@@ -52,7 +52,7 @@ State = Mapping[str, Stateful]
 
 @dataclass(frozen=True)
 class Shards:
-    """What a sharded part is loaded from: its `state_dict` on each of the ranks that held one
+    """Source of a sharded part: its `state_dict` on each of the ranks that held one
     whole copy.
     """
 

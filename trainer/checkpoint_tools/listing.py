@@ -61,7 +61,7 @@ def require_run(path: Path) -> None:
 
 
 def is_run(names: list[str]) -> bool:
-    """Whether a directory with these names in it is a run's."""
+    """Return True if a directory with these names in it is a run's."""
     marks = (layout.POINTER, LOCK, *LEFTOVERS)
     return any(name.startswith(marks) or layout.parse_step(name) is not None for name in names)
 
@@ -196,7 +196,7 @@ def prove(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What stays of a run and what goes. `proofs` must verify before anything goes."""
+    """The checkpoints of a run that stay, and the paths that go. `proofs` must verify before anything goes."""
 
     kept: list[str]
     proofs: list[CheckpointInfo]

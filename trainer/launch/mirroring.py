@@ -177,7 +177,7 @@ def _listens(layout: NodeLayout) -> bool:
 
 
 def _ends_in_time(process: subprocess.Popen, config: Config) -> bool:
-    """Whether everything is up before a save would time out, and before another signal."""
+    """Return True if everything is up before a save would time out, and before another signal."""
     started, is_said = time.monotonic(), False
     while process.poll() is None:
         waited_s = time.monotonic() - started
@@ -194,5 +194,5 @@ def _ends_in_time(process: subprocess.Popen, config: Config) -> bool:
 
 
 def _is_signalled() -> bool:
-    """Whether somebody asked to stop; the launcher keeps its signals blocked."""
+    """Return True if somebody asked to stop; the launcher keeps its signals blocked."""
     return signal.sigtimedwait(heeded_signals(), 0) is not None

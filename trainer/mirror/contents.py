@@ -1,4 +1,4 @@
-"""What a mirror holds, and which checkpoint of it a run continues from (floor 3, no torch).
+"""Read what a mirror holds, and which checkpoint a run continues from (floor 3, no torch).
 
 A mirror has the layout of a run directory, so that a copy of it is one:
 

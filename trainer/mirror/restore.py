@@ -1,4 +1,4 @@
-"""Before a run: claim the mirror, and fill an empty run directory with its newest checkpoint (floor
+"""Claim the mirror before a run, and fill an empty run directory with its newest checkpoint (floor
 3, no torch).
 """
 

@@ -64,7 +64,7 @@ class Uploader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the run directory has changed since the last `sync`. Asks no storage."""
+        """True if the run directory has changed since the last `sync`. Asks no storage."""
         return self._local_state() != self._seen
 
     def sync(self) -> None:
