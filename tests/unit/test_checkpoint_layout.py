@@ -13,7 +13,7 @@ from checkpoint_fakes import commit, is_whole, save, stage, write_unfinished
 
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
-from trainer.checkpoint.layout import POINTER, inspect, publish, read_pointer
+from trainer.checkpoint.layout import POINTER, inspect, publish
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, verify_files
 from trainer.checkpoint.retention import Retention
 
@@ -71,30 +71,6 @@ def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
     assert [info.step for info in selection.candidates] == [100, 10, 9] and selection.notes == ()
     assert selection.chosen is not None and selection.chosen.manifest is not None
     assert selection.chosen.published and selection.chosen.manifest.step == 100
-
-
-BROKEN_POINTERS = ["", "garbage", "-1", "9" * 5000, "../x", "15", "20/../10", "10 20", "٢", "020"]
-
-
-@pytest.mark.parametrize("text", [*BROKEN_POINTERS, None])
-def test_a_broken_pointer_means_the_newest_committed_one_and_a_warning(
-    tmp_path: Path, text: str | None
-) -> None:
-    save(tmp_path, 10, 20)
-    if text is None:
-        (tmp_path / POINTER).unlink()
-    else:
-        point(tmp_path, text)
-    selection = select(tmp_path)
-    assert [info.step for info in selection.candidates] == [20, 10]
-    (note,) = selection.notes
-    assert (
-        note.startswith("WARNING")
-        and "global_step_20" in note
-        and ("missing" if text is None else text[:80]) in note
-    )
-    publish(tmp_path, 20)
-    assert read_pointer(tmp_path).step == 20
 
 
 def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path: Path) -> None:
