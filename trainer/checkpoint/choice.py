@@ -61,8 +61,8 @@ def select(run_dir: Path) -> Selection:
 def _choose(
     usable: list[CheckpointInfo], pointed: CheckpointInfo | None, pointer: Pointer
 ) -> tuple[CheckpointInfo, str | None]:
-    """The first choice among `usable` (newest first), and the reason unless the pointer simply
-    names the newest.
+    """Choose among `usable` (newest first), and give the reason unless the pointer simply names
+    the newest.
     """
     newest = usable[0]
     unpublished = [
@@ -70,27 +70,19 @@ def _choose(
         for info in usable
         if not info.published and (pointed is None or info.step > pointed.step)
     ]
-    if pointed is None and (pointer.raw is not None or len(unpublished) < len(usable)):
-        said = (
-            "is missing"
-            if pointer.raw is None
-            else f"says {pointer.raw!r}, which is no usable checkpoint"
-        )
-        return (
-            newest,
-            f"WARNING: {POINTER} {said}: continuing from the newest committed one, "
-            f"{newest.path.name}",
-        )
+    never_pointed = pointer.raw is None and len(unpublished) == len(usable)
+    if pointed is None and not never_pointed:
+        said = f"says {pointer.raw!r}, which is no usable checkpoint"
+        if pointer.raw is None:
+            said = "is missing"
+        return newest, f"WARNING: {POINTER} {said}: continuing from the newest, {newest.path.name}"
     if pointed is None or unpublished:
-        name = unpublished[0].path.name
-        return unpublished[
-            0
-        ], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
+        first = unpublished[0]
+        name = first.path.name
+        return first, f"{name} was committed just before the run died, {POINTER} not yet moved"
     if newest is not pointed:
-        return (
-            pointed,
-            f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept",
-        )
+        name = pointed.path.name
+        return pointed, f"{POINTER} was moved back to {name}: honoured, newer ones are kept"
     return pointed, None
 
 
