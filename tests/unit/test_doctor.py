@@ -74,7 +74,7 @@ class Scene:
     def cards(
         self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900
     ) -> None:
-        self.patch.setattr(machine, "count_gpus", lambda: number)
+        self.patch.setattr(machine, "gpus_for_run", lambda device: number)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
         self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
     "driver": (
         "",
-        lambda s: s.patch.setattr(machine, "count_gpus", raising(ConfigError("old"))),
+        lambda s: s.patch.setattr(machine, "gpus_for_run", raising(ConfigError("old"))),
         "!cards",
         "old",
     ),

@@ -2,11 +2,8 @@
 machines.
 """
 
-import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,130 +14,58 @@ from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
 from trainer.launch import checks, ranks
 from trainer.launch.checks import Launch
-from trainer.launch.ranks import NodeLayout, count_gpus, gloo_interface, rank_environment
+from trainer.launch.ranks import NodeLayout, gloo_interface, gpus_for_run, rank_environment
 from trainer.run.compose import load_config
 from trainer.runtime.status import Status
 
-
-def with_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str
-) -> None:
-    """A machine with one driver of two, and a torch that is this source."""
-    drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
-    drivers[not is_nvidia].touch()
-    monkeypatch.setattr(ranks, "GPU_DRIVERS", tuple(map(str, drivers)))
-    (tmp_path / "torch.py").write_text(torch)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
 FAKE_TORCH = """
-__version__ = "2.13.0+cu130"
+__version__ = "2.13.0"
 class _Backend:
-    def is_built(): return {is_built}
+    def is_built(): return True
 class _Cuda:
     def init():
         if not {is_usable}:
-            raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nhttp")
-    def device_count(): return {num_gpus}
+            raise RuntimeError("The NVIDIA driver on your system is too old.\\nhttp")
+    def device_count(): return 3
 class backends:
     cuda = _Backend
-class version:
-    cuda = "13.0"
 cuda = _Cuda
 """
 
 
 @pytest.mark.parametrize(
-    ("is_built", "num_counted", "reason"),
+    ("driver", "is_usable", "device", "expected"),
     [
-        (False, 0, "torch 2.13.0+cu130 is built without CUDA"),
-        (True, 0, "the NVIDIA driver is too old"),
-        (True, 8, "the NVIDIA driver is too old"),
+        ("nvidiactl", True, "auto", 3),
+        ("nvidiactl", True, "cpu", 0),
+        ("nvidiactl", False, "auto", "The NVIDIA driver on your system is too old"),
+        ("kfd", False, "auto", 0),
+        ("kfd", True, "auto", 3),
+        (None, True, "auto", 0),
+        (None, True, "cuda", 3),
+        (None, False, "cuda", "torch sees no GPU on this machine: The NVIDIA driver"),
     ],
 )
-def test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason(
-    is_built: bool, num_counted: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch counts cards without a context, so that it counts also those that it cannot use."""
-    torch = FAKE_TORCH.format(is_built=is_built, is_usable=False, num_gpus=num_counted)
-    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
-    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "none")
-    with pytest.raises(ConfigError, match="torch sees no card") as caught:
-        count_gpus()
-    assert reason in str(caught.value) and "trainer.device=cpu" in str(caught.value)
-
-
-RELEASES = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  "
-    "(dvs-builder@U16)",
-)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_an_old_driver_is_refused_with_its_version_and_a_torch_that_runs_on_it(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = FAKE_TORCH.format(is_built=True, is_usable=False, num_gpus=8)
-    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
-    (tmp_path / "version").write_text(f"{release}\nGCC version:  gcc version 12.3.0\n")
-    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "version")
-    with pytest.raises(ConfigError) as caught:
-        count_gpus()
-    message = str(caught.value)
-    assert "the NVIDIA driver 535.104.05 is too old: it supports CUDA 12.2 at most" in message
-    assert (
-        "torch 2.13.0+cu130 is built for CUDA 13.0. Fix: update the driver to 580 or newer"
-        in message
-    )
-    assert (
-        "install the CUDA 12.6 build of torch 2.13.0 " in message
-        and "trainer.device=cpu" in message
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [[], ["8"]])
-def test_cuda_without_a_card_is_refused_before_a_rank_starts(
-    num_ranks: list[str],
+def test_torch_counts_the_gpus_of_a_machine_with_a_driver(
+    driver: str | None,
+    is_usable: bool,
+    device: str,
+    expected: int | str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ranks, "GPU_DRIVERS", ("/nonexistent",))
-    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    (tmp_path / "torch.py").write_text(
-        FAKE_TORCH.format(is_built=False, is_usable=False, num_gpus=0)
-    )
+    """torch also counts cards that it cannot use; other makers' drivers exist without a card."""
+    drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
+    monkeypatch.setattr(ranks, "GPU_DRIVERS", tuple(map(str, drivers)))
+    if driver is not None:
+        (tmp_path / driver).touch()
+    (tmp_path / "torch.py").write_text(FAKE_TORCH.format(is_usable=is_usable))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["trainer.device=cuda", f"trainer.default_local_dir={tmp_path}/run"]
-    assert launch.main([*num_ranks, *words]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "trainer.device=cuda, but torch found 0 cards on this machine: torch 2.13.0+cu130 is built "
-        "without" in error
-    )
-    assert "Fix: " in error and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("is_nvidia", "num_gpus"), [(True, 3), (False, 0), (False, 2)])
-def test_cards_are_counted_by_torch(
-    is_nvidia: bool, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drivers of other makers are found on machines without a card for training too: then it is
-    a CPU machine.
-    """
-    torch = FAKE_TORCH.format(is_built=True, is_usable=num_gpus > 0, num_gpus=num_gpus)
-    with_driver(tmp_path, monkeypatch, is_nvidia=is_nvidia, torch=torch)
-    assert count_gpus() == num_gpus
-
-
-def test_the_question_is_one_that_torch_understands() -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True
-    ).stdout
-    found = json.loads(answer)
-    assert isinstance(found["number"], int) and found["reason"] and found["torch"]
+    if isinstance(expected, int):
+        assert gpus_for_run(device) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            gpus_for_run(device)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
-from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.config import AUTO, QUICKSTART, Config, ConfigError
 from trainer.launch.checks import OF_CONFIG, Launch, architecture
-from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus
+from trainer.launch.ranks import Arguments, choose_num_ranks, gpus_for_run
 from trainer.model.source import find_architecture
 from trainer.runtime.environment import uncollected
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     options, asked, config = _parse(argv)
     if config.model.partial_pretrain != QUICKSTART:
         find_architecture(config.model.partial_pretrain)
-    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+    num_gpus = 0 if config.trainer.device == "cpu" else gpus_for_run(AUTO)
     num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
     with uncollected():
         from trainer.tools.plan.advice import smallest_change

@@ -15,11 +15,6 @@ from trainer.config.data import QUICKSTART, SourceConfig, column_problem, source
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
 
-MIN_ALIKE, SAME_GROUP = 0.7, 0.1
-"""How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in
-another, by so much more.
-"""
-
 
 def parse_config(
     tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]] | None = None
@@ -92,18 +87,14 @@ def _unknown_key(dotted: str, *, known: Sequence[str] = ()) -> ConfigError:
 
 
 def _nearest_key(dotted: str, known: Sequence[str]) -> str | None:
-    """The known key that a mistyped one is near to by its last part, more so one of the same
-    group; else None.
+    """The known key whose last part is nearest, of the same group if there is one; None where none
+    is near.
     """
     group, _, leaf = dotted.rpartition(".")
-
-    def nearness(key: str) -> float:
-        own_group, _, own_leaf = key.rpartition(".")
-        alike = difflib.SequenceMatcher(None, leaf, own_leaf).ratio()
-        return alike + SAME_GROUP * (group == own_group) if alike >= MIN_ALIKE else 0.0
-
-    nearest = max(known, key=nearness)
-    return nearest if nearness(nearest) >= MIN_ALIKE + SAME_GROUP else None
+    own_group_first = sorted(known, key=lambda key: key.rpartition(".")[0] != group)
+    leaves = [key.rpartition(".")[2] for key in own_group_first]
+    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    return own_group_first[leaves.index(near[0])] if near else None
 
 
 def _build(cls: Any, tree: Any, prefix: str = "") -> Any:

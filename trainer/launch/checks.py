@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from trainer.checkpoint import fsio
-from trainer.config import Config, ConfigError
+from trainer.config import AUTO, Config, ConfigError
 from trainer.launch.ranks import (
     DEFAULT_NUM_CPU_RANKS,
     NodeLayout,
     choose_num_ranks,
-    count_gpus,
     gloo_interface,
+    gpus_for_run,
     node_layout,
 )
 from trainer.run import preflight
@@ -76,7 +76,7 @@ Check = Callable[[Launch], Iterator[Checked]]
 def launch_of(config: Config, asked: int | None) -> Launch:
     """Return the start of `asked` ranks here."""
     try:
-        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+        num_gpus = 0 if config.trainer.device == "cpu" else gpus_for_run(AUTO)
         num_ranks = choose_num_ranks(asked, num_gpus=num_gpus)
         return Launch(config, num_ranks, num_gpus, node_layout(os.environ))
     except ConfigError as error:

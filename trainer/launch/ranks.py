@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_INET, AF_INET6
-from typing import Any
 
 import psutil
 
-from trainer.config import ConfigError
+from trainer.config import AUTO, ConfigError
 from trainer.run.compose import USAGE, with_recipe
 from trainer.runtime.status import VARIABLE, Status
 
@@ -36,14 +35,9 @@ if torch.backends.cuda.is_built():
         number = torch.cuda.device_count()
     except Exception as error:
         reason = str(error).splitlines()[0]
-print(json.dumps({"number": number, "reason": reason, "torch": torch.__version__, "cuda": torch.version.cuda}))
+print(json.dumps([number, reason]))
 """
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-DRIVER_RELEASE = Path("/proc/driver/nvidia/version")
-MIN_DRIVERS = {"12": "525", "13": "580"}
-"""The oldest NVIDIA driver by the major version of CUDA that torch is built for (NVIDIA's table
-of minor versions).
-"""
 
 
 @dataclass(frozen=True)
@@ -92,96 +86,28 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
     return asked or num_gpus or DEFAULT_NUM_CPU_RANKS
 
 
-def count_gpus() -> int:
-    """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds.
-
-    Raises `ConfigError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not
-    what is meant then.
-    """
-    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
-        return 0
-    answer = _ask_torch()
-    if answer["number"] == 0 and Path(GPU_DRIVERS[0]).exists():
-        raise ConfigError(
-            f"this machine has NVIDIA's driver ({GPU_DRIVERS[0]}), but torch sees no card: "
-            f"{_why_no_card(answer)}"
-        )
-    return int(answer["number"])
-
-
 def gpus_for_run(device: str) -> int:
     """The GPUs that a run with `trainer.device` trains on; 0 for a run on CPUs.
 
-    Raises `ConfigError` when `device` is cuda and there is no card. Torch is then asked even
-    without a known driver.
+    Without a driver torch is asked only for `cuda`, because importing it takes seconds. Raises
+    `ConfigError` when torch sees no card although `device` is cuda or NVIDIA's driver is there.
     """
-    if device == "cpu":
+    has_driver = any(Path(driver).exists() for driver in GPU_DRIVERS)
+    if device == "cpu" or (device == AUTO and not has_driver):
         return 0
-    num_gpus = count_gpus()
-    if device == "cuda" and num_gpus == 0:
-        answer = _ask_torch()
-        num_gpus = int(answer["number"])
-        if num_gpus == 0:
-            raise ConfigError(
-                f"trainer.device=cuda, but torch found 0 cards on this machine: "
-                f"{_why_no_card(answer)}"
-            )
-    return num_gpus
-
-
-def _ask_torch() -> dict[str, Any]:
-    """What `ASK_TORCH` prints. Raises `ConfigError` when torch cannot be imported."""
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError(
             f"{sys.executable} cannot import torch (its error stands above): repair this "
             f"environment"
         )
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def _why_no_card(answer: Mapping[str, Any]) -> str:
-    """The reason and the fix, by the answer of `ASK_TORCH`."""
-    on_cpu = "train on CPUs with trainer.device=cpu"
-    supported = _found_cuda(answer["reason"])
-    if supported is None or answer["cuda"] is None:
-        return f"{answer['reason']}. Fix: repair that, or {on_cpu}"
-    needed_major = answer["cuda"].partition(".")[0]
-    needed = (
-        f"{MIN_DRIVERS[needed_major]} or newer" if needed_major in MIN_DRIVERS else "a newer one"
-    )
-    fixes = [f"update the driver to {needed}"]
-    if supported.partition(".")[0] == "12" and needed_major != "12":
-        release = answer["torch"].partition("+")[0]
-        build = f"the CUDA 12.6 build of torch {release}"
-        fixes.append(
-            f'install {build} (pytorch.org, page "previous versions", has the pip command)'
+    number, reason = json.loads(done.stdout.splitlines()[-1])
+    if number == 0 and (device == "cuda" or Path(GPU_DRIVERS[0]).exists()):
+        raise ConfigError(
+            f"torch sees no GPU on this machine: {reason}. Fix: update the driver, install a torch "
+            f"built for it (pytorch.org), or train on CPUs with trainer.device=cpu"
         )
-    return (
-        f"the NVIDIA driver{_driver_release()} is too old: it supports CUDA {supported} at most, "
-        f"and torch {answer['torch']} is built for CUDA {answer['cuda']}. Fix: "
-        f"{', or '.join([*fixes, on_cpu])}"
-    )
-
-
-def _found_cuda(reason: str) -> str | None:
-    """The CUDA version that a driver supports, from torch's `too old (found version 12040)`;
-    None for other reasons.
-    """
-    match = re.search(r"too old \(found version (\d+)\)", reason)
-    return None if match is None else f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
-
-
-def _driver_release() -> str:
-    """` 550.54.15`, or nothing where the driver does not say."""
-    try:
-        match = re.search(
-            r"Kernel Module.*? (\d+\.\d+[.\d]*)", DRIVER_RELEASE.read_text(encoding="utf-8")
-        )
-    except OSError:
-        return ""
-    return "" if match is None else f" {match[1]}"
+    return int(number)
 
 
 def node_layout(env: Mapping[str, str]) -> NodeLayout:

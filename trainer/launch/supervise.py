@@ -44,7 +44,6 @@ def supervise(
             if watchdog.finds_hang():
                 watchdog.end_run(agent)
                 return killed_exit_code(status.exit_code())
-            watchdog.wake_agent(agent)
             if watchdog.finds_agent_waiting():
                 watchdog.kill(agent)
                 return run_exit_code(

@@ -111,15 +111,6 @@ class Watchdog:
         finally:
             self.kill(agent)
 
-    def wake_agent(self, agent: subprocess.Popen) -> None:
-        """Continue an agent that somebody stopped once its ranks have ended: it alone can tell
-        how they did.
-        """
-        if self._have_ended():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if psutil.Process(agent.pid).status() in STOPPED:
-                    agent.send_signal(signal.SIGCONT)
-
     def finds_agent_waiting(self) -> bool:
         """Whether the ranks here ended in order a while ago: the agent gives other machines
         five minutes more.

@@ -18,6 +18,7 @@ from trainer.config import AUTO, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.text import as_ranges
 
 try:  # torch 2.15
     from torch.distributed import set_timeout  # type: ignore[attr-defined]
@@ -28,8 +29,6 @@ LATE_S = 30.0
 """The launcher gives up first when ranks do not meet in time: it knows their stacks, and that
 the run is resumable.
 """
-MAX_DIFFERENCES = 20
-"""A message names so many."""
 T = TypeVar("T")
 
 
@@ -219,53 +218,30 @@ def _require_all(
 
 def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raise `ConfigError` unless the facts of all ranks (host, facts) are equal."""
-    names = dict.fromkeys(name for _, facts in found for name in facts)
     lines = []
-    for name in names:
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, (_, facts) in enumerate(found):
-            ranks_by_value.setdefault(facts.get(name, "none"), []).append(rank)
-        if len(ranks_by_value) > 1:
-            places = (
-                f"{value} on {_places(ranks, found)}" for value, ranks in ranks_by_value.items()
-            )
-            lines.append(f"  {name}: {', '.join(places)}")
+    for name in dict.fromkeys(name for _, facts in found for name in facts):
+        places: dict[str, dict[str, list[int]]] = {}
+        for rank, (host, facts) in enumerate(found):
+            hosts = places.setdefault(facts.get(name, "none"), {})
+            hosts.setdefault(host, []).append(rank)
+        if len(places) > 1:
+            values = [f"{value} on {_listed(hosts)}" for value, hosts in places.items()]
+            lines.append(f"  {name}: {', '.join(values)}")
     if lines:
-        cut = (
-            [f"  … and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
-        )
         raise ConfigError(
-            "\n".join(
-                [
-                    "the ranks of this run have different inputs and would train a mixture of them:",
-                    *lines[:MAX_DIFFERENCES],
-                    *cut,
-                    "Fix: give every machine the same command and the same files "
-                    "(data.train_files, model.partial_pretrain), and write no file while a run "
-                    "starts",
-                ]
-            )
+            "the ranks of this run have different inputs and would train a mixture of them:\n"
+            + "\n".join(lines)
+            + "\nFix: give every machine the same command and the same files (data.train_files, "
+            "model.partial_pretrain), and write no file while a run starts"
         )
 
 
-def _places(ranks: Sequence[int], found: Sequence[tuple[str, Mapping[str, str]]]) -> str:
-    """Hosts with their ranks: `node1 (ranks 0-7), node2 (rank 8)`."""
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(found[rank][0], []).append(rank)
-    return ", ".join(f"{host} ({_spans(own)})" for host, own in by_host.items())
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Ascending numbers as `rank 3` or `ranks 0-3, 5`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+def _listed(hosts: Mapping[str, Sequence[int]]) -> str:
+    """`node1 (ranks 0-7), node2 (rank 8)`."""
+    return ", ".join(
+        f"{host} (rank{'s' if len(ranks) > 1 else ''} {as_ranges(ranks)})"
+        for host, ranks in hosts.items()
+    )
 
 
 def on_main(
