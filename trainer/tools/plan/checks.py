@@ -14,7 +14,7 @@ from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    """Memory of the cards and of the host, and disk, for a start on this machine."""
+    """Check memory of the cards and of the host, and disk, for a start on this machine."""
     config = launch.config
     plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
     limit_gib = memory.default_memory_gib(config, launch.num_ranks)
@@ -40,7 +40,7 @@ def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
 
 
 def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
-    """Space for checkpoints and prepared tokens, each where it is written."""
+    """Check space for checkpoints and prepared tokens, each where it is written."""
     disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes

@@ -33,8 +33,8 @@ class DiskPlan:
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """Tensors that pass through untrained, and copies in the run directory, are not counted: no
-    weights are read.
+    """Plan the checkpoints without reading weights: tensors that pass through untrained, and copies
+    in the run directory, are not counted.
     """
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
@@ -59,7 +59,7 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def _num_checkpoints(config: Config) -> int | None:
-    """The checkpoints that are kept and the one being written, or fewer in a short run."""
+    """Return how many exist at a time: those kept and the one being written, or fewer in a short run."""
     trainer = config.trainer
     limits = []
     if trainer.max_ckpt_to_keep is not None:
@@ -72,7 +72,7 @@ def _num_checkpoints(config: Config) -> int | None:
 
 
 def _token_bytes(config: Config) -> int | None:
-    """An estimate: four bytes of text are about one token of four bytes. Fetches nothing."""
+    """Estimate: four bytes of text are about one token of four bytes. Fetch nothing."""
     if "hf://" in f"{config.data.train_files} {config.data.val_files}":
         return None
     try:

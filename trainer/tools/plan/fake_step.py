@@ -126,7 +126,7 @@ def _grouped_product(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """Shape of the experts' product in float32, which torch's own shape function refuses.
+    """Return the shape of the experts' product in float32, which torch's own shape function refuses.
 
     `right` has a matrix for each group, or (in the backward pass) columns whose products with the
     rows of `left` are summed by group.
@@ -218,7 +218,7 @@ def run_step(
 
 
 def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
-    """Documents of these lengths with every token supervised."""
+    """Return documents of these lengths with every token supervised."""
     num_tokens = sum(seqlens)
     ids_T, labels_T = torch.zeros(2, num_tokens, dtype=torch.int64)
     return PackedBatch.of(
@@ -245,14 +245,14 @@ def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:
 
 
 def _edge(index: int, num_layers: int) -> int:
-    """Number of a layer: the last two count from the end, and those between the edges are -3."""
+    """Return the number of a layer: the last two count from the end, those in the middle are -3."""
     half = FEWEST_LAYERS // 2
     return index if index < half else max(index - num_layers, -half - 1)
 
 
 @contextmanager
 def _fake_world(job: Job) -> Iterator[World]:
-    """Rank 0 among ranks that do not exist."""
+    """Yield rank 0 among ranks that do not exist."""
     model = job.config.model
     dimensions = mesh_dimensions(job.num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)

@@ -1,5 +1,5 @@
-"""The GPU's one kernel for an RMS norm, and its two backward, on fake tensors: a build of torch for
-CPUs computes them in pieces (floor 5).
+"""The GPU's kernels for an RMS norm, one forward and one backward, on fake tensors: a build of torch
+for CPUs computes them in pieces (floor 5).
 """
 
 import types
@@ -42,7 +42,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Of every norm that a GPU would compute with torch's own kernels."""
+    """Replace every norm that a GPU would compute with torch's own kernels."""
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is norm.forward:
             module.forward = types.MethodType(

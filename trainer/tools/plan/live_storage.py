@@ -1,9 +1,9 @@
-"""Which tensor storages live at every moment of a training step, and what for: on real and on fake
-tensors (floor 5).
+"""Record which tensor storages live at every moment of a training step, and what for, on real and
+on fake tensors (floor 5).
 
-Every operation is watched for the storages it makes; a weak reference tells when one dies. What a
-storage is for often shows only later (a matrix product turns out to be a gradient), so births and
-deaths are written down and read afterwards. Memory that a kernel takes and gives back inside one
+Every operation is watched for the storages it makes; a weak reference tells when one dies. The
+category of a storage often shows only later (a matrix product turns out to be a gradient), so births
+and deaths are recorded and read afterwards. Memory that a kernel takes and returns inside one
 operation is not seen, except that of fused attention.
 
 Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
@@ -31,15 +31,15 @@ ACTIVATIONS, HEAD, HOST_INPUTS = (
     "inputs of the layers, put away",
 )
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
-"""What a rank holds of the whole state: in host memory with CPU offload."""
+"""Categories of the state that a rank holds: in host memory with CPU offload."""
 PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
-"""What is page-locked, a block for each tensor, where it is in host memory beside a GPU."""
+"""Categories that are page-locked where they are in host memory, a block for each tensor."""
 _HANDED_OVER = {
     "fsdp.all_gather_copy_in.default": GATHERED,
     "fsdp.chunk_cat.default": GRADIENTS,
     "c10d._reduce_scatter_base_.default": GRADIENTS,
 }
-"""What all tensors are for that these operations are given."""
+"""The category of all tensors that these operations are given."""
 FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
@@ -48,7 +48,7 @@ Peaks = dict[Phase, Counter[str]]
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context to run a step in. `enter` says from outside which part of the step begins."""
+    """A context to run a step in. The caller says with `enter` which part of the step begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +71,11 @@ class LiveStorages(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
-        """From here on the step is in `phase`; what is made in it is for `default` unless
-        something tells better.
-        """
+        """Begin a phase; its new storages are for `default` until they are marked."""
         self.phase, self._default = phase, default
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what storages are for, also of those never seen; what lasts keeps its category."""
+        """Give storages a category, also those never seen; lasting ones keep theirs."""
         for tensor in tensors:
             index = self._see(tensor)
             if self._categories[index] not in LASTING:
@@ -121,7 +119,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor) -> int:
-        """Number of a tensor's storage, written down if it is new."""
+        """Return the number of a tensor's storage, which is recorded if it is new."""
         storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         if key not in self._living:
@@ -143,8 +141,8 @@ class LiveStorages(TorchDispatchMode):
             del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP frees and refills gathered parameters by resizing their storages, which is no
-        operation.
+        """Wrap the resizing of storages, by which FSDP frees and refills gathered parameters: it is
+        no operation.
         """
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
@@ -165,19 +163,19 @@ class LiveStorages(TorchDispatchMode):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's."""
+    """Return this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """This rank's parts of them."""
+    """Return this rank's parts of the tensors in a nested container."""
     return [local_part(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:
-    """What FlashAttention 2 takes inside its backward pass over packed documents: the queries'
-    gradients in fp32, a number per row, and the keys' and values' gradients per query head where
-    several share one.
+    """Return the bytes that FlashAttention 2 takes inside its backward pass over packed documents:
+    the queries' gradients in fp32, a number per row, and the keys' and values' gradients per query
+    head where several share one.
     """
     num_tokens, num_heads, head_size = query_TNK.shape
     num_rows = (num_tokens + FLASH_BLOCK_TOKENS * num_documents) * num_heads

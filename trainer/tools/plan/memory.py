@@ -179,8 +179,8 @@ def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
 
 
 def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
-    """Micro-batches as full as their limits and the rank's share of the batch allow, in documents
-    of `max_length`. No rank gets more while the cost of a sample is linear in its length.
+    """Return micro-batches as full as their limits and the rank's part of the batch allow, in
+    documents of `max_length`. No rank gets more while the cost of a sample is linear in its length.
     """
     max_samples: float = math.ceil(data.train_batch_size / num_ranks)
     if not is_packed:
@@ -234,8 +234,8 @@ def _most(peaks: Peaks, name: str) -> int:
 
 
 def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
-    """Bytes of the float32 gradients that FSDP copies to page-locked memory one after the other; on
-    the device that the plan runs on they are parts of one tensor for each layer.
+    """Return the bytes of the float32 gradients that FSDP copies to page-locked memory one after the
+    other; on the device that the plan runs on they are parts of one tensor for each layer.
     """
     fsdp_size = job.config.model.fsdp_config.fsdp_size
     num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
@@ -277,7 +277,7 @@ def _job(config: Config, num_ranks: int) -> Job:
 
 
 def source_of(config: Config) -> ModelSource:
-    """Where config.json is; for a Hub id no weights are fetched."""
+    """Return where config.json is; of a Hub id no weights are fetched."""
     model = config.model
     if model.partial_pretrain == QUICKSTART:
         return resolve_source(config)
@@ -295,8 +295,8 @@ def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
 
 
 def default_memory_gib(config: Config, num_ranks: int) -> float:
-    """Memory of the smallest card that `num_ranks` take here, or on CPUs a rank's share of the
-    host. All of a card counts: what other processes hold of it changes from moment to moment.
+    """Return the memory of the smallest card that `num_ranks` take here, or on CPUs a rank's share
+    of the host. All of a card counts, because other processes come and go.
     """
     if config.trainer.device == "cpu":
         return host_memory_bytes() / num_ranks / GIB
