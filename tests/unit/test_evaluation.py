@@ -150,8 +150,7 @@ def test_questions_of_rows(tmp_path: Path) -> None:
         (["--score", "exact", "--answer", "label"], 65, "no answer to compare with"),
         (["--score", "exact", "--engine", "vllm", "--python", "/no"], 2, "/no is no interpreter"),
         (["--score", "exact", "--engine", "vllm"], 2, "has no vllm. Fix: pip install vllm"),
-        (["--score", "exact", "--step", "9"], 2, "exist of steps: 1"),
-        (["--score", "exact", "--engine", "http://host/v1", "--watch"], 2, "--step N instead"),
+        (["--score", "exact", "--engine", "http://host/v1", "--watch"], 2, "Fix: leave it out"),
         (["--attach", "10", "code", "nan"], 2, "--attach takes STEP NAME VALUE"),
     ],
 )
@@ -162,6 +161,14 @@ def test_what_is_missing_is_named_before_anything_is_written(
     prompts.write_text(json.dumps({"messages": CHAT}))
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
+
+
+def test_a_checkpoint_that_does_not_exist_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = run_with(tmp_path / "run", 1) / "global_step_9"
+    assert command.main([str(gone), "--score", "exact"]) == 2
+    assert f"no directory '{gone}'" in capsys.readouterr().err
 
 
 def test_vllm_is_given_the_next_rank_that_it_takes() -> None:

@@ -21,7 +21,7 @@ from trainer.checkpoint_tools.listing import require_dir, require_run
 from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.runtime.evaluations import EXEC, PREFIX, read_summaries
+from trainer.runtime.evaluations import EXEC, PREFIX
 from trainer.runtime.heartbeat import is_live
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def set_up(argv: list[str]) -> None:
 @as_command({DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to continue")
 def main(argv: list[str]) -> int:
     arguments = _parsed(argv)
-    run_dir: Path = arguments.run_dir
-    step = layout.parse_step(run_dir.name)
-    if step is not None:
-        require_dir(run_dir)
-        arguments.step, run_dir = step, run_dir.resolve().parent
+    path: Path = arguments.path
+    is_checkpoint = layout.parse_step(path.name) is not None
+    if is_checkpoint:
+        require_dir(path)
+    run_dir = path.resolve().parent if is_checkpoint else path
     require_run(run_dir)
     from trainer.tools.evaluate.scoring import publish
 
@@ -53,24 +53,19 @@ def main(argv: list[str]) -> int:
     if arguments.attach:
         _attach(run_dir, arguments)
     else:
-        _score(run_dir, arguments)
+        _score(run_dir, arguments, checkpoint=path if is_checkpoint else None)
     return EXIT_DONE
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "evaluate",
-        description="Score checkpoints by their answers, beside the training. Without --step: all "
-        "that exist.",
+        description="Score checkpoints by their answers, beside the training.",
     )
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="a run directory, or one of its checkpoints"
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
-    which.add_argument(
-        "--watch", action="store_true", help="also score new checkpoints until the run has ended"
-    )
+    about = "a run directory for all its checkpoints, or one of them"
+    parser.add_argument("path", metavar="PATH", type=Path, help=about)
+    about = "also score new checkpoints until the run has ended"
+    parser.add_argument("--watch", action="store_true", help=about)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--score", choices=SCORERS, help="how an answer is scored")
     what.add_argument(
@@ -101,30 +96,30 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         )
     if arguments.engine not in ENGINES and "://" not in arguments.engine:
         raise ConfigError(f"--engine is {', '.join(ENGINES)} or an address: http://HOST:8000/v1")
-    if "://" in arguments.engine and arguments.watch:
-        raise ConfigError("a server serves one checkpoint. Fix: --step N instead of --watch")
+    is_one = "://" in arguments.engine or layout.parse_step(arguments.path.name) is not None
+    if arguments.watch and is_one:
+        raise ConfigError(
+            "--watch scores all checkpoints of a run, and this is one. Fix: leave it out"
+        )
     return arguments
 
 
-def _score(run_dir: Path, arguments: argparse.Namespace) -> None:
+def _score(run_dir: Path, arguments: argparse.Namespace, *, checkpoint: Path | None) -> None:
     asked = _asked(run_dir, arguments)
     from trainer.tools.evaluate.scoring import evaluate, publish
 
-    metric = PREFIX + asked.name
-    for info in _checkpoints(run_dir, arguments):
+    if checkpoint is not None:
+        found = iter([layout.inspect(checkpoint)])
+    else:
+        found = _checkpoints(run_dir, is_watching=arguments.watch)
+    for info in found:
         row = evaluate(run_dir, info, asked)
         publish(run_dir, asked.name)
         if row is not None:
             print(
-                f"step {info.step}: {metric} {row['mean']:.4f} "
+                f"step {info.step}: {PREFIX}{asked.name} {row['mean']:.4f} "
                 f"[{row['low']:.4f}, {row['high']:.4f}], {row['n']} samples"
             )
-    existing = {info.step for info in layout.committed(run_dir)}
-    rows = read_summaries(run_dir).get(metric, {})
-    means = {step: row["mean"] for step, row in rows.items() if step in existing}
-    if means:
-        best = max(means, key=lambda step: (means[step], step))
-        print(f"best of the existing checkpoints: step {best}, {means[best]:.4f}")
 
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
@@ -156,18 +151,8 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
     )
 
 
-def _checkpoints(run_dir: Path, arguments: argparse.Namespace) -> Iterator[CheckpointInfo]:
-    """Yield the checkpoints to score, the oldest first: rotation deletes it first."""
-    if arguments.step is not None:
-        info = layout.inspect(run_dir / layout.step_dir_name(arguments.step))
-        if info.status != "committed":
-            steps = ", ".join(str(known.step) for known in layout.committed(run_dir)) or "none"
-            raise ConfigError(
-                f"'{info.path}' cannot be scored: {info.reason}; checkpoints exist of steps: "
-                f"{steps}"
-            )
-        yield info
-        return
+def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo]:
+    """Yield the checkpoints of a run, the oldest first: rotation deletes it first."""
     seen: set[str] = set()
     while True:
         was_live = is_live(run_dir)
@@ -176,7 +161,7 @@ def _checkpoints(run_dir: Path, arguments: argparse.Namespace) -> Iterator[Check
             if info.manifest.nonce not in seen and info.path.is_dir():
                 seen.add(info.manifest.nonce)
                 yield info
-        if not (arguments.watch and was_live):
+        if not (is_watching and was_live):
             return
         time.sleep(POLL_S)
 
