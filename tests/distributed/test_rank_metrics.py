@@ -10,12 +10,11 @@ import pytest
 from ranks import run_ranks
 from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
-from toy_runs import Recipe, StopsAfter, run
 
 from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.losses import LOSSES, Loss, cross_entropy
-from trainer.metrics import METRICS, is_signal, put
+from trainer.metrics import METRICS, put
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import Metric
 from trainer.monitor import meter
@@ -69,17 +68,6 @@ def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
     return train(world, run_dir, source, loss="measuring")
 
 
-def train_measured(
-    world: World, run_dir: Path, source: Any, num_steps: int = 99
-) -> dict[int, list[float]]:
-    """Four steps, or so many of them: what was logged of each."""
-    add_own_metrics(world)
-    recipe = Recipe(total_steps=4, save_freq=-1)
-    found = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps), loss="measuring").rows
-    keys = ("train/loss", *(metric.key for metric in OWN))
-    return {step: [row[key] for key in keys] for step, row in found if "train/loss" in row}
-
-
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "train"]
 
@@ -94,27 +82,6 @@ def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path: Path) 
     assert run_ranks(train, 2, tmp_path / "plain", source) == [0, 0]
     assert [row["train/loss"] for row in found] == [
         row["train/loss"] for row in rows(tmp_path / "plain")
-    ]
-
-
-def test_a_metric_of_ones_own_goes_on_bit_equal_after_a_resume(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path)
-    straight = run_ranks(train_measured, 2, tmp_path / "straight", source)[0]
-    first = run_ranks(train_measured, 2, tmp_path / "parted", source, 2)[0]
-    resumed = run_ranks(train_measured, 2, tmp_path / "parted", source)[0]
-    assert sorted(first) == [1, 2] and sorted(resumed) == [3, 4] and first | resumed == straight
-    assert len({values[3] for values in straight.values()}) == 4, (
-        "the mean logit follows the weights"
-    )
-
-
-def test_what_ranks_combine_is_what_the_guard_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    for metric in OWN:
-        monkeypatch.setitem(METRICS, metric.key, metric)
-    assert [metric.key for metric in OWN if is_signal(metric.key)] == [
-        "test/rank",
-        "test/rank_max",
-        "test/logit_mean",
     ]
 
 

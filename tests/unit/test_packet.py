@@ -1,4 +1,4 @@
-"""What ranks tell each other once per step, and the decision to leave an update out."""
+"""The packet in which ranks tell each other values once per step."""
 
 import math
 from typing import Any
@@ -7,12 +7,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trainer.detection import StepLimits
-from trainer.loop.step import is_left_out
 from trainer.monitor.packet import Totals, loss_key, losses_by_source, reduce_packet
 from trainer.runtime.distributed import World
 
-INF, NAN = math.inf, math.nan
+NAN = math.nan
 
 
 def reduced(
@@ -66,27 +64,6 @@ def reduced_nan(world: World) -> tuple[Any, Any]:
     }
     totals = reduce_packet(world, sums={"loss_sum": loss_sum}, by_rank=own).read()
     return totals.sums, totals.by_rank
-
-
-LIMITS = StepLimits(loss_with_grad=2.0, grad_with_loss=10.0, loss_alone=5.0, grad_alone=100.0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "grad_norm", "is_skipped"),
-    [
-        (1.9, 99.0, False),
-        (2.1, 10.1, True),
-        (2.1, 9.9, False),
-        (5.1, 1.0, True),
-        (1.0, 100.1, True),
-        (NAN, 1.0, True),
-        (1.0, INF, True),
-    ],
-)
-def test_the_device_skips_by_the_rule_of_the_limits(
-    loss: float, grad_norm: float, is_skipped: bool
-) -> None:
-    assert bool(is_left_out(torch.tensor(loss), torch.tensor(grad_norm), LIMITS)) == is_skipped
 
 
 def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss() -> None:

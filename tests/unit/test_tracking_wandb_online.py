@@ -70,16 +70,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def attempt(
-    run_dir: Path, steps: range, *, exit_code: int = 75, rewind_after: int | None = None
-) -> None:
+def attempt(run_dir: Path, steps: range, *, exit_code: int = 75) -> None:
     tracking = Tracking("project", "exp", "wandb", {}, run_dir=run_dir, total_steps=12)
     for step in steps:
         tracking.log(train_row(step), step)
         if step % 2 == 0:
             tracking.log(val_row(step), step)
-    if rewind_after is not None:
-        tracking.rewind(rewind_after)
     tracking.finish(exit_code)
 
 
@@ -110,11 +106,3 @@ def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(
     attempt(tmp_path, range(6, 9))
     assert set(steps_of(server, "train/loss")) == set(range(1, 9))
     assert set(steps_of(server, "val/loss")) == {2, 4, 6, 8}
-
-
-def test_after_a_rollback_the_next_attempt_sends_the_steps_again(
-    tmp_path: Path, server: Server
-) -> None:
-    attempt(tmp_path, range(1, 7), rewind_after=3)
-    attempt(tmp_path, range(4, 9))
-    assert steps_of(server, "train/loss") == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]

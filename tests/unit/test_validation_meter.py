@@ -9,9 +9,9 @@ import torch
 from ranks import run_ranks
 from toy import OneSource
 
-from trainer.batch import LossOutput, document_sums
+from trainer.batch import LossOutput
 from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, build_step, pack
+from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import find as lookup
 from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World
@@ -39,18 +39,6 @@ def loss_of(batch: Any) -> torch.Tensor:
     )
     ids = torch.tensor(batch.sample_ids)[documents] if batch.sample_ids else torch.zeros(0)
     return 1.0 + 0.1 * ids + 0.01 * batch.position_ids_T[batch.supervised_S]
-
-
-def test_document_sums_follow_the_documents_of_a_pack() -> None:
-    samples = Samples()
-    batch = pack(samples, [3, 7, 1])
-    sums_D, counts_D = document_sums(batch, loss_of(batch))
-    assert counts_D.tolist() == samples.num_loss_tokens[[3, 7, 1]].tolist()
-    for index, found in zip([3, 7, 1], sums_D.tolist(), strict=True):
-        positions = np.flatnonzero(samples.sample(index)[1][1:])
-        assert found == pytest.approx(float(np.sum(1.0 + 0.1 * index + 0.01 * positions)), rel=1e-6)
-    empty = pack(samples, [])
-    assert [part.tolist() for part in document_sums(empty, loss_of(empty))] == [[0.0], [0.0]]
 
 
 def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str, float]:
