@@ -131,18 +131,6 @@ def test_a_line_without_end_does_not_fill_the_memory(
     assert (log.num_rows, log.num_unparsed) == (2, 1) if block_bytes < 1000 else (3, 0)
 
 
-@pytest.mark.parametrize("block_bytes", range(1, 200, 7))
-def test_blocks_of_any_size_give_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
-    lines = '{"step": 1}||{"step": 2|{"step": 3}  |[4]|{"step": 5}\r||"torn": 1}|{"step": 6}'
-    (tmp_path / "log.jsonl").write_text(lines.replace("|", "\n"), newline="")
-    rows = json_lines.JsonLines(tmp_path / "log.jsonl", is_final=True)
-    found = [row["step"] for _, row in rows]
-    assert (found, rows.num_unparsed) == ([1, 3, 5, 6], 3)
-
-
 @pytest.mark.parametrize(
     ("text", "steps", "num_unparsed"),
     [
@@ -151,10 +139,18 @@ def test_blocks_of_any_size_give_the_same_rows(
         ('{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 3, "loss": 2}\n[1]\n{"st', [1, 3], 3),
     ],
 )
-def test_torn_lines(tmp_path: Path, text: str, steps: list[int], num_unparsed: int) -> None:
+def test_torn_lines_cost_only_themselves_in_blocks_of_any_size(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    steps: list[int],
+    num_unparsed: int,
+) -> None:
     (tmp_path / "log.jsonl").write_text(text)
-    log = read_run(tmp_path / "log.jsonl")
-    assert log.series["train/loss"].steps.tolist() == steps and log.num_unparsed == num_unparsed
+    for block_bytes in (1, 30, 50, 1000):
+        monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
+        log = read_run(tmp_path / "log.jsonl")
+        assert (log.series["train/loss"].steps.tolist(), log.num_unparsed) == (steps, num_unparsed)
 
 
 def test_damage_beside_the_log_does_not_hide_it(tmp_path: Path) -> None:

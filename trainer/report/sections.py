@@ -85,7 +85,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     others = tuple(finding for finding in report.findings if finding not in report.top)
     found = (
         Section("top", "What matters", findings=report.top),
-        Section("next", "What next", report.closing),
+        Section("next", "What next", report.closing.removeprefix("Next: ")),
         Section("findings", "Also found", findings=others),
         _validation(report.generalisation) if report.generalisation else None,
         _anomalies(report) if report.anomalies else None,
@@ -198,7 +198,8 @@ def _throughput(speed: Throughput) -> Section:
         told(share(speed.mfu), "MFU {}."),
         told(share(speed.goodput), "Goodput {}."),
     )
-    lead = " ".join((f"A step takes {number(speed.step_s)} s.", speed.bottleneck, *known)).strip()
+    step_time = f"A step takes {number(speed.step_s)} s."
+    lead = " ".join(filter(None, (step_time, speed.bottleneck, *known)))
     return Section(
         "throughput", "Speed and memory", lead, table_of(("phase", "share", "seconds"), rows)
     )
