@@ -4,13 +4,10 @@ of them.
 Each rank has a working directory of its own, as machines have, and all share the run directory.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from several_machines import REPOSITORY, rows
+from several_machines import rows
 from transformers import AutoConfig, AutoModelForCausalLM
 from whole_runs import run, started, tiny_model
 
@@ -29,9 +26,7 @@ from trainer.quickstart import TRAIN_FILE
 from trainer.run.compose import load_config
 from trainer.run.inputs import prepare_inputs
 from trainer.run.preflight import TEMPLATES
-from trainer.runtime.distributed import free_port
-from trainer.runtime.heartbeat import Heartbeat, unpack_beat
-from trainer.runtime.status import Status
+from trainer.runtime.heartbeat import Heartbeat
 
 REFUSED_WITHIN_S = 5.0
 LIMIT_S = 120.0
@@ -169,71 +164,6 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path: Path, machin
     words = words_of(machine, tmp_path)
     code, output = run(2, *words, log=tmp_path / "log", before=partial(enter_machine, tmp_path))
     assert code == EXIT_DONE, output
-
-
-def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(
-    tmp_path: Path, machine: Path
-) -> None:
-    machines = machines_of(machine, tmp_path, 2)
-    for change in CHANGES.values():
-        change(machines[1])
-    port = str(free_port())
-    launchers = []
-    for number, directory in enumerate(machines):
-        place = {
-            "NNODES": "2",
-            "NODE_RANK": str(number),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        env = {**os.environ, **place, "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
-        with (tmp_path / f"log{number}").open("wb") as log:
-            launchers.append(
-                subprocess.Popen(command, cwd=directory, env=env, stdout=log, stderr=log)
-            )
-    try:
-        met_at = wait_until_met(launchers)
-        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.terminate()
-            launcher.wait()
-    outputs = [(tmp_path / f"log{number}").read_text() for number in (0, 1)]
-    assert codes == [EXIT_USAGE] * 2, outputs
-    assert time.monotonic() - met_at < REFUSED_WITHIN_S
-    for output in outputs:
-        assert all(f"  {what}: " in output for what in (*CHANGES, "validation data")), output
-    assert not list((tmp_path / "run").glob("*"))
-
-
-def wait_until_met(launchers: list["subprocess.Popen[bytes]"]) -> float:
-    """When the rank of each launcher had entered the meeting, or had already left."""
-    deadline = time.monotonic() + LIMIT_S
-    waiting = list(launchers)
-    while waiting and time.monotonic() < deadline:
-        is_early = len(waiting) == len(launchers)
-        assert not is_early or all(launcher.poll() is None for launcher in launchers), (
-            "ended before the meeting"
-        )
-        if phase_of_rank(waiting[0]) == "meet" or launchers[0].poll() is not None:
-            waiting.pop(0)
-        time.sleep(0.01)
-    return time.monotonic()
-
-
-def phase_of_rank(launcher: "subprocess.Popen[bytes]") -> str | None:
-    """The phase that the launcher's one rank last reported; None before that."""
-    with contextlib.suppress(OSError):
-        links = list(Path(f"/proc/{launcher.pid}/fd").iterdir())
-        files = sorted(
-            (link for link in links if "sft-status" in os.readlink(link)),
-            key=lambda link: int(link.name),
-        )
-        if len(files) == 2:
-            beat = unpack_beat(Status(":".join(map(str, files))).beat(0))
-            return None if beat is None else beat.phase
-    return None
 
 
 # What follows changes files at moments of the start.

@@ -2,12 +2,10 @@
 readers and ranks need.
 """
 
-import json
 import os
 import re
 import signal
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +93,6 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
     assert (tmp_path / "scontrol").exists() is is_requeued
 
 
-def test_the_slurm_job_asks_for_what_the_launcher_expects() -> None:
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", SBATCH.read_text(), re.M))
-    assert (
-        options["ntasks-per-node"] == "1"
-        and options["open-mode"] == "append"
-        and "requeue" in options
-    )
-    assert re.fullmatch(r"B:USR1@\d+", options["signal"])
-    assert int(options["cpus-per-task"]) >= 4 * int(options["gpus-per-node"])
-
-
 def pod_template() -> tuple[dict, dict, dict]:
     """(the job set, its job's spec, the pod's spec)"""
     jobset = yaml.safe_load(JOBSET.read_text())
@@ -162,33 +149,4 @@ def test_the_pods_of_the_job_set_find_each_other_and_what_they_share() -> None:
     assert all(
         path.startswith("/shared/")
         for path in (config.trainer.default_local_dir, config.data.cache_dir)
-    )
-
-
-def test_the_image_holds_what_the_entry_point_needs() -> None:
-    lines = [
-        line.split(maxsplit=1)
-        for line in DOCKERFILE.read_text().splitlines()
-        if line and line[0] != "#"
-    ]
-    copied: dict[str, Path] = {}
-    for sources, target in [text.rsplit(maxsplit=1) for word, text in lines if word == "COPY"]:
-        for source in sources.split():
-            assert (ROOT / source).exists()
-            copied[target + source if target.endswith("/") else target] = ROOT / source
-    assert {path.name for path in copied.values()} == {
-        "run_sft.sh",
-        "trainer",
-        "conf",  # where the link trainer/conf leads
-        "constraints.txt",
-        "pyproject.toml",
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"],
-    }
-    assert {str(Path(target).parent) for target in copied} == {"/opt/sft"}
-    shell, script = json.loads(next(text for word, text in lines if word == "ENTRYPOINT"))
-    assert shell == "bash" and copied[script] == ROOT / "run_sft.sh"
-    (install,) = [text for word, text in lines if word == "RUN" and "prepare_python" in text]
-    assert (
-        "/opt/sft/trainer/launch/environment.sh" in install
-        and (ROOT / "trainer/launch/environment.sh").exists()
     )

@@ -95,23 +95,6 @@ def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
     )
 
 
-def test_limits_hold_for_each_source(files: Path) -> None:
-    entries = (chats(files), answers(files, ",max_samples:5"))
-    inputs = inputs_of(
-        *words(files, *entries),
-        "data.train_max_samples=7",
-        "data.val_ratio=0.5",
-        "data.val_max_samples=1",
-    )
-    assert inputs.validation is not None
-    assert [share.num_rows for share in inputs.train.shares] == [3, 3]
-    assert [share.num_rows for share in inputs.validation.shares] == [1, 1]
-    held_out = words(files, chats(files, ",max_samples:2"), answers(files), key="val_files")[:1]
-    inputs = inputs_of(*words(files, chats(files)), *held_out, "data.val_max_samples=3")
-    assert inputs.validation is not None
-    assert [share.num_rows for share in inputs.validation.shares] == [2, 3]
-
-
 def test_bad_rows_are_told_with_their_source(files: Path) -> None:
     with (files / "answers.jsonl").open("a") as file:
         file.write('{"q": "", "a": "b"}\n')

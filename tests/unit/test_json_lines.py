@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.errors import CannotWriteError
-from trainer.runtime.json_lines import AppendFile, JsonLines, read_object, strict
+from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 
 def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -76,15 +76,6 @@ def test_what_json_lacks_is_written_strictly() -> None:
     )
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
-def test_a_file_without_an_object_is_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "x.json").write_bytes(content)
-    assert read_object(tmp_path / "x.json") == {}
-    (tmp_path / "x.json").write_text('{"a": 1}')
-    assert read_object(tmp_path / "x.json") == {"a": 1}
-
-
 def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st')
@@ -114,16 +105,6 @@ def test_rows_go_on_at_the_path_when_the_file_is_moved_away(
     file.close()
     assert steps(path) == [3, 4] and (is_removed or steps(moved) == [1, 2])
     assert caplog.text.count("was moved away or removed") == 1
-
-
-def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    file = AppendFile(tmp_path / "run" / "rows.jsonl")
-    file.append({"step": 1})
-    (tmp_path / "run").rename(tmp_path / "renamed")
-    file.append({"step": 2})
-    file.close()
-    assert steps(tmp_path / "renamed" / "rows.jsonl") == [1, 2]
 
 
 def test_no_row_is_written_through_a_link_or_into_what_is_no_file(

@@ -17,14 +17,13 @@ from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.ranks import (
     Arguments,
     NodeLayout,
-    choose_num_ranks,
     first_host,
     node_layout,
     parse_arguments,
     rank_environment,
     thread_count,
 )
-from trainer.launch.supervise import killed_exit_code, run_exit_code
+from trainer.launch.supervise import run_exit_code
 from trainer.runtime.status import ABORTED, VARIABLE, Status, new_status
 
 ROOT = Path(__file__).parents[2]
@@ -50,21 +49,6 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 )
 def test_arguments(argv: list[str], expected: Arguments) -> None:
     assert parse_arguments(argv) == expected
-
-
-@pytest.mark.parametrize("first", ["0", "-1", "eight", "2.5", "1e3", ""])
-def test_wrong_first_word(first: str) -> None:
-    with pytest.raises(ConfigError, match=r"usage: bash run_sft\.sh"):
-        parse_arguments([first, "optim.lr=1e-5"])
-
-
-def test_number_of_ranks() -> None:
-    assert choose_num_ranks(None, num_gpus=4) == 4
-    assert choose_num_ranks(None, num_gpus=0) == 2
-    assert choose_num_ranks(8, num_gpus=0) == 8
-    assert choose_num_ranks(3, num_gpus=4) == 3
-    with pytest.raises(ConfigError, match="8 ranks asked for, but this machine has 4 GPUs"):
-        choose_num_ranks(8, num_gpus=4)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +107,6 @@ def test_first_host_without_scontrol(
 ) -> None:
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert first_host(nodelist) == host
-
-
-def test_first_host_asks_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho from-$3\necho second\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert first_host("n[1-2]") == "from-n[1-2]"
 
 
 def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +171,6 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
 )
 def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, code: int) -> None:
     assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
-
-
-@pytest.mark.parametrize(
-    ("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)]
-)
-def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code: int) -> None:
-    assert killed_exit_code(reported) == code
 
 
 def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(

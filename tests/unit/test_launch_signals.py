@@ -198,19 +198,6 @@ def test_nohup_keeps_sighup_from_launcher_and_ranks(
     assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
-def test_a_signal_to_a_stopped_launcher_is_passed_on_when_it_continues(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
-    launcher, scratch = start(AGENT), tmp_path / "scratch"
-    wait_for_ranks(scratch)
-    launcher.send_signal(signal.SIGSTOP)
-    launcher.send_signal(signal.SIGTERM)
-    time.sleep(1.2)
-    assert not (scratch / "received_0").exists()
-    launcher.send_signal(signal.SIGCONT)
-    assert launcher.wait(timeout=20) == 75
-
-
 def test_kill_9_of_the_process_group_leaves_nothing(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:

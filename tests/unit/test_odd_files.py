@@ -22,7 +22,7 @@ from trainer.run import preflight
 from trainer.run.compose import load_config
 from trainer.run.end import lost_rows
 from trainer.runtime import heartbeat
-from trainer.runtime.files import atomic_write, tree_bytes
+from trainer.runtime.files import atomic_write
 from trainer.tracking import Tracking
 
 WITHIN_S = 5.0
@@ -147,12 +147,6 @@ def test_no_odd_file_holds_a_command_up_or_crashes_it(
     for part, start in PARTS.items():
         with bounded(part), suppress(ConfigError, CannotWriteError):
             start(run_dir)
-
-
-def test_the_size_of_a_link_is_not_that_of_what_it_names(tmp_path: Path) -> None:
-    (tmp_path / "global_step_3").symlink_to("/")
-    with bounded("tree_bytes"):
-        assert tree_bytes(tmp_path / "global_step_3") == 1
 
 
 def test_a_file_is_replaced_without_following_a_link_of_its_temporary_name(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ long it may.
 
 import logging
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
 from trainer.config import ConfigError
-from trainer.data import prepare
 from trainer.data.order import Share
 from trainer.model import source
 from trainer.run import main as run
@@ -122,29 +120,6 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
     assert message.startswith("another machine of this run failed or is out of reach") is (
         code == 75
     )
-
-
-def test_a_killed_process_that_prepared_data_is_told_without_a_stack(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prepare, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError) as found:
-        list(prepare._in_processes(None, iter([(0, None)]), 1))  # type: ignore[arg-type, list-item]
-    code, message = explain(found.value, StopRequest())
-    assert code == 1 and message.startswith("one of 1 processes that prepare data was killed")
-    assert message.endswith("continue with the same command")
-
-
-def test_a_rank_follows_another_that_lost_a_machine(status: Status) -> None:
-    """It meets the broken connection later, when that one has left already: both ranks end the
-    same way.
-    """
-    lost = subprocess.Popen(["true"])
-    lost.wait()
-    status.register(1, lost.pid)
-    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == LOST_RANK
-    status.report(75)
-    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 75
 
 
 def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,16 +179,6 @@ def test_under_the_launcher_an_orderly_end_is_no_crash(
     assert status.exit_code() == code
 
 
-def test_a_rank_registers_under_its_number_on_the_machine(status: Status) -> None:
-    program = "os.environ['LOCAL_RANK'] = '3'; signals.join_launcher(); print(os.getpid())"
-    done = run(program, status=status)
-    assert done.returncode == 0, done.stderr
-    assert status.pids() == {3: int(done.stdout)}
-    assert run("signals.join_launcher(); leave(0)").returncode == 0, (
-        "without a launcher there is nothing to join"
-    )
-
-
 def test_a_rank_dies_with_its_parent(status: Status) -> None:
     program = """
 child = os.fork()
