@@ -17,6 +17,7 @@ from runs import (
     SMALL,
     curve,
     processes_of,
+    rows,
     run,
     started,
     wait_for_step,
@@ -238,6 +239,45 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
     assert ranks
     for pid in ranks:
         os.kill(pid, number)
+
+
+def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(
+    cache: str, tmp_path: Path
+) -> None:
+    """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs
+    is still found.
+    """
+    (temporary := tmp_path / "tmp").mkdir()
+    endless = (
+        "trainer.total_training_steps=4000",
+        "trainer.save_freq=100000",
+        "trainer.test_freq=-1",
+    )
+    words = (
+        cache,
+        *SMALL,
+        *endless,
+        "trainer.checkpoint.async_save=false",
+        "trainer.hang_timeout_s=3",
+    )
+    for strike in ("stop", "hang"):
+        run_dir = tmp_path / strike
+        place = f"trainer.default_local_dir={run_dir}"
+        with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
+            wait_for_step(run_dir, 3, process)
+            for left in temporary.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
+            if strike == "stop":
+                process.send_signal(signal.SIGTERM)
+            else:
+                signal_rank(tmp_path, 1, signal.SIGSTOP)
+            output = process.communicate(timeout=60)[0]
+            assert process.returncode == 75, output
+        if strike == "stop":
+            saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+            assert saved == max(row["step"] for row in rows(run_dir)), output
+        else:
+            assert "stopped by a signal" in (run_dir / "hang_1" / "rank_1.txt").read_text()
 
 
 def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
