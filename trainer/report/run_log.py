@@ -116,8 +116,6 @@ class RunLog:
     num_attempts: int = 1
     num_lost_steps: int = 0
     """Steps that were trained again after a restart or a rollback."""
-    num_disordered_rows: int = 0
-    """Rows that repeat a step or go back without a restart that explains them."""
     span_s: float | None = None
     """Wall time from the first to the last row, where rows carry a clock."""
     exit_code: int | None = None
