@@ -209,3 +209,16 @@ def test_a_steep_start_and_a_new_level_are_no_spikes() -> None:
         series = {"train/loss": Series(steps, values * np.exp(rng.normal(0, 0.02, 1000)))}
         log = RunLog(sft_run(0).path, "jsonl", series, 1000)
         assert analyse(log).anomalies == (), "seed 5"
+
+
+@pytest.mark.covers("S2.2", "S2.7", "S2.12", "S2.13", "S2.14", "S2.15", "S2.20")
+def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() -> None:
+    metrics = {metric.key: metric for metric in report_of(0).metrics}
+    assert len(metrics) == 31 and all(metric.meaning for metric in metrics.values())
+    groups = {key: metric.group for key, metric in metrics.items()}
+    assert groups["kl"] == groups["train/lr"] == "optimisation" and groups["reward_std"] == "reward"
+    assert groups["completions/clipped_ratio"] == "length"
+    assert metrics["completions/clipped_ratio"].direction == "down"
+    assert metrics["reward"].direction == metrics["rewards/PlaneMatchString/mean"].direction == "up"
+    shortest, mean = metrics["completions/min_length"], metrics["completions/mean_length"]
+    assert (shortest.maximum, shortest.maximum_step, mean.maximum) == (379, 2825, 481)

@@ -340,3 +340,21 @@ def test_epoch_means_decide_and_not_batches() -> None:
     assert "reward_trend:flat" in ids(
         analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
     )
+
+
+@pytest.mark.covers("S1.11", "S1.28", "S1.32")
+def test_a_controller_that_stays_flat_is_told_its_phases_its_bands_and_what_to_change() -> None:
+    low = 0.05 + 0.01 * np.sin(np.arange(30))
+    report = analyse(changed(controller_run(0), accuracy_mean=low, reward_mean=low))
+    assert "accuracy_mean 0.0" in of(report, "accuracy:bands").title
+    assert "change learning_rate" in of(report, "accuracy:flat").remedy
+    assert "num_generations to 8 or 10" in of(report, "reward_trend:flat").remedy
+    evidence = of(analyse(controller_run(0)), "jitter_normal").evidence[0]
+    assert evidence.startswith("early ") and "jitter " in evidence
+
+
+@pytest.mark.covers("S3.25", "S3.37")
+def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told() -> None:
+    slow = analyse(times("train/time(s)", 20.0)())
+    assert "2 to 5 s is usual for 7B on 8 A100" in of(slow, "time_high").cause
+    assert slow.facts["checkpoints"] == "5, 210 GiB in all"
