@@ -35,12 +35,12 @@ def computed(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def written(run_dir: Path) -> dict[str, str]:
-    """Of the last checkpoint, without what holds dates."""
+    """Digests of the last checkpoint, without files that hold dates or the run directory."""
     files = [path for path in (run_dir / f"global_step_{STEPS}").rglob("*") if path.is_file()]
     files = [
         path
         for path in files
-        if path.name != "manifest.json" and not path.name.startswith("extra_state")
+        if not path.name.startswith(("manifest.json", "finished.json", "extra_state"))
     ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
