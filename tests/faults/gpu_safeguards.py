@@ -244,7 +244,7 @@ GPU_SAFEGUARDS = (
         "batch.py",
         "self.per_loss_token * batch.num_loss_tokens",
         "self.per_loss_token * batch.num_tokens",
-        (f"{SPEED}::test_the_speed_of_a_step_counts_its_supervised_tokens",),
+        (f"{SPEED}::test_the_head_costs_what_is_supervised_and_an_embedding_nothing",),
     ),
     Mutation(
         "GPU fine print: an A10G is taken for an A10",
