@@ -22,8 +22,8 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import flops
-from trainer.model.assemble import build_model
-from trainer.model.packed_lm import ModelSource
+from trainer.model.assemble import build_model, design_model
+from trainer.model.pretrained import ModelSource
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.signals import StopRequest
 
@@ -147,11 +147,11 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     """How the family is trained, and how far the first step of any dealing is from plain
     transformers'. Collective.
     """
-    source = ModelSource(str(path), random_weights=False, trust_remote_code=False)
+    source = ModelSource(str(path))
     with heard() as lines:
         try:
             model: Any = build_model(
-                model_config(), source, world=world, seed=1, max_length=MAX_LENGTH
+                design_model(model_config(), source, max_length=MAX_LENGTH), world=world, seed=1
             )
         except ConfigError as error:
             return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
@@ -189,7 +189,7 @@ def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]
     after the fourth and was built anew from its checkpoint. Collective.
     """
     source, form = (
-        ModelSource(str(path), random_weights=False, trust_remote_code=False),
+        ModelSource(str(path)),
         {"is_packed": is_packed},
     )
     straight = run(world, root / "straight", source, Recipe(), model=form)

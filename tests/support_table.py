@@ -7,8 +7,7 @@ docs/models.md again. The families run in processes of their own with a time lim
 recorded with its reason. The product's own parts train each on one and two
 ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass,
 document by document; then six steps on two ranks, in one go, and stopped and built anew from a
-checkpoint; then transformers loads the export. (A whole run of the command, killed and started
-again, takes above 10 s a family: tests/distributed/test_families.py.)
+checkpoint; then transformers loads the export.
 """
 
 import argparse

@@ -15,12 +15,13 @@ from trainer.data.order import Share
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence, Run
-from trainer.losses import LOSSES
-from trainer.model import adapters, flops, load, packed_lm, parallelize
+from trainer.model import assemble, flops
 from trainer.model.experts import Routers
+from trainer.model.pretrained import ModelSource
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.optim import OPTIMIZERS
+from trainer.optim.clip import Optimizer, clipped_step
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
 from trainer.runtime.distributed import World
@@ -89,9 +90,7 @@ class ToySamples(OneSource):
         return self._samples[index]
 
 
-def write_model_config(
-    path: Path, model_type: str = "qwen2", **changes: Any
-) -> packed_lm.ModelSource:
+def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) -> ModelSource:
     """A directory with only a config.json: 2 layers, hidden 64."""
     settings = {
         "hidden_size": 64,
@@ -110,7 +109,7 @@ def write_model_config(
     }
     config = AutoConfig.for_model(model_type, **{**settings, **changes})
     config.save_pretrained(path)
-    return packed_lm.ModelSource(str(path), random_weights=True, trust_remote_code=False)
+    return ModelSource(str(path), random_weights=True)
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -126,18 +125,33 @@ def optim_config(**changes: Any) -> OptimConfig:
 
 
 def build_toy_model(
-    world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any
+    world: World, source: ModelSource, *, is_packed: bool = True, **changes: Any
 ) -> Any:
     config = model_config(**changes)
-    model = packed_lm.build_on_meta(
-        source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
-    )
-    adapters.choose_trained(model, config)
-    parallelize.parallelize(model, config, world)
-    load.materialize(model, world.device, buffer_device=world.device)
-    load.load_weights(model, source, seed=7)
-    adapters.fill(model, config, seed=7)
+    model = assemble.on_meta(config, source, is_packed=is_packed)
+    assemble.prepare(model, config, source, world=world, seed=7)
     return model
+
+
+def update(
+    optimizer: Optimizer,
+    norm: torch.Tensor,
+    *,
+    lr: float,
+    max_norm: float = 1e9,
+    is_skipped: bool = False,
+    key: int = 0,
+) -> None:
+    """One clipped step of every group at the rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    clipped_step(
+        optimizer,
+        total_norm=norm,
+        is_skipped=torch.tensor(is_skipped),
+        max_norm=max_norm,
+        rounding_key=key,
+    )
 
 
 class Recorder:

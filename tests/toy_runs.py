@@ -33,7 +33,7 @@ from trainer.data.order import Share
 from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
-from trainer.model.load import whole_checkpoint
+from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.progress import History, Position
 from trainer.runtime.distributed import World

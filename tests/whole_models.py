@@ -10,7 +10,7 @@ from families import COMMON
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from trainer.model.packed_lm import ModelSource
+from trainer.model.pretrained import ModelSource
 
 _TEXT = {
     key: value
@@ -123,4 +123,4 @@ def write_whole_model(
         tensors[EXTRA] = torch.randn(3, 5)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "preprocessor_config.json").write_text('{"image_size": 28}')
-    return ModelSource(str(path), random_weights=False, trust_remote_code=False)
+    return ModelSource(str(path))

@@ -24,9 +24,8 @@ from trainer.checkpoint.export import OTHER_PARTS, ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.checkpoint.shards import weight_buffers
-from trainer.model.assemble import build_model
-from trainer.model.load import whole_checkpoint
-from trainer.model.packed_lm import ModelSource
+from trainer.model.assemble import build_model, design_model
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 
 _EXPERT = "mlp.experts.0"
 _PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
@@ -97,11 +96,13 @@ def export_all(world: Any, root: Path) -> dict[str, Any]:
     """
     said = {}
     for name in EXTRA:
-        source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        source = ModelSource(str(root / name))
         with heard() as lines:
             whole = whole_checkpoint(source)
             model: Any = build_model(
-                model_config(random_weights=False), source, world=world, seed=1, max_length=64
+                design_model(model_config(random_weights=False), source, max_length=64),
+                world=world,
+                seed=1,
             )
         with torch.no_grad():
             for tensor in (*model.parameters(), *weight_buffers(model).values()):
@@ -141,7 +142,7 @@ def test_training_again_from_the_export_carries_them_again(
     exported: tuple[Path, dict[str, Any]], name: str
 ) -> None:
     path = exported[0] / f"{name}-export"
-    whole = whole_checkpoint(ModelSource(str(path), random_weights=False, trust_remote_code=False))
+    whole = whole_checkpoint(ModelSource(str(path)))
     assert whole is not None and set(whole.others) == set(EXTRA[name])
     before = stored(exported[0] / name)
     assert all(same(tensor.whole(), before[key]) for key, tensor in whole.others.items())
@@ -155,12 +156,7 @@ def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with heard() as lines:
-        assert (
-            whole_checkpoint(
-                ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)
-            )
-            is None
-        )
+        assert whole_checkpoint(ModelSource(str(tmp_path))) is None
     assert [line for line in lines if "lm_head.weight" in line and "exports hold it once" in line]
 
 

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.checkpoint import export
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
-from trainer.model import load, packed_lm, parallelize
+from trainer.model import assemble, load, parallelize
+from trainer.model.pretrained import ModelSource
 
 NUM_LAYERS = 16
 EXPERTS = {
@@ -44,8 +45,8 @@ def bounded(extra_bytes: int) -> None:
 def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
     """{tensor: whole} of one layer, loaded and exported within the shard and one layer."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)  # what is freed is given back
-    source = packed_lm.ModelSource(str(path), random_weights=False, trust_remote_code=False)
-    model: Any = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    source = ModelSource(str(path))
+    model: Any = assemble.on_meta(model_config(), source, is_packed=True)
     parallelize.parallelize(model, model_config(), world)
     load.materialize(model, world.device, buffer_device=world.device)
     layer_bytes = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import model_config
+from toy import build_toy_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from whole_runs import run, tiny_model
 
 from trainer.config import ConfigError
-from trainer.model import load, new_tokens, packed_lm, parallelize
-from trainer.model.packed_lm import ModelSource
+from trainer.model import new_tokens
+from trainer.model.pretrained import ModelSource
 from trainer.quickstart import MODEL_DIR
 
 TURN, OVER = "<|turn|>", "<|over|>"
@@ -55,11 +55,8 @@ def pretrained(target: Path, *, is_tied: bool, **changes: Any) -> Path:
 
 
 def loaded(world: Any, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor]:
-    source = ModelSource(path, random_weights=False, trust_remote_code=False, new_tokens=ids)
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
-    parallelize.parallelize(model, model_config(), world)
-    load.materialize(model, world.device, buffer_device=world.device)
-    load.load_weights(model, source, seed=3)
+    source = ModelSource(path, new_tokens=ids)
+    model = build_toy_model(world, source)
     whole: Any = dict(model.named_parameters(remove_duplicate=False))
     return {name: parameter.full_tensor().detach() for name, parameter in whole.items()}
 

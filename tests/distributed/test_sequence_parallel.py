@@ -16,7 +16,7 @@ from trainer.guard.evidence import EvidenceKeeper
 from trainer.loop.step import accumulate, training_step
 from trainer.losses import LOSSES
 from trainer.model import head_exchange, selfcheck
-from trainer.model.assemble import require_splittable
+from trainer.model.assemble import design_model
 from trainer.run.compose import load_config
 from trainer.runtime.distributed import World
 
@@ -84,7 +84,7 @@ def evidence(world: World, directory: Path) -> Any:
     sent, exchange = [], head_exchange.all_to_all_single_autograd
     record = lambda tensor, *args: sent.append(tensor.nbytes) or exchange(tensor, *args)  # noqa: E731
     with patch.object(head_exchange, "all_to_all_single_autograd", record):
-        losses = accumulate(parts, batch).losses
+        losses = accumulate(parts, batch).by_position
     keeper = EvidenceKeeper(directory, world=world, location=str)
     keeper.keep(batch, losses, signals={}, is_skipped=False, reason="")
     if not world.is_main:
@@ -190,9 +190,9 @@ def test_what_cannot_be_split_is_refused_by_its_config_alone(
     source = write_model_config(tmp_path, family)
     config = model_config(ulysses_sequence_parallel_size=size, **settings)
     with pytest.raises(ConfigError, match=reason):
-        require_splittable(config, source, max_length=40)
-    require_splittable(model_config(**settings), source, max_length=40)
-    require_splittable(
+        design_model(config, source, max_length=40)
+    design_model(model_config(**settings), source, max_length=40)
+    design_model(
         model_config(ulysses_sequence_parallel_size=2), write_model_config(tmp_path), max_length=40
     )
 

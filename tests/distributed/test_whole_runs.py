@@ -19,8 +19,7 @@ from trainer.checkpoint import layout
 from trainer.checkpoint.export import OTHER_PARTS
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.config import ConfigError
-from trainer.model.load import whole_checkpoint
-from trainer.model.packed_lm import ModelSource
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 
 FOUR_STEPS = Recipe(total_steps=4, save_freq=2)
 
@@ -58,12 +57,8 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(
     source: ModelSource, tmp_path: Path
 ) -> None:
     """Whether the save exported the weights or not; the source is gone."""
-    own = ModelSource(
-        shutil.copytree(source.path, tmp_path / "own"),
-        random_weights=False,
-        trust_remote_code=False,
-    )
-    whole = whole_checkpoint(own)
+    own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
+    whole = whole_checkpoint(ModelSource(own.path))
     assert whole is not None
     saved = run_ranks(run_with, 2, tmp_path / "bare", own, Recipe(total_steps=1), NO_WEIGHTS)[0]
     run_ranks(run, 2, tmp_path / "run", own, Recipe(total_steps=1))
@@ -110,11 +105,7 @@ def test_other_parts_that_are_damaged_are_refused(
 def test_the_digest_covers_every_byte_that_passes_through(
     source: ModelSource, tmp_path: Path
 ) -> None:
-    changed = ModelSource(
-        shutil.copytree(source.path, tmp_path / "own"),
-        random_weights=False,
-        trust_remote_code=False,
-    )
+    changed = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(source)
     assert whole is not None
     name, stored = next(

@@ -36,9 +36,8 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import evaluate
 from trainer.config import ConfigError
-from trainer.model.assemble import build_model
-from trainer.model.load import whole_checkpoint
-from trainer.model.packed_lm import ModelSource
+from trainer.model.assemble import build_model, design_model
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
 from trainer.tools.evaluate import engines
@@ -76,11 +75,13 @@ def log_prob(model: Any, ids: list[int]) -> float:
 def export_families(world: Any, root: Path) -> None:
     """Each family as built by the trainer, every parameter changed as by an update, exported."""
     for name in (*FAMILIES, WHOLE):
-        source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        source = ModelSource(str(root / name))
         whole = whole_checkpoint(source)
         assert (whole is not None) == (name == WHOLE)
         model: Any = build_model(
-            model_config(random_weights=False), source, world=world, seed=1, max_length=64
+            design_model(model_config(random_weights=False), source, max_length=64),
+            world=world,
+            seed=1,
         )
         with torch.no_grad():
             for parameter in model.parameters():

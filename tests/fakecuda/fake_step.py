@@ -39,7 +39,7 @@ from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, build_step
 from trainer.loop.run import Run
 from trainer.loop.step import training_step
-from trainer.model import adapters, assemble, load, packed_lm, parallelize
+from trainer.model import assemble, load, packed_lm, parallelize
 from trainer.monitor.packet import Packet, Totals
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
@@ -134,10 +134,9 @@ def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
         directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes}
     )
     config = case.model_config
-    is_packed = assemble.per_document_reason(config, source, max_length=64) is None
+    design = assemble.design_model(config, source, max_length=64)
+    model, is_packed = design.model, design.reason is None
     with fake_world(case) as world, _compiled_without_code():
-        model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
-        adapters.choose_trained(model, config)
         with on_meta_device():
             parallelize.parallelize(model, config, world)
         mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -33,8 +33,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 1: heads too large for the kernel go to it",
         ATTENTION,
-        "    if _kernel_head_size(query, value) > MAX_HEAD_SIZE:\n",
-        "    if False:\n",
+        "_kernel_head_size(query, value) <= MAX_HEAD_SIZE and ",
+        "",
         (f"{KERNEL}::test_head_sizes_that_the_kernel_lacks_give_the_same_numbers",),
     ),
     Mutation(
@@ -174,7 +174,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 13: replicas add up in every micro-batch",
         SHARDING,
-        "    model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)\n",
+        "    model.set_requires_all_reduce(is_last)\n",
         "    model.set_requires_all_reduce(True)\n",
         (f"{STEP}::test_replicas_add_their_gradients_once_a_step",),
     ),
@@ -188,7 +188,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 16: selective recomputation repeats experts",
         SHARDING,
-        '        "_grouped_mm",\n',
+        "        torch.ops.aten._grouped_mm,\n",
         "",
         (f"{PARALLEL}::test_selective_recomputation_repeats_no_matrix_product",),
     ),
@@ -221,9 +221,9 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: attention dropout goes to a kernel without",
         ATTENTION,
-        '    if scoring.dropout:\n        return "dropout"\n',
+        "scoring.dropout or ",
         "",
-        (f"{KERNEL}::test_dropout_on_a_gpu_runs_without_the_kernel",),
+        (f"{KERNEL}::test_what_the_kernel_lacks_runs_without_it",),
     ),
     Mutation(
         "GPU fine print: seeds ask whether there is any card",

@@ -62,7 +62,7 @@ BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
 SHAPES |= {"llama": {"tie_word_embeddings": True}}
-WORDS = (
+WORDS = [
     "red",
     "seven",
     "paper",
@@ -75,7 +75,7 @@ WORDS = (
     "apple",
     "cloud",
     "ten",
-)
+]
 
 
 @dataclass(frozen=True)

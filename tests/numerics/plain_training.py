@@ -65,6 +65,16 @@ class Outcome:
     after: dict[str, Tensor] = field(default_factory=dict)
 
 
+AS_DEFINED = {
+    "eps": EPS,
+    "betas": list(BETAS),
+    "weight_decay": DECAY,
+    "lr_warmup_steps": WARMUP_STEPS,
+    "min_lr_ratio": MIN_LR_RATIO,
+}
+"""The constants of a definition as keys of `optim`."""
+
+
 def train(definition: Definition) -> Outcome:
     """All steps of the definition."""
     torch.manual_seed(0)
@@ -194,10 +204,11 @@ def measured(
         router_loss = (fractions_E * mean_E).sum() * len(mean_E)
         objective = objective + coefficient * router_loss
         row["moe/router_loss"] = router_loss.item()
-        chosen = torch.cat(
-            [logits.topk(model.config.num_experts_per_tok).indices.flatten() for logits in layers]
-        )
-        fractions_E = chosen.bincount(minlength=len(mean_E)) / sum(map(len, layers))
+        chosen = [logits.topk(model.config.num_experts_per_tok).indices for logits in layers]
+        tokens_LE = torch.stack([one.flatten().bincount(minlength=len(mean_E)) for one in chosen])
+        loads_L = tokens_LE.amax(1) / tokens_LE.double().mean(1)
+        row["moe/load_max_over_mean"] = loads_L.max().item()
+        fractions_E = tokens_LE.sum(0) / sum(map(len, layers))
     return row, objective, fractions_E
 
 

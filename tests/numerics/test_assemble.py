@@ -25,8 +25,9 @@ from transformers import AutoConfig, PretrainedConfig
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
-from trainer.model.assemble import build_model, per_document_reason
-from trainer.model.packed_lm import ModelSource, notes
+from trainer.model.assemble import build_model, design_model
+from trainer.model.packed_lm import notes
+from trainer.model.pretrained import ModelSource
 from trainer.run import inputs
 from trainer.run.compose import load_config
 from trainer.runtime import seeding
@@ -56,7 +57,9 @@ def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tup
     with patch.object(attention, "packed_attention", leaking):
         try:
             model: Any = build_model(
-                model_config(attention=choice), source, world=world, seed=1, max_length=64
+                design_model(model_config(attention=choice), source, max_length=64),
+                world=world,
+                seed=1,
             )
         except ConfigError as error:
             return f"refused: {error}", lines.lines
@@ -98,7 +101,9 @@ def built_with_errors(
         with patch.object(attention, "packed_attention", attend):
             try:
                 model = build_model(
-                    model_config(attention="auto"), source, world=world, seed=1, max_length=64
+                    design_model(model_config(attention="auto"), source, max_length=64),
+                    world=world,
+                    seed=1,
                 )
                 found[kind] = "packed" if model.is_packed else "one by one"
             except Exception as raised:
@@ -128,7 +133,7 @@ def fails_on_one_rank(world: Any, source: ModelSource) -> None:
         if world.rank
         else nullcontext()
     ):
-        build_model(model_config(), source, world=world, seed=1, max_length=64)
+        build_model(design_model(model_config(), source, max_length=64), world=world, seed=1)
 
 
 def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> None:
@@ -171,7 +176,9 @@ def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
     with patch.object(attention, "packed_attention", scattering):
         try:
             build_model(
-                model_config(attention="packed"), source, world=world, seed=1, max_length=64
+                design_model(model_config(attention="packed"), source, max_length=64),
+                world=world,
+                seed=1,
             )
         except ConfigError as error:
             return str(error)
@@ -238,9 +245,9 @@ def test_a_parameter_that_becomes_shared_with_the_head_is_refused(tmp_path: Path
 def test_layers_that_share_parameters_are_refused(tmp_path: Path, family: str) -> None:
     """As the released models have them: one block of attention in several places."""
     family_config(family).save_pretrained(tmp_path)
-    source = ModelSource(str(tmp_path), random_weights=True, trust_remote_code=False)
+    source = ModelSource(str(tmp_path), random_weights=True)
     with pytest.raises(ConfigError, match="shares parameters between layers"):
-        packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=False)
+        packed_lm.build_on_meta(source, is_packed=False)
 
 
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
@@ -292,5 +299,5 @@ def test_what_training_draws_is_said(config: PretrainedConfig, expected: list[st
 
 def test_one_document_per_forward_as_configured_says_so(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
-    reason = per_document_reason(model_config(attention="per_document"), source, max_length=64)
-    assert reason == "model.attention=per_document"
+    config = model_config(attention="per_document")
+    assert design_model(config, source, max_length=64).reason == "model.attention=per_document"

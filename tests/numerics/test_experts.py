@@ -14,20 +14,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_training import AS_DEFINED
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
+from test_invariance import plain_run
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, Result, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import layout
-from trainer.data.batch_plan import Schedule
 from trainer.data.loader import ValidationBatches
-from trainer.data.order import Share
 from trainer.loop.fit import fit
 from trainer.model import packed_lm
 from trainer.model.experts import Routers
-from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding
 
 STEPS, EXPERTS, CHOSEN, COEFFICIENT = 4, 8, 2, 0.5
@@ -54,7 +52,9 @@ def train(world: Any, source: Any, **settings: Any) -> dict[str, list[float]]:
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         model = build_toy_model(world, source, **settings)
     routers = Routers(model, world.device)
-    parts = toy_run(world, model, ToySamples(), total_steps=STEPS, routers=routers, **limits)
+    parts = toy_run(
+        world, model, ToySamples(), total_steps=STEPS, routers=routers, optim=AS_DEFINED, **limits
+    )
     parts.validation_batches = ValidationBatches(
         ToySamples(5, seed=1), parts.batches.plan, batch_size=4
     )
@@ -76,56 +76,10 @@ def plain_model(source: Any) -> Any:
     return model
 
 
-def plain_loop(source: Any) -> dict[str, list[float]]:
-    """Nothing of ours but the order: the fractions are those of the step before."""
-    model = plain_model(source)
-    samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
-    lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
-    groups = [
-        [p for p in model.parameters() if (p.ndim < 2) == is_vector] for is_vector in (False, True)
-    ]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": params, "weight_decay": decay}
-            for params, decay in zip(groups, (0.01, 0.0), strict=True)
-        ],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
-    found: dict[str, list[float]] = {key: [] for key in KEYS}
-    fractions = torch.zeros(EXPERTS, dtype=torch.float64)
-    for step in range(1, STEPS + 1):
-        loss, count, logits = torch.zeros((), dtype=torch.float64), 0, []
-        for index in schedule.rows(step):
-            ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
-            output = model(input_ids=ids[None].long(), output_router_logits=True)
-            labels = torch.where(mask[1:], ids[1:].long(), -100)
-            loss = loss + F.cross_entropy(
-                output.logits[0, :-1], labels, reduction="sum", ignore_index=-100
-            )
-            count += int(mask[1:].sum())
-            logits.append(torch.stack(output.router_logits))
-        probabilities = torch.cat(logits, dim=1).softmax(-1)
-        router_loss = EXPERTS * (fractions * probabilities.mean((0, 1))).sum()
-        (loss / count + COEFFICIENT * router_loss).backward()
-        tokens = F.one_hot(probabilities.topk(CHOSEN).indices, EXPERTS).sum((1, 2)).double()
-        fractions = tokens.sum(0) / probabilities[..., 0].numel()
-        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-        for p in model.parameters():
-            p.grad *= min(1.0, 1.0 / norm.item())
-        for group in optimizer.param_groups:
-            group["lr"] = lr.lr_at(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        load = (tokens.amax(1) / tokens.mean(1)).max()
-        for key, value in zip(KEYS, (loss / count, norm, router_loss, load), strict=True):
-            found[key].append(value.item())
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(source: Any) -> dict[str, list[float]]:
-    return plain_loop(source)
+    found: dict[str, list[float]] = plain_run(source, num_steps=STEPS)
+    return found
 
 
 def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> list[str]:
@@ -301,7 +255,7 @@ def test_what_was_decided_is_said(
     said: str,
 ) -> None:
     source = write_model_config(tmp_path, model_type, **changes)
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    model = packed_lm.build_on_meta(source, is_packed=True)
     with caplog.at_level("INFO"):
         Routers(model, torch.device("cpu"))
     assert [said in message for message in caplog.messages] == [True] * bool(said)
@@ -310,7 +264,7 @@ def test_what_was_decided_is_said(
 def test_routers_that_are_not_trained_have_no_loss(
     source: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    model = packed_lm.build_on_meta(source, is_packed=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "mlp.gate" not in name
     with caplog.at_level("INFO"):

@@ -8,17 +8,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import plain_training
 import pytest
 import torch
-import torch.nn.functional as F
-from peft import PeftModel
+from plain_training import AS_DEFINED, Definition, Document
 from ranks import each, run_ranks
 from sweeps import short_or_full
 from toy import (
     ToySamples,
     build_toy_model,
     full_parameters,
-    optim_config,
     toy_run,
     write_model_config,
 )
@@ -28,7 +27,6 @@ from trainer.data.batch_plan import Schedule
 from trainer.data.loader import ValidationBatches
 from trainer.data.order import Share
 from trainer.loop.fit import fit
-from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding
 
 STEPS = short_or_full(4, full=8)
@@ -51,7 +49,13 @@ def run_once(  # type: ignore[no-untyped-def]
     held_out = ToySamples(5, seed=1)
     limits = {"max_samples": max_samples, "max_tokens": max_tokens}
     parts = toy_run(
-        world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits
+        world,
+        model,
+        ToySamples(),
+        total_steps=STEPS,
+        optimizer_name=optimizer,
+        optim=AS_DEFINED,
+        **limits,
     )
     parts.validation_batches = ValidationBatches(held_out, parts.batches.plan, batch_size=4)
     assert fit(parts) == 0
@@ -76,58 +80,34 @@ def train(*args, **changes):  # type: ignore[no-untyped-def]
     return *columns[:3], full_parameters(parts.model), columns[3]
 
 
-def plain_transformers(source, adapter=None, *, loss="cross_entropy", dtype=torch.float32):  # type: ignore[no-untyped-def]
-    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours
-    but the order.
+def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  # type: ignore[no-untyped-def]
+    """The same run by definition; nothing of ours but the order and the key of the first weights.
 
-    `adapter`: directory of one that peft loads and trains, with the model frozen. Returns what each
-    step has of cross-entropy, gradient norm, share of tokens that are right, and of the trained
-    loss.
+    `adapter`: directory of one that peft loads and trains, with the model frozen. Returns the
+    columns of the rows.
     """
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    model = model.to(dtype)
+    path = Path(source.path) / "weights"
+    eager = {"attn_implementation": "eager"}
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).save_pretrained(path)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
-    lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms, accuracies, objectives = [], [], [], []
-    for step in range(1, STEPS + 1):
-        total, objective = torch.zeros(2, dtype=torch.float64)
-        count = num_right = 0
-        for index in schedule.rows(step):
-            ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
-            logits = model(input_ids=ids[None].long()).logits[0, :-1]
-            labels = torch.where(mask[1:], ids[1:].long(), -100)
-            losses_T = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-            weights_T = (
-                losses_T.detach().neg().exp() if loss == "dft" else torch.ones_like(losses_T)
-            )
-            total = total + losses_T.detach().sum().double()
-            objective = objective + (weights_T * losses_T).sum().double()
-            count += int(mask[1:].sum())
-            num_right += int((logits.argmax(dim=-1) == labels).sum())
-        (objective / count).backward()
-        norm = torch.stack([p.grad.double().square().sum() for p in trained]).sum().sqrt()
-        for p in trained:
-            p.grad *= min(1.0, 1.0 / norm.item())
-        for group in optimizer.param_groups:
-            group["lr"] = lr.lr_at(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((total / count).item())
-        norms.append(norm.item())
-        accuracies.append(num_right / count)
-        objectives.append((objective / count).item())
-    return losses, norms, accuracies, objectives
+    steps = [schedule.rows(step) for step in range(1, num_steps + 1)]
+    definition = Definition(
+        model=path,
+        adapter=None if adapter is None else Path(adapter),
+        steps=[
+            [Document(*(part.tolist() for part in samples.sample(int(n))), "") for n in rows]
+            for rows in steps
+        ],
+        validation=[],
+        test_freq=num_steps,
+        lr=3e-3,
+        loss=loss,
+        max_norm=1.0,
+    )
+    rows = plain_training.train(definition).train.values()
+    return {key: [row[key] for row in rows if key in row] for row in rows for key in row}
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
@@ -142,7 +122,7 @@ def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def reference(source):  # type: ignore[no-untyped-def]
-    return plain_transformers(source)
+    return plain_run(source)
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +143,10 @@ def test_loss_and_norm_equal_the_plain_loop(
     runs, reference, world_size: int, max_samples: int
 ) -> None:  # type: ignore[no-untyped-def]
     losses, norms, *_, accuracies = runs[world_size][max_samples]
-    assert relative(losses, reference[0]) < 1e-6
-    assert relative(norms, reference[1]) < 1e-5
+    assert relative(losses, reference["train/loss"]) < 1e-6
+    assert relative(norms, reference["train/grad_norm"]) < 1e-5
     assert losses[-1] < losses[0]
-    assert accuracies == reference[2] and 0 < max(accuracies) < 1
+    assert accuracies == reference["train/token_accuracy"] and 0 < max(accuracies) < 1
 
 
 @pytest.mark.parametrize("choice", [{"loss": "dft"}, {"optimizer": "muon"}], ids=str)
@@ -202,17 +182,16 @@ def test_with_another_trained_loss_the_shown_one_is_cross_entropy(
     one reduction.
     """
     source = write_model_config(tmp_path, model_type)
-    losses, norms, accuracies, objectives = plain_transformers(
-        source, loss="dft", dtype=torch.float64
-    )
+    defined = plain_run(source, loss="dft")
+    losses, objectives = defined["train/loss"], defined["train/objective"]
     variants = {"usual": {}, "dft": {"loss": "dft", "max_samples": 2}}
     for world_size in (1, 2):
         found = run_ranks(each, world_size, rows_of, source, variants)[0]
         rows = found["dft"]
         assert relative(rows.column("train/loss"), losses) < 1e-6
         assert relative(rows.column("train/objective"), objectives) < 1e-6
-        assert relative(rows.column("train/grad_norm"), norms) < 1e-5
-        assert rows.column("train/token_accuracy") == accuracies
+        assert relative(rows.column("train/grad_norm"), defined["train/grad_norm"]) < 1e-5
+        assert rows.column("train/token_accuracy") == defined["train/token_accuracy"]
         assert rows.column("train/ppl") == pytest.approx(
             [math.exp(loss) for loss in losses], rel=1e-5
         )

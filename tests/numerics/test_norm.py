@@ -23,7 +23,7 @@ def outcome(norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(output, gradient of the input, of the weight), float64, of the same numbers in any dtype."""
     generator = torch.Generator().manual_seed(3)
     hidden = (3 * torch.randn(SHAPE, generator=generator)).to(dtype).requires_grad_()
-    weight = (1 + 0.3 * torch.randn(SHAPE[1:], generator=generator)).to(dtype).requires_grad_()
+    weight = (1 + 0.3 * torch.randn(SHAPE[-1:], generator=generator)).to(dtype).requires_grad_()
     grad = torch.randn(SHAPE, generator=generator)
     result = norm(hidden, weight)
     result.backward(grad.to(dtype))
@@ -36,35 +36,23 @@ def plain(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
-    module = Qwen2RMSNorm(SHAPE[1], EPS)
+    module = Qwen2RMSNorm(SHAPE[-1], EPS)
     result: Tensor = torch.func.functional_call(module, {"weight": weight}, (hidden,))
     return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errors_are_no_larger_than_those_of_transformers(dtype: torch.dtype) -> None:
-    """Relative to a float64 norm of the same rounded inputs; a quarter more is left to chance."""
-    exact = outcome(plain, torch.float64)
-    if dtype == torch.bfloat16:
-        exact = rounded_reference()
-    ours, own = (outcome(norm, dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs))
-    for expected, found, other in zip(exact, ours, own, strict=True):
-        error, allowed = ((value - expected).norm() / expected.norm() for value in (found, other))
-        assert error <= 1.25 * allowed + 1e-8
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_errors_are_no_larger_than_those_of_transformers(dtype: torch.dtype, device: str) -> None:
+    """Relative to a float64 norm of the same rounded inputs; a quarter more is left to chance. On
+    a GPU the norm is torch's own, which rounds once where transformers rounds twice.
+    """
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_of_a_gpu_are_no_worse(dtype: torch.dtype) -> None:
-    """There the norm is torch's own, which rounds once where transformers rounds twice."""
-
-    def on_gpu(norm: Any) -> Any:
-        return lambda hidden, weight: norm(hidden.cuda(), weight.cuda()).cpu()
+    def there(norm: Any) -> Any:
+        return lambda hidden, weight: norm(hidden.to(device), weight.to(device)).cpu()
 
     exact = rounded_reference() if dtype == torch.bfloat16 else outcome(plain, torch.float64)
-    ours, own = (
-        outcome(on_gpu(norm), dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs)
-    )
+    ours, own = (outcome(there(norm), dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs))
     for expected, found, other in zip(exact, ours, own, strict=True):
         error, allowed = ((value - expected).norm() / expected.norm() for value in (found, other))
         assert error <= 1.25 * allowed + 1e-8
@@ -77,18 +65,6 @@ def rounded_reference() -> tuple[Tensor, Tensor, Tensor]:
         return plain(hidden.to(torch.bfloat16).double(), weight.to(torch.bfloat16).double())
 
     return outcome(through_bfloat16, torch.float64)
-
-
-def test_gradients_are_those_of_the_formula() -> None:
-    generator = torch.Generator().manual_seed(1)
-    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((2, 5, 8), (8,)))
-    both = [t.requires_grad_() for t in (hidden, weight)]
-    loss = (rms_norm(hidden, weight, EPS) * torch.arange(80.0).view(2, 5, 8)).sum()
-    expected = torch.autograd.grad(
-        (plain(hidden, weight) * torch.arange(80.0).view(2, 5, 8)).sum(), both
-    )
-    for found, reference in zip(torch.autograd.grad(loss, both), expected, strict=True):
-        torch.testing.assert_close(found, reference, rtol=2e-5, atol=2e-5)
 
 
 class Upright(nn.Module):

@@ -114,7 +114,8 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     torch.compiler.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         try:
-            assemble.build_model(SELECTIVE_COMPILED, one_layer, world=world, seed=1, max_length=64)
+            design = assemble.design_model(SELECTIVE_COMPILED, one_layer, max_length=64)
+            assemble.build_model(design, world=world, seed=1)
         except ConfigError as error:
             found["refused"] = str(error)
     with patch.object(attention, "_grouped", traceable):
@@ -129,7 +130,7 @@ PARTITIONED = "aot_eager_decomp_partition"
 """What is kept and what is computed again is chosen as before code is made of it."""
 
 
-def traceable(query: Any, key: Any, value: Any, lengths: Any, scoring: Any) -> torch.Tensor:
+def traceable(lengths: Any, query: Any, key: Any, value: Any, scoring: Any) -> torch.Tensor:
     """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of
     all documents as one.
     """
@@ -393,7 +394,7 @@ def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> No
 
 
 def refusal(world: Any, source: Any) -> str:
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    model = packed_lm.build_on_meta(source, is_packed=True)
     type(model).supports_gradient_checkpointing = False
     try:
         parallelize(model, model_config(enable_gradient_checkpointing=True), world)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import packed_lm, rope
-from trainer.model.assemble import build_model, per_document_reason
+from trainer.model.assemble import build_model, design_model
+from trainer.model.pretrained import ModelSource
 
 LIMIT = 16
 SAMPLES = ToySamples()
@@ -33,7 +33,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 
 
-def write(path: Path, kind: dict[str, Any]) -> packed_lm.ModelSource:
+def write(path: Path, kind: dict[str, Any]) -> ModelSource:
     """A llama whose limit is 16 tokens; the longest sample has 40."""
     positions = LIMIT if kind["rope_type"] == "dynamic" else 4 * LIMIT
     parameters = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **kind}
@@ -42,7 +42,7 @@ def write(path: Path, kind: dict[str, Any]) -> packed_lm.ModelSource:
     )
 
 
-def write_by_layer_type(path: Path) -> packed_lm.ModelSource:
+def write_by_layer_type(path: Path) -> ModelSource:
     """A gemma 3 whose full attention layers alone have longrope."""
     kinds = {
         "full_attention": {
@@ -57,16 +57,16 @@ def write_by_layer_type(path: Path) -> packed_lm.ModelSource:
 
 
 def differences(
-    world: Any, source: packed_lm.ModelSource, indices: list[int], max_length: int
+    world: Any, source: ModelSource, indices: list[int], max_length: int
 ) -> tuple[bool, float]:
     """(packed, largest relative difference of a micro-batch's loss from a new plain model for
     each document).
     """
-    model: Any = build_model(model_config(), source, world=world, seed=1, max_length=max_length)
-    weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
-    plain = AutoModelForCausalLM.from_config(
-        packed_lm.read_config(source), attn_implementation="eager"
+    model: Any = build_model(
+        design_model(model_config(), source, max_length=max_length), world=world, seed=1
     )
+    weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
+    plain = AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
     plain.load_state_dict(weights, strict=False)
     plain.tie_weights()
     size = 3 if model.is_packed else 1
@@ -110,9 +110,11 @@ def test_any_batch_equals_its_documents_one_by_one_in_a_new_model(
     assert found[1] < 1e-6
 
 
-def loss_after(world: Any, source: packed_lm.ModelSource, earlier: list[int]) -> float:
+def loss_after(world: Any, source: ModelSource, earlier: list[int]) -> float:
     """Of a document above the limit, after others."""
-    model: Any = build_model(model_config(), source, world=world, seed=1, max_length=40)
+    model: Any = build_model(
+        design_model(model_config(), source, max_length=40), world=world, seed=1
+    )
     middle = min(ALL, key=lambda index: abs(SAMPLES.lengths[index] - 25))
     with torch.no_grad():
         for index in [*earlier, middle]:
@@ -135,18 +137,10 @@ def test_packing_above_the_limit_is_refused_and_auto_says_why(
     tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     source = write(tmp_path, kind)
-    assert "data.max_length=16 or less" in str(
-        per_document_reason(model_config(), source, max_length=17)
-    )
-    assert per_document_reason(model_config(), source, max_length=16) is None
+    for max_length, is_packed in ((17, False), (16, True)):
+        reason = design_model(model_config(), source, max_length=max_length).reason
+        assert is_packed == (reason is None) != ("data.max_length=16 or less" in str(reason))
     with pytest.raises(
         ConfigError, match=r"model.attention=packed.*longest beside it above 16 tokens"
     ):
-        per_document_reason(model_config(attention="packed"), source, max_length=17)
-
-
-@pytest.mark.parametrize(("kind", "limit"), [(LONGROPE, LIMIT), (DYNAMIC, LIMIT), (YARN, None)])
-def test_the_limit_is_that_of_the_config(
-    tmp_path: Path, kind: dict[str, Any], limit: int | None
-) -> None:
-    assert rope.length_limit(packed_lm.read_config(write(tmp_path, kind))) == limit
+        design_model(model_config(attention="packed"), source, max_length=17)

@@ -22,6 +22,7 @@ from trainer.losses import LOSSES, Loss, cross_entropy, dft
 from trainer.model import attention, head, norm, packed_lm, rope, selfcheck
 from trainer.model.attention import DocumentLengths
 from trainer.model.norm import rms_norm
+from trainer.model.pretrained import ModelSource
 
 TRIED = read_results()["families"]
 
@@ -310,11 +311,9 @@ def errors_beyond_limits(world: Any, root: Path, names: list[str]) -> dict[str, 
     found = {}
     for name in names:
         save_model(root / name, name)
-        source = packed_lm.ModelSource(
-            str(root / name), random_weights=False, trust_remote_code=False
-        )
+        source = ModelSource(str(root / name))
         is_packed = TRIED[name]["how"] == PACKED
-        lengths = lengths_beyond_limits(packed_lm.read_config(source), is_packed=is_packed)
+        lengths = lengths_beyond_limits(source.config, is_packed=is_packed)
         if len(lengths) == 1:
             continue
         model = build_toy_model(world, source, is_packed=is_packed, random_weights=False)

@@ -14,9 +14,8 @@ from toy import ToySamples, build_toy_model, model_config, write_model_config
 from transformers import PreTrainedModel
 
 from trainer.data.loader import pack
-from trainer.model import attention, packed_lm, state_mixers
-from trainer.model.assemble import build_model, how_documents_run
-from trainer.model.attention import DocumentLengths
+from trainer.model import packed_lm, state_mixers
+from trainer.model.assemble import build_model, design_model, how_documents_run
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
@@ -87,9 +86,9 @@ def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
     """
     loop = (lambda model: True) if is_missed else state_mixers.loop_over_documents
     with patch.object(state_mixers, "loop_over_documents", loop):
-        model: Any = build_model(model_config(), source, world=world, seed=1, max_length=64)
-    reason = None if model.is_packed else "packed ones fail the self-check"
-    return model.is_packed, how_documents_run(model, reason)
+        design = design_model(model_config(), source, max_length=64)
+        model: Any = build_model(design, world=world, seed=1)
+    return model.is_packed, how_documents_run(design)
 
 
 def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path) -> None:
@@ -109,7 +108,9 @@ def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path
 
 def bf16_error(world: Any, source: Any) -> bool:
     return build_model(
-        model_config(param_dtype="bfloat16"), source, world=world, seed=1, max_length=64
+        design_model(model_config(param_dtype="bfloat16"), source, max_length=64),
+        world=world,
+        seed=1,
     ).is_packed  # raises where the self-check fails
 
 
@@ -121,7 +122,7 @@ def test_bfloat16_passes_the_self_check(tmp_path: Path, kind: tuple[str, dict[st
 
 def empty(tmp_path: Path, kind: str, **changes: Any) -> PreTrainedModel:
     source = write_model_config(tmp_path, kind, **changes)
-    return packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    return packed_lm.build_on_meta(source, is_packed=True)
 
 
 @pytest.mark.parametrize(
@@ -148,23 +149,3 @@ def test_a_looped_module_never_runs_without_knowing_its_documents(tmp_path: Path
         RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"
     ):
         model.model.layers[0].linear_attn(torch.empty(1, 4, 64, device="meta"))
-
-
-def test_the_mask_is_that_of_the_longest_document_wherever_it_lies() -> None:
-    """One corner serves all: the whole micro-batch's would grow with its square."""
-    seqlens = (2, 5, 3)
-    document_T = torch.repeat_interleave(torch.arange(3), torch.tensor(seqlens))
-
-    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (document_T[query] == document_T[key])
-
-    with attention.documents(DocumentLengths(seqlens)):
-        mask = state_mixers._mask_of_longest(
-            state_mixers.sdpa_mask,
-            batch_size=1,
-            q_length=10,
-            kv_length=10,
-            mask_function=seen,
-            allow_is_causal_skip=False,
-        )
-    assert mask is not None and torch.equal(mask[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())

@@ -21,7 +21,8 @@ from trainer.checkpoint import export
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
-from trainer.model import load, packed_lm, parallelize
+from trainer.model import assemble
+from trainer.model.pretrained import ModelSource
 
 Files = dict[str, torch.Tensor]
 
@@ -61,15 +62,10 @@ def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
 
 
 def sharded(world: Any, path: Path) -> Any:
-    source = packed_lm.ModelSource(str(path), random_weights=False, trust_remote_code=False)
-    config = packed_lm.read_config(source)
-    model = packed_lm.build_on_meta(
-        source, config, is_packed=packed_lm.unpackable_reason(config, max_length=64) is None
-    )
-    parallelize.parallelize(model, model_config(), world)
-    load.materialize(model, world.device, buffer_device=world.device)
-    load.load_weights(model, source, seed=1)
-    return model
+    source = ModelSource(str(path))
+    design = assemble.design_model(model_config(), source, max_length=64)
+    assemble.prepare(design.model, design.config, source, world=world, seed=1)
+    return design.model
 
 
 def test_every_usual_form_loads(tmp_path: Path) -> None:
@@ -81,11 +77,10 @@ def test_every_usual_form_loads(tmp_path: Path) -> None:
             "head repeated",
             "only the head",
             "bfloat16",
-            "bin",
             "old names",
         )
     }
-    for name in ("one file", "head repeated", "only the head", "bfloat16", "bin"):
+    for name in ("one file", "head repeated", "only the head", "bfloat16"):
         save_model(paths[name])
     save_model(paths["several files"], max_shard_size="40KB", tie_word_embeddings=False)
     assert len(list(paths["several files"].glob("*.safetensors"))) > 2
@@ -97,8 +92,6 @@ def test_every_usual_form_loads(tmp_path: Path) -> None:
     rewrite(
         paths["bfloat16"], lambda files: {name: tensor.bfloat16() for name, tensor in files.items()}
     )
-    torch.save(load_file(paths["bin"] / "model.safetensors"), paths["bin"] / "pytorch_model.bin")
-    (paths["bin"] / "model.safetensors").unlink()
     save_model(paths["old names"], "gpt2")
     rewrite(
         paths["old names"],
@@ -178,9 +171,9 @@ def test_every_fault_is_named(tmp_path: Path) -> None:
 )
 def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    source = packed_lm.ModelSource(str(tmp_path), random_weights=True, trust_remote_code=False)
+    source = ModelSource(str(tmp_path), random_weights=True)
     with pytest.raises(ConfigError, match="no usable config"):
-        packed_lm.read_config(source)
+        assert source.config
 
 
 def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tuple[str, int]]:

@@ -25,9 +25,9 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.shards import weight_buffers
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import load
-from trainer.model.assemble import build_model
-from trainer.model.packed_lm import ModelSource, run_plain
+from trainer.model.assemble import build_model, design_model
+from trainer.model.packed_lm import run_plain
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.run import inputs
 from trainer.run.compose import load_config
 
@@ -62,7 +62,7 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     the model exported.
     """
     model: Any = build_model(
-        model_config(random_weights=False), source, world=world, seed=1, max_length=64
+        design_model(model_config(random_weights=False), source, max_length=64), world=world, seed=1
     )
     dealt = [[index] for index in DOCUMENTS]
     dealt = dealt if world.size == 1 else [dealt[:2], [dealt[2], []]][world.rank]
@@ -76,7 +76,7 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
         model.forward = lambda batch: run_plain(model, plain, batch).logits
         logits = model(pack(SAMPLES, DOCUMENTS[:1]))
         model.forward = ours
-    whole = load.whole_checkpoint(source)
+    whole = whole_checkpoint(source)
     assert whole is not None
     export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
     export_model(world, model, export_dir, export_source, dtype="float32")
@@ -87,7 +87,7 @@ def train_all(world: Any, root: Path) -> dict[str, Any]:
     logging.disable_progress_bar()
     results: dict[str, Any] = {}
     for name in WRAPPERS:
-        source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        source = ModelSource(str(root / name))
         try:
             results[name] = train_one(world, source, root / f"{name}-export-{world.size}")
         except Exception:
@@ -170,7 +170,7 @@ def rewritten(source: Path, target: Path, change: Any) -> ModelSource:
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         target / "model.safetensors",
     )
-    return ModelSource(str(target), random_weights=False, trust_remote_code=False)
+    return ModelSource(str(target))
 
 
 def test_names_of_the_files_are_kept_whichever_transformers_reads(
@@ -198,9 +198,7 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(
 
 
 def run_ranks_passes(path: Path) -> int:
-    whole = load.whole_checkpoint(
-        ModelSource(str(path), random_weights=False, trust_remote_code=False)
-    )
+    whole = whole_checkpoint(ModelSource(str(path)))
     assert whole is not None
     return len(whole.others)
 
@@ -215,7 +213,7 @@ def test_a_text_tensor_that_is_not_found_is_named(root: Path, tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=r"lacks weights for \['model\.layers\.1\.mlp\.down_proj\.weight'"
     ):
-        load.whole_checkpoint(source)
+        whole_checkpoint(source)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from toy import optim_config
+from toy import optim_config, update
 
 from trainer.optim import OPTIMIZERS, clip
 from trainer.optim.muon import Muon, orthogonalized
@@ -48,8 +45,6 @@ def prepared(shape: tuple[int, int] = (7, 5), **changes: Any) -> tuple[nn.Linear
     layer = nn.Linear(shape[1], shape[0])
     optimizer = OPTIMIZERS["muon"](layer, optim_config(**changes))
     assert isinstance(optimizer, Muon)
-    for group in optimizer.param_groups:
-        group["lr"] = LR
     return layer, optimizer
 
 
@@ -59,18 +54,9 @@ def give_gradient(layer: nn.Module, seed: int, *, scale: float = 1.0) -> None:
         parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
 
 
-@torch.no_grad()
-def step(
-    layer: nn.Module, optimizer: clip.Optimizer, *, max_norm: float = 1e9, is_skipped: bool = False
-) -> None:
+def step(layer: nn.Module, optimizer: clip.Optimizer, **settings: Any) -> None:
     norm = clip.local_square_sum(list(layer.parameters())).sqrt()
-    clip.clipped_step(
-        optimizer,
-        total_norm=norm,
-        is_skipped=torch.tensor(is_skipped),
-        max_norm=max_norm,
-        rounding_key=0,
-    )
+    update(optimizer, norm, lr=LR, **settings)
 
 
 def test_three_steps_are_those_of_torch() -> None:
@@ -134,8 +120,6 @@ def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw() -> N
     """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
     embeddings = nn.Embedding(5, 3)
     optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
-    for group in optimizer.param_groups:
-        group["lr"] = LR
     before = embeddings.weight.detach().clone()
     give_gradient(embeddings, 0)
     step(embeddings, optimizer)
@@ -150,35 +134,3 @@ def test_clipping_scales_what_enters_the_momentum() -> None:
     expected = layer.weight.grad * 0.05 * 0.5 / gradients.norm()
     step(layer, optimizer, max_norm=0.5)
     torch.testing.assert_close(optimizer.state[layer.weight]["momentum_buffer"], expected)
-
-
-def sharded(world: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
-    fully_shard(model, mesh=world.mesh)
-    optimizer = OPTIMIZERS["muon"](model, optim_config())
-    for group in optimizer.param_groups:
-        group["lr"] = LR
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        for parameter in model.parameters():
-            whole = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = distribute_tensor(whole, world.mesh, parameter.placements)
-        square_sum = clip.local_square_sum(list(model.parameters()))
-        torch.distributed.all_reduce(square_sum)
-        clip.clipped_step(
-            optimizer,
-            total_norm=square_sum.sqrt(),
-            is_skipped=torch.tensor(False),
-            max_norm=1.0,
-            rounding_key=0,
-        )
-    return [p.full_tensor().detach() for p in model.parameters()]
-
-
-def test_shards_take_the_same_steps_as_the_whole() -> None:
-    """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a matrix."""
-    alone = run_ranks(sharded, 1)[0]
-    for world_size in (2, 4):
-        for found, expected in zip(run_ranks(sharded, world_size)[0], alone, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from toy import optim_config
+from toy import optim_config, update
 
 from trainer.optim import OPTIMIZERS, clip, rounding
 from trainer.runtime import seeding
@@ -108,19 +108,14 @@ def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str
     optimizer = OPTIMIZERS[changes.get("name", "adamw")](model, optim_config(**changes))
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
-        is_skipped = torch.tensor(step == 2)
         before = {name: value.clone() for name, value in states(model, optimizer).items()}
         key = seeding.key("rounding", 3, step)
         norm = torch.tensor(2.0, dtype=torch.float64)
-        clip.clipped_step(
-            optimizer, total_norm=norm, is_skipped=is_skipped, max_norm=1.0, rounding_key=key
-        )
+        update(optimizer, norm, lr=0.01, max_norm=1.0, is_skipped=step == 2, key=key)
         if step == 2:
             assert all(
                 torch.equal(value, before[name]) for name, value in states(model, optimizer).items()
@@ -167,12 +162,8 @@ def test_float32_updates_are_those_of_torch() -> None:
     for step in range(20):
         gradient = torch.randn(20, 300) * 10.0 ** (step % 5 - 2)
         for layer, optimizer in zip(layers, optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = 1e-3
             layer.weight.grad = gradient.clone()
-            norm = torch.tensor(3.0)
-            clip.clipped_step(
-                optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.5, rounding_key=step
-            )
+            update(optimizer, torch.tensor(3.0), lr=1e-3, max_norm=1.5, key=step)
     torch.testing.assert_close(layers[1].weight, layers[0].weight, rtol=1e-6, atol=1e-7)
     for kind in ("exp_avg", "exp_avg_sq"):
         ours, theirs = (
@@ -194,13 +185,10 @@ def moved(
     layer.weight.grad_dtype = torch.float32
     config = optim_config(state_dtype=kind, betas=[0.9, 0.999], weight_decay=0.0)
     optimizer = OPTIMIZERS["adamw"](layer, config)
-    optimizer.param_groups[0]["lr"] = 1e-5
     for step in range(num_steps):
         layer.weight.grad = torch.ones(1, 2000)
-        norm, key = torch.tensor(1.0), seeding.key("rounding", 0, step)
-        clip.clipped_step(
-            optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.0, rounding_key=key
-        )
+        key = seeding.key("rounding", 0, step)
+        update(optimizer, torch.tensor(1.0), lr=1e-5, max_norm=1.0, key=key)
     return layer.weight.detach().double(), optimizer.state[layer.weight]["exp_avg_sq"].double()
 
 

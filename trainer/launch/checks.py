@@ -31,7 +31,7 @@ from trainer.run import preflight
 from trainer.runtime.text import readable
 
 if TYPE_CHECKING:
-    from trainer.model.packed_lm import ModelSource
+    from trainer.model.pretrained import ModelSource
 
 CORES_PER_GPU_RANK = 4
 MIN_OPEN_FILES = 1024
@@ -198,8 +198,8 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
 
     config = launch.config
     source = source or source_without_weights(config)
-    reason = require_trainable(config, source)
-    found = packed_lm.read_config(source)
+    reason = require_trainable(config, source).reason
+    found = source.config
     name = ", ".join(getattr(found, "architectures", None) or [found.model_type])
     how = "packed" if reason is None else f"one by one (slower): {reason}"
     yield Checked("ok", f"{name}: documents run {how}")

@@ -6,7 +6,7 @@ And what of it survives a restart, by name.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from trainer.model.experts import Routers
 from trainer.monitor.meter import Meter
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
-from trainer.progress import ALL, LoopState
+from trainer.progress import LoopState
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
@@ -111,38 +111,14 @@ class Run:
             "rng": seeding.GeneratorState(self.world.device),
             "buffers": WeightBuffers(self.model),
             "routers": self.routers,
-            "guard": self._loss_history(self.guard, keys=("detector",)),
+            "guard": self.guard,
             "loop": self.loop,
-            "meter": self._loss_history(self.meter, keys=("ema", "num_ema")),
+            "meter": self.meter,
         }
-
-    def _loss_history(self, part: Stateful, *, keys: Sequence[str]) -> Stateful:
-        """`part`, whose `keys` remember earlier values of train/loss."""
-        return part if self.model.trains_cross_entropy else CrossEntropyHistory(part, keys)
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
-
-
-class CrossEntropyHistory:
-    """A part that remembers train/loss, in a run that trains another loss than cross-entropy.
-
-    Checkpoints from before train/loss was always cross-entropy remember the trained loss, which is
-    much smaller. Against that, every step would be a spike.
-    """
-
-    def __init__(self, part: Stateful, keys: Sequence[str]) -> None:
-        self._part, self._keys = part, keys
-        self.state_of = getattr(part, "state_of", ALL)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._part.state_dict(), "has_cross_entropy": True}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not state_dict.get("has_cross_entropy"):
-            state_dict = {key: value for key, value in state_dict.items() if key not in self._keys}
-        self._part.load_state_dict(state_dict)
 
 
 class RateState:
@@ -158,12 +134,8 @@ class RateState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         now = self._schedule.state_dict()
-        # a checkpoint from before a setting was saved has no value to compare
-        compared = [key for key in now if key in state_dict]
         changes = [
-            f"{key}: {state_dict[key]} -> {now[key]}"
-            for key in compared
-            if state_dict[key] != now[key]
+            f"{key}: {state_dict[key]} -> {now[key]}" for key in now if state_dict[key] != now[key]
         ]
         if changes:
             logger.warning(

@@ -25,34 +25,17 @@ class StepResult(NamedTuple):
     decision: Decision
 
 
-class LossSums(NamedTuple):
+class Losses(NamedTuple):
     """Of this rank's micro-batches, on the device."""
 
-    loss_sum: Tensor
-    """Cross-entropy of the supervised tokens, float64 scalar."""
-    objective_sum: Tensor | None
-    """The same of the trained loss; None where that is cross-entropy."""
-    num_hits: Tensor
-    """Supervised tokens that no other was likelier than, float64."""
-    num_nonfinite: Tensor
-    """Micro-batches whose loss is not finite."""
-    by_source: Tensor
-    """Float64 [sources]; empty where there is but one."""
-    losses: list[Tensor]
-    """Per micro-batch the loss of each supervised position."""
-
-    @property
-    def trained(self) -> str:
-        """Name of the sum whose gradient is taken."""
-        return "loss_sum" if self.objective_sum is None else "objective_sum"
-
-    def by_name(self, batch: StepBatch) -> dict[str, Tensor]:
-        """What ranks add up."""
-        by_source = zip(batch.loss_tokens_by, self.by_source.unbind(), strict=True)
-        named = {loss_key(name): value for name, value in by_source}
-        if self.objective_sum is not None:
-            named["objective_sum"] = self.objective_sum
-        return {"loss_sum": self.loss_sum, "num_hits": self.num_hits, **named}
+    sums: dict[str, Tensor]
+    """What ranks add up, float64: cross-entropy of the supervised tokens (`loss_sum`, and by source
+    where there are several), tokens that no other was likelier than (`num_hits`), and the trained
+    loss."""
+    trained: str
+    """Name of the sum whose gradient is taken."""
+    by_position: list[Tensor]
+    """Per micro-batch the cross-entropy of each supervised position."""
 
 
 def training_step(run: Run, batch: StepBatch) -> StepResult:
@@ -64,12 +47,12 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
-    loss = accumulate(run, batch)
+    losses = accumulate(run, batch)
     router_sums, expert_tokens = run.routers.take()
     packet = reduce_packet(
         run.world,
         sums={
-            **loss.by_name(batch),
+            **losses.sums,
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **(rare_square_sums(run) if run.meter.is_rare(batch.step) else {}),
@@ -83,7 +66,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
     is_skipped = (
         is_left_out(mean_loss, grad_norm, run.guard.limits())
-        | ~packet.sum_of(loss.trained).isfinite()
+        | ~packet.sum_of(losses.trained).isfinite()
     )
     run.checkpoints.before_update()
     clipped_step(
@@ -107,7 +90,11 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     decision = run.guard.observe(batch.step, signals, is_skipped=was_skipped)
     if decision.wants_evidence:
         run.evidence.keep(
-            batch, loss.losses, signals=signals, is_skipped=was_skipped, reason=decision.reason
+            batch,
+            losses.by_position,
+            signals=signals,
+            is_skipped=was_skipped,
+            reason=decision.reason,
         )
     clock.mark("guard")
     row = run.meter.row(batch, signals, totals)
@@ -116,17 +103,17 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     )
 
 
-def accumulate(run: Run, batch: StepBatch) -> LossSums:
+def accumulate(run: Run, batch: StepBatch) -> Losses:
     """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global
     batch.
     """
     clock, device = run.meter.clock, run.world.device
-    loss_sum, objective_sum, num_hits, num_nonfinite = torch.zeros(
-        4, dtype=torch.float64, device=device
-    ).unbind()
+    trained = "loss_sum" if run.model.trains_cross_entropy else "objective_sum"
+    names = dict.fromkeys(("loss_sum", "num_hits", trained, "num_nonfinite"))
+    zeros = torch.zeros(len(names), dtype=torch.float64, device=device)
+    sums = dict(zip(names, zeros.unbind(), strict=True))
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
-    objective = None if run.model.trains_cross_entropy else objective_sum
-    sums = LossSums(loss_sum, objective, num_hits, num_nonfinite, by_source, [])
+    by_position = []
     for index, micro_batch in enumerate(batch.micro_batches):
         parallelize.prepare_backward(run.model, is_last=index == len(batch.micro_batches) - 1)
         inputs = micro_batch.to(device)
@@ -137,21 +124,21 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
         (output.loss_sum / batch.num_loss_tokens + router_loss).backward()
         clock.mark("backward")
         trained_sum = output.loss_sum.detach()
-        if sums.objective_sum is None:
-            sums.loss_sum.add_(trained_sum)
-        else:
-            sums.objective_sum.add_(trained_sum)
-            sums.loss_sum.add_(output.losses_S.sum(dtype=torch.float64))
-        sums.num_hits.add_(output.hits_S.sum())
-        sums.num_nonfinite.add_(~trained_sum.isfinite())
+        sums[trained].add_(trained_sum)
+        if trained != "loss_sum":
+            sums["loss_sum"].add_(output.losses_S.sum(dtype=torch.float64))
+        sums["num_hits"].add_(output.hits_S.sum())
+        sums["num_nonfinite"].add_(~trained_sum.isfinite())
         if batch.loss_tokens_by:
             by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])
-        sums.losses.append(output.losses_S)
+        by_position.append(output.losses_S)
         run.heartbeat.beat()
-    metrics.put("train/nonfinite", num_nonfinite)
+    metrics.put("train/nonfinite", sums.pop("num_nonfinite"))
     if num_own := sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches):
-        metrics.put("train/loss_max_rank", loss_sum / num_own)
-    return sums
+        metrics.put("train/loss_max_rank", sums["loss_sum"] / num_own)
+    for name, value in zip(batch.loss_tokens_by, by_source.unbind(), strict=True):
+        sums[loss_key(name)] = value
+    return Losses(sums, trained, by_position)
 
 
 def rare_square_sums(run: Run) -> dict[str, Tensor]:

@@ -32,11 +32,14 @@ _FREE = {
     "auto_mapping",
     "peft_version",
     "inference_mode",
+    "lora_dropout",
+    # the names of the tensors say these exactly
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
 }
-_BY_TENSORS = {"target_modules", "target_parameters", "exclude_modules"}
 _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
-"""Settings of an adapter to start from: those that do not matter, those that the names of its
-tensors say exactly, and those that are followed."""
+"""Settings of an adapter to start from: those that do not matter, and those that are followed."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -78,9 +81,7 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
     """Say once which layers of a built model have adapters."""
     if config.has_adapters:
         own: Any = model
-        rank = own.peft_config[NAME].r
-        targets = lora_layers.ALL_LINEAR if config.lora_adapter_path else config.target_modules
-        logger.info("%s", lora_layers.summary(model, rank=rank, targets=targets))
+        logger.info("%s", lora_layers.summary(model, rank=own.peft_config[NAME].r))
 
 
 def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -150,18 +151,13 @@ def _given(path: str) -> "LoraConfig":
             f"model.lora_adapter_path={path} has no usable adapter_config.json: {error}"
         ) from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
+    known = _FREE | _HELD
     # how its first values were drawn says nothing, but for ways that change the base
-    free = (
-        _FREE | {"init_lora_weights"}
-        if own["init_lora_weights"] in (True, False, "gaussian")
-        else _FREE
-    )
-    known = free | _BY_TENSORS | _HELD | {"lora_dropout"}
-    odd = [
-        key for key in own if key not in known and (own[key] or None) != (plain.get(key) or None)
-    ]
-    if odd:
-        values = ", ".join(f"{key}={own[key]}" for key in odd)
+    if own["init_lora_weights"] in (True, False, "gaussian"):
+        known |= {"init_lora_weights"}
+    odd = {key: value for key, value in own.items() if (value or None) != (plain.get(key) or None)}
+    if odd := {key: value for key, value in odd.items() if key not in known}:
+        values = ", ".join(f"{key}={value}" for key, value in odd.items())
         raise ConfigError(
             f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
             f"{values}"

@@ -24,14 +24,7 @@ from trainer.model.head_exchange import HeadExchange
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
-"""What FlashAttention 2, the kernel behind `varlen_attn`, takes; other models run one call per
-document.
-"""
-OBSTACLE = "_one_document_per_call"
-"""Attribute of attention modules that says why they do, once they did."""
-
-
-CHUNK_SIZE = "_packed_chunk_size"
+"""What FlashAttention 2, the kernel behind `varlen_attn`, takes."""
 
 
 class DocumentLengths:
@@ -44,35 +37,18 @@ class DocumentLengths:
         """`group`: the ranks that hold the tokens between them."""
         self.seqlens = seqlens
         self.exchange = None if group is None else HeadExchange(group, num_tokens=sum(seqlens))
-        self._groups: dict[tuple[int, int], DocumentGroups] = {}
-        self._chunks: dict[int, DocumentLengths] = {}
+        self._groups: dict[int, DocumentGroups] = {}
 
-    def groups(self, *, num_query_heads: int, num_key_heads: int) -> DocumentGroups:
-        heads = num_query_heads, num_key_heads
-        if heads not in self._groups:
-            self._groups[heads] = DocumentGroups(
-                self.seqlens, num_query_heads=num_query_heads, num_key_heads=num_key_heads
+    def groups(self, num_key_heads: int, device: torch.device) -> DocumentGroups:
+        if num_key_heads not in self._groups:
+            self._groups[num_key_heads] = DocumentGroups(
+                self.seqlens, num_key_heads=num_key_heads, device=device
             )
-        return self._groups[heads]
-
-    def chunks(self, size: int) -> "DocumentLengths":
-        """Of the same tokens where each sees those of its chunk alone, as if they were
-        documents.
-        """
-        if size not in self._chunks:
-            pieces = (
-                min(size, length - start)
-                for length in self.seqlens
-                for start in range(0, length, size)
-            )
-            self._chunks[size] = chunks = DocumentLengths(tuple(pieces))
-            chunks.exchange = self.exchange
-        return self._chunks[size]
+        return self._groups[num_key_heads]
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        return (
-            torch.tensor((0, *self.seqlens)).cumsum(0).to(torch.int32).to(device, non_blocking=True)
-        )
+        bounds = torch.tensor((0, *self.seqlens)).cumsum(0).to(torch.int32)
+        return bounds.to(device, non_blocking=True)
 
 
 _running: DocumentLengths | None = None
@@ -118,24 +94,6 @@ def _computed_again(
         yield
 
 
-def mark_chunks(model: nn.Module) -> None:
-    """Layers in which only the tokens of a chunk see each other: nothing but the mask, not
-    built here, would say so.
-    """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        layer_types, index = (
-            getattr(config, "layer_types", None) or (),
-            getattr(module, "layer_idx", None),
-        )
-        if (
-            index is not None
-            and index < len(layer_types)
-            and layer_types[index] == "chunked_attention"
-        ):
-            setattr(module, CHUNK_SIZE, config.attention_chunk_size)
-
-
 def register(device_type: str | None = None) -> None:
     """Make `attn_implementation="packed"` known. No mask is registered for the name, so
     transformers builds none: causality and document bounds come from the lengths alone.
@@ -176,77 +134,45 @@ def packed_attention(
     """
     if attention_mask is not None:
         raise ConfigError("packed attention takes no mask; use model.attention=per_document")
-    device_type = device_type or query.device.type
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    chunk_size: int | None = getattr(module, CHUNK_SIZE, None)
-    if chunk_size is not None or lengths is None or cu_seq_lens_q is None:
-        documents, cu_seqlens_D1, max_seqlen = _bounds(lengths, chunk_size, query.device)
-    else:
-        documents, cu_seqlens_D1, max_seqlen = lengths, cu_seq_lens_q, max_length_q
+    if lengths is None or cu_seq_lens_q is None:
+        lengths, cu_seq_lens_q, max_length_q = _bounds(query.device)
 
-    attend = partial(_attend, module, documents, cu_seqlens_D1, max_seqlen, device_type)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
-    if documents.exchange is not None:
-        return documents.exchange.attend(attend, query, key, value, scoring), None
+    if (device_type or query.device.type) == "cuda" and _has_kernel(query, value, scoring):
+        attend = partial(_varlen, cu_seq_lens_q, max_length_q)
+    else:
+        attend = partial(_grouped, lengths)
+    if lengths.exchange is not None:
+        return lengths.exchange.attend(attend, query, key, value, scoring), None
     return attend(query, key, value, scoring), None
 
 
-def _attend(
-    module: nn.Module,
-    documents: DocumentLengths,
-    cu_seqlens_D1: Tensor,
-    max_seqlen: int,
-    device_type: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
-) -> Tensor:
-    obstacle = _obstacle(query, value, scoring, device_type)
-    if obstacle is not None:
-        return _per_document(module, query, key, value, documents, scoring, obstacle)
-    if device_type == "cuda":
-        return _varlen(query, key, value, cu_seqlens_D1, max_seqlen, scoring)
-    return _grouped(query, key, value, documents, scoring)
-
-
 @torch.compiler.disable
-def _bounds(
-    lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device
-) -> tuple[DocumentLengths, Tensor, int]:
+def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
     """Documents, their cumulative lengths on the device, the longest: for layers that are not
-    handed any, and for chunks, which are documents by themselves.
+    handed any.
     """
-    if lengths is None and (lengths := _running) is None:
+    if _running is None:
         raise ConfigError(
             "packed attention needs document bounds; use model.attention=per_document"
         )
-    if chunk_size is not None:
-        lengths = lengths.chunks(chunk_size)
-    return lengths, lengths.cu_seqlens(device), max(lengths.seqlens)
+    return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
 
-def _obstacle(query: Tensor, value: Tensor, scoring: Scoring, device_type: str) -> str | None:
-    """Why one call cannot take all documents, or None."""
-    if scoring.dropout:
-        return "dropout"
-    if device_type == "cpu":
-        return None
-    if device_type != "cuda":
-        return f"no kernel for {device_type}"
-    if scoring.softcap is not None or scoring.sinks is not None:
-        return "soft caps" if scoring.sinks is None else "sinks"
-    if _kernel_head_size(query, value) > MAX_HEAD_SIZE:
-        return f"heads above {MAX_HEAD_SIZE}"
-    return None if query.dtype in KERNEL_DTYPES else f"{query.dtype}"
+def _has_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Whether torch's packed kernel computes this."""
+    has_extras = scoring.dropout or scoring.softcap is not None or scoring.sinks is not None
+    fits = _kernel_head_size(query, value) <= MAX_HEAD_SIZE and query.dtype in KERNEL_DTYPES
+    return fits and not has_extras
 
 
 def _varlen(
+    cu_seqlens_D1: Tensor,
+    max_seqlen: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_D1: Tensor,
-    max_seqlen: int,
     scoring: Scoring,
 ) -> Tensor:
     """The kernel takes one head size for queries, keys and values: zeros behind each change no
@@ -301,73 +227,7 @@ def require_kernel() -> None:
 
 @torch.compiler.disable
 def _grouped(
-    query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scoring: Scoring
+    lengths: DocumentLengths, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> Tensor:
-    groups = lengths.groups(num_query_heads=query.shape[1], num_key_heads=key.shape[1])
+    groups = lengths.groups(key.shape[1], query.device)
     return grouped_attention(query, key, value, groups, scoring)
-
-
-@torch.compiler.disable
-def _per_document(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: DocumentLengths,
-    scoring: Scoring,
-    obstacle: str,
-) -> Tensor:
-    """One scaled-dot-product call per document: the reference, and the path where no packed
-    kernel exists.
-    """
-    vars(module)[OBSTACLE] = obstacle
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    is_plain = scoring.softcap is None and scoring.sinks is None
-    outputs = []
-    documents = zip(*(x.split(lengths.seqlens, dim=2) for x in (query, key, value)), strict=True)
-    for query_D, key_D, value_D in documents:
-        mask = _mask(query_D.shape[2], scoring.sliding_window, query.device, is_needed=not is_plain)
-        if mask is not None and not is_plain:
-            outputs.append(_spelled_out(query_D, key_D, value_D, mask, scoring))
-            continue
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query_D,
-                key_D,
-                value_D,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scoring.scaling,
-                dropout_p=scoring.dropout,
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _mask(
-    length: int, sliding_window: int | None, device: torch.device, *, is_needed: bool
-) -> Tensor | None:
-    """Which keys each query sees; None for all up to itself, unless it is needed."""
-    if not is_needed and (sliding_window is None or length <= sliding_window):
-        return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (sliding_window or length))
-
-
-def _spelled_out(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring
-) -> Tensor:
-    """With soft caps and sinks, which no fused call takes, as in transformers' eager attention."""
-    products = query @ key.transpose(2, 3) * scoring.scaling
-    if scoring.softcap is not None:
-        products = torch.tanh(products / scoring.softcap) * scoring.softcap
-    products = products.masked_fill(~mask, float("-inf"))
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(products.dtype)[None, :, None, None].expand(*products.shape[:3], 1)
-        products = torch.cat([products, sinks], dim=-1)
-    weights = torch.softmax(products, dim=-1, dtype=torch.float32).to(query.dtype)[
-        ..., : key.shape[2]
-    ]
-    return F.dropout(weights, scoring.dropout) @ value

@@ -77,24 +77,18 @@ class Routers:
             self._experts = []  # layers that differ have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
-        coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(
-            config, "aux_loss_coef", None
-        )
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        coefficient = next((c for name in names if (c := getattr(config, name, None))), 0.0)
         obstacle = self._obstacle(model)
-        self._coefficient = coefficient if coefficient and not obstacle else 0.0
+        self._coefficient = 0.0 if obstacle else coefficient
         if self._coefficient:
             for router, index in self._recorded:
                 router.register_forward_hook(partial(_note_probabilities, index=index))
         if coefficient:
-            how = (
-                f"left out of the loss: {obstacle}"
-                if obstacle
-                else "trained beside the cross-entropy"
-            )
             logger.info(
                 "the router's auxiliary loss (coefficient %g in config.json) is %s",
                 coefficient,
-                how,
+                f"left out of the loss: {obstacle}" if obstacle else "trained",
             )
         num_experts = self._experts[0].num_experts if self._experts else 0
         self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)
@@ -106,11 +100,8 @@ class Routers:
             return "transformers has none for this architecture"
         if not self._experts or len(self._recorded) != len(self._experts):
             return "the routers of this architecture cannot be watched"
-        if not any(
-            parameter.requires_grad
-            for router, _ in self._recorded
-            for parameter in router.parameters()
-        ):
+        routers = nn.ModuleList(router for router, _ in self._recorded)
+        if not any(parameter.requires_grad for parameter in routers.parameters()):
             return "its routers are not trained"
         return ""
 
@@ -125,10 +116,9 @@ class Routers:
 
         `num_tokens`: of the global batch.
         """
-        if not batch.num_tokens or not self._experts:
-            return self._loss.new_zeros(())
-        self._tokens_LE += torch.stack([experts.tokens_E for experts in self._experts])
-        if not self._coefficient:
+        if batch.num_tokens and self._experts:
+            self._tokens_LE += torch.stack([experts.tokens_E for experts in self._experts])
+        if not batch.num_tokens or not self._coefficient:
             return self._loss.new_zeros(())
         sums_E = torch.stack([router.probability_sums_E for router, _ in self._recorded]).sum(0)
         loss = (self._fractions_E * sums_E).sum() * (

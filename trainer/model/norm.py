@@ -80,10 +80,9 @@ def _looks_alike(module: nn.Module) -> bool:
     optional one.
     """
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or not hasattr(module, "variance_epsilon") or list(module.children()):
-        return False
     return (
-        module.get_parameter("weight").ndim == 1
+        names == ["weight"]
+        and hasattr(module, "variance_epsilon")
         and len(inspect.signature(module.forward).parameters) == 1
     )
 

@@ -3,81 +3,32 @@
 Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabulary.
 """
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from trainer import weights
 from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
 from trainer.losses import LOSSES, Loss
 from trainer.model import attention, experts, rope, state_mixers
 from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
+from trainer.model.pretrained import ModelSource
 
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where architecture and weights come from. `path` is a local directory (Hub ids are
-    resolved before).
-    """
-
-    path: str
-    random_weights: bool
-    trust_remote_code: bool
-    new_tokens: dict[str, int] = field(default_factory=dict)
-    """Ids of tokens for which the weights have no trained rows."""
-
-
-def read_config(source: ModelSource) -> PretrainedConfig:
-    """The architecture of the language model, which may be one part of several."""
-    return read_architecture(source)[0]
-
-
-def read_architecture(source: ModelSource) -> tuple[PretrainedConfig, PreTrainedModel | None]:
-    """The same, and the class of the whole on meta where the language model is one part of several.
-
-    Raises `ConfigError` for what has none of a decoder alone, in full precision.
-    """
-    try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"model.partial_pretrain={source.path} has no usable config.json: {error}"
-        ) from error
-    text = config.get_text_config()
-    if any(getattr(part, "quantization_config", None) is not None for part in (config, text)):
-        raise ConfigError(
-            f"model.partial_pretrain={source.path} is quantized (quantization_config in "
-            f"config.json); use the model's bfloat16 or float32 weights"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a "
-            f"decoder; only language models of a decoder alone can be trained"
-        )
-    try:
-        whole = weights.whole_model(config)
-    except ConfigError as error:
-        raise ConfigError(f"model.partial_pretrain={source.path} {error}") from error
-    return (config, None) if whole is None else (weights.text_config(whole), whole)
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
@@ -105,22 +56,25 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
             f"its rotary positions of a document follow the longest beside it above {limit} tokens "
             f"(packed with data.max_length={limit} or less)"
         )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        chunk_size = vars(config)["attention_chunk_size"]
+        if max_length > chunk_size:
+            return (
+                f"its layers attend in chunks of {chunk_size} tokens (packed with "
+                f"data.max_length={chunk_size} or less)"
+            )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "its code comes with the model"
     return None
 
 
 def build_on_meta(
-    source: ModelSource,
-    config: PretrainedConfig,
-    *,
-    is_packed: bool,
-    loss: Loss = LOSSES["cross_entropy"],
+    source: ModelSource, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
 ) -> PreTrainedModel:
     """The model without weights (buffers are real), its forward replaced by `PackedBatch ->
     LossOutput`.
     """
-    model: Any = _empty_model(source, config)
+    model: Any = _empty_model(source)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
     _find_base_model(model)
     _require_trainable(model, source)
@@ -128,7 +82,6 @@ def build_on_meta(
     model.attends_packed = is_packed and state_mixers.loop_over_documents(model)
     if model.attends_packed:
         attention.register()
-        attention.mark_chunks(model)
         model.set_attn_implementation(attention.PACKED)
     forward = _forward_fused if _is_head_all(model) else _forward_full_logits
     model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings(), loss))
@@ -141,8 +94,9 @@ def build_on_meta(
     return model
 
 
-def _empty_model(source: ModelSource, config: PretrainedConfig) -> PreTrainedModel:
+def _empty_model(source: ModelSource) -> PreTrainedModel:
     experts.register()
+    config = copy.deepcopy(source.config)  # the model writes to it
     # the fused one leaves out caps without a word
     is_capped = getattr(config, "attn_logit_softcapping", None)
     implementations = ["eager"] if is_capped else ["sdpa", "eager"]
@@ -203,39 +157,31 @@ def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
         )
 
 
-class _BaseOutput:
-    """What a base model returns: the hidden states, and None for all else."""
+class _BaseOutput(list[Tensor]):
+    """Stands in for the output of a base model: hidden states alone."""
 
-    def __init__(self, hidden_1TH: Tensor) -> None:
-        self.last_hidden_state = hidden_1TH
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _is_head_all(model: PreTrainedModel) -> bool:
     """Whether the logits are what the output head makes of the base model's last hidden states: no
-    scale, no cap, no other layer, no shorter vocabulary. Asked of the architecture's own forward,
-    with stand-ins for the two.
+    scale, no cap, no other layer, no shorter vocabulary. Asks the architecture's own forward, with
+    stand-ins for base model and head.
     """
     head: Any = model.get_output_embeddings()
     hidden_1TH = torch.linspace(-9.0, 9.0, 2 * head.in_features).view(1, 2, -1)
-    replaced = [
-        module for module in model.base_model.modules() if isinstance(module, PreTrainedModel)
-    ]
+    parts = [part for part in model.base_model.modules() if isinstance(part, PreTrainedModel)]
     try:
-        for module in replaced:
-            module.forward = lambda *_, **__: _BaseOutput(hidden_1TH)
+        for part in parts:
+            part.forward = lambda *_, **__: _BaseOutput([hidden_1TH])
         head.forward = lambda hidden: hidden[..., :1].expand(*hidden.shape[:-1], head.out_features)
         logits_1TV = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         return torch.equal(logits_1TV, head(hidden_1TH))
     except Exception:  # it does more with them, whatever that is
         return False
     finally:
-        for module in (*replaced, head):
+        for module in (*parts, head):
             vars(module).pop("forward", None)
 
 
@@ -284,9 +230,7 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     if model.attends_packed:
         arguments |= {
             "cu_seq_lens_q": batch.cu_seqlens_D1,
-            "cu_seq_lens_k": batch.cu_seqlens_D1,
             "max_length_q": batch.max_seqlen,
-            "max_length_k": batch.max_seqlen,
             "lengths": attention.running(),
         }
     return arguments

@@ -25,8 +25,6 @@ from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
-_FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Not before torch 2.13."""
 KEPT_BYTES = 2**30
 """Gathered layers of at most this size stay for the backward pass: a model of half a billion
 parameters in bfloat16.
@@ -81,18 +79,17 @@ def _selective() -> Callable[[], attention.Contexts]:
     """
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
-    names = [
-        "mm",
-        "addmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
+    kept = [
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.torch_attn._varlen_attn,
     ]
-    known = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    kept = [operation.default for operation in (*known, torch.ops.torch_attn._varlen_attn)]
-    return partial(create_selective_checkpoint_contexts, kept)
+    return partial(create_selective_checkpoint_contexts, [each.default for each in kept])
 
 
 def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
@@ -192,8 +189,7 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
     if world.size > 1:  # one rank divides by one anyway, and by a factor in a pass of its own
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if _FILLS_UNUSED:
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
@@ -206,7 +202,7 @@ def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
     """
     owner: Any = model
     assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)
+    model.set_requires_all_reduce(is_last)
     model.set_reshard_after_backward(is_last or owner.frees_gathered)
 
 

@@ -1,8 +1,8 @@
 """Rotary positions whose frequencies follow the length of the text: longrope and dynamic NTK.
 
-transformers chooses the frequencies by the longest position of the whole forward pass, which makes
-documents side by side feel each other, waits for the device to learn it, and dynamic NTK remembers
-it until the next. Here each document gets those that a new model would give it.
+transformers chooses the frequencies by the longest position of the whole forward pass, waits for
+the device to learn it, and dynamic NTK remembers the longest text so far. Here each document gets
+the frequencies that a new model would give it.
 """
 
 import inspect
@@ -20,14 +20,11 @@ def length_limit(config: PretrainedConfig) -> int | None:
     """The longest text up to which the frequencies stay as they are; None if they do not depend
     on it.
     """
-    parameters = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
+    parameters = getattr(config, "rope_parameters", None) or {}
     # one, or by layer type
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
-    return min(
-        (_limit(config, kind) for kind in kinds if _follows_length(_name(kind))), default=None
-    )
+    limits = (_limit(config, kind) for kind in kinds)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
@@ -43,23 +40,17 @@ def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
 def _forward(
     self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, *, is_packed: bool
 ) -> tuple[Tensor, Tensor]:
-    of_layer = {} if layer_type is None else {"layer_type": layer_type}
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    name = self.rope_type if layer_type is None else self.rope_type[layer_type]
+    parameters, prefix, of_layer = self.config.rope_parameters, "", {}
+    if layer_type is not None:
+        parameters, prefix = parameters[layer_type], f"{layer_type}_"
+        of_layer = {"layer_type": layer_type}
     frequencies = getattr(self, f"{prefix}original_inv_freq").to(x.device)
-    if _follows_length(name):
-        parameters = (
-            self.config.rope_parameters
-            if layer_type is None
-            else self.config.rope_parameters[layer_type]
+    limit, length = _limit(self.config, parameters), position_ids.shape[-1]
+    if limit is not None and not is_packed and length > limit:
+        # a tensor, as transformers has it: an int would be rounded differently
+        frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+            self.config, x.device, seq_len=torch.tensor(length), **of_layer
         )
-        length = 0 if is_packed else position_ids.shape[-1]
-        if length > _limit(self.config, parameters):
-            # a tensor for dynamic NTK, as transformers has it: an int would be rounded otherwise
-            seq_len = length if name == "longrope" else torch.tensor(length)
-            frequencies, _ = ROPE_INIT_FUNCTIONS[name](
-                self.config, x.device, seq_len=seq_len, **of_layer
-            )
     setattr(self, f"{prefix}inv_freq", frequencies)
     plain = inspect.unwrap(type(self).forward)  # without the choice by the longest position
     with torch.no_grad():
@@ -67,18 +58,13 @@ def _forward(
     return cos_sin
 
 
-def _name(kind: dict[str, Any]) -> Any:
-    return kind.get("rope_type", kind.get("type"))
+def _limit(config: PretrainedConfig, kind: dict[str, Any]) -> int | None:
+    name = kind.get("rope_type")
+    if not _follows_length(name):
+        return None
+    limit: int = config.max_position_embeddings
+    return kind.get("original_max_position_embeddings", limit) if name == "longrope" else limit
 
 
 def _follows_length(name: Any) -> bool:
     return isinstance(name, str) and (name == "longrope" or "dynamic" in name)
-
-
-def _limit(config: PretrainedConfig, kind: dict[str, Any]) -> int:
-    original = kind.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    return int(
-        original if _name(kind) == "longrope" and original else config.max_position_embeddings
-    )

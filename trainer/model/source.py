@@ -92,8 +92,11 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
             read_index(path)
         except ConfigError as error:
             return f"lacks weights: {error}"
-    elif not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        return "has no weights (*.safetensors); model.random_weights=true starts from random ones"
+    elif not (path / SINGLE_FILE).exists():
+        return (
+            f"has no weights ({SINGLE_FILE} or {INDEX}; no pickles); "
+            f"model.random_weights=true starts from random ones"
+        )
     return None
 
 

@@ -29,7 +29,7 @@ from trainer.model.attention import DocumentLengths
 from trainer.model.cpu_attention import group_by_length
 
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "lengths")
+BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
 """Not handed to a looped module: its own kernels might read some of them and its fallbacks
 others.
 """

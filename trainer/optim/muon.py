@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.config import OptimConfig
 from trainer.optim import rounding
 from trainer.optim.adamw import AdamW, is_decayed, trainable
-from trainer.optim.clip import Optimizer, local
+from trainer.optim.clip import local
 from trainer.runtime import seeding
 
 MOMENTUM = 0.95
@@ -30,41 +30,34 @@ UPDATE_RMS = 0.2
 """Root mean square of AdamW's usual updates, which Muon's are given too."""
 
 
-class Muon(Optimizer):
-    """One optimizer of two kinds of groups; those without `momentum` are AdamW's."""
+class Muon(AdamW):
+    """AdamW with one more group, whose matrices are updated by `momentum`."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         parameters, ends = trainable(model), _ends(model)
-        matrices = [p for name, p in parameters if is_decayed(name, p) and id(p) not in ends]
-        own = {id(parameter) for parameter in matrices}
-        self._adamw = AdamW([(name, p) for name, p in parameters if id(p) not in own], config)
-        self._names = {p: name for name, p in parameters if id(p) in own}
-        group = {
-            "params": matrices,
-            "lr": 0.0,
-            "momentum": MOMENTUM,
-            "weight_decay": config.weight_decay,
+        self._matrices = {
+            p: name for name, p in parameters if is_decayed(name, p) and id(p) not in ends
         }
-        super().__init__([group], {})
-        self.param_groups = [*self.param_groups, *self._adamw.param_groups]
-        for parameter in matrices:
-            momentum = torch.zeros_like(
-                parameter, requires_grad=False, dtype=getattr(torch, config.state_dtype)
-            )
-            self._adamw.state[parameter] = {"momentum_buffer": momentum}
-        self.state = self._adamw.state
+        super().__init__([(name, p) for name, p in parameters if p not in self._matrices], config)
+        own = {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
+        self._adamw_groups = self.param_groups
+        self._matrix_group = {"params": list(self._matrices), **own}
+        dtype: torch.dtype = getattr(torch, config.state_dtype)
+        for parameter in self._matrices:
+            momentum = torch.zeros_like(parameter, requires_grad=False, dtype=dtype)
+            self.state[parameter] = {"momentum_buffer": momentum}
+        self.param_groups = [self._matrix_group, *self._adamw_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Collective: every matrix is gathered once."""
-        for name in ("grad_scale", "found_inf", "rounding_key"):
-            setattr(self._adamw, name, getattr(self, name))
-        self._adamw.step()
-        for group in self.param_groups:
-            for parameter in group["params"] if "momentum" in group else ():
-                self._step_matrix(parameter, group)
+        everything, self.param_groups = self.param_groups, self._adamw_groups
+        super().step()
+        self.param_groups = everything
+        for parameter, name in self._matrices.items():
+            self._step_matrix(parameter, name, self._matrix_group)
 
-    def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _step_matrix(self, parameter: nn.Parameter, name: str, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradient, first = parameter.grad, rounding.first_element(parameter)
         targets = [
@@ -84,7 +77,7 @@ class Muon(Optimizer):
         update.masked_fill_(is_skipped, 0.0)
         weight.sub_(update, alpha=group["lr"])
         for which, target, value in zip("wm", targets, (weight, momentum), strict=True):
-            key = seeding.key(self.rounding_key, self._names[parameter], which)
+            key = seeding.key(self.rounding_key, name, which)
             rounding.store(target.view(-1), value.view(-1), key, first)
 
 

@@ -26,9 +26,8 @@ from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 from trainer.model import new_tokens
-from trainer.model.assemble import per_document_reason, require_parts, require_splittable
-from trainer.model.load import whole_checkpoint
-from trainer.model.packed_lm import ModelSource
+from trainer.model.assemble import Design, design_model
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.run.preflight import (
     TEMPLATE_NAMES,
     DataFiles,
@@ -215,7 +214,7 @@ logger = logging.getLogger(__name__)
 class Inputs(PreparedData):
     """What a run is made from, ready before any process group exists."""
 
-    source: ModelSource
+    design: Design
     model_files: ModelFiles
     """Read before anything else of the model, so that what is trained and what is exported are
     the same files.
@@ -224,6 +223,10 @@ class Inputs(PreparedData):
     """Where the files of the model hold more than is trained."""
     data_files: Mapping[str, list[int]]
     """Size and modification time of each data file, before any of them was read."""
+
+    @property
+    def source(self) -> ModelSource:
+        return self.design.source
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -236,26 +239,17 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     data_files = file_states(files)
     source = source_at(config, model_dir)
     model_files = ModelFiles.read(Path(source.path))
-    require_trainable(config, source)
+    design = require_trainable(config, source)
     whole = whole_checkpoint(source)
     data = prepare_data(config, files, source, progress=progress)
     return Inputs(
-        **vars(data),
-        source=source,
-        model_files=model_files,
-        whole=whole,
-        data_files=data_files,
+        **vars(data), design=design, model_files=model_files, whole=whole, data_files=data_files
     )
 
 
-def require_trainable(config: Config, source: ModelSource) -> str | None:
-    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised; why
-    documents run one by one, None if they run packed.
-    """
-    reason = per_document_reason(config.model, source, max_length=config.data.max_length)
-    require_splittable(config.model, source, max_length=config.data.max_length)
-    require_parts(config.model, source)
-    return reason
+def require_trainable(config: Config, source: ModelSource) -> Design:
+    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
+    return design_model(config.model, source, max_length=config.data.max_length)
 
 
 def prepare_data_alone(config: Config) -> PreparedData:

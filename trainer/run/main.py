@@ -127,13 +127,7 @@ def build_run(
     """Every part of the run, as it is before a checkpoint is loaded. Collective."""
     config, inputs, world = setup.config, setup.inputs, setup.world
     trainer, memory = config.trainer, Memory(world.device)
-    model = build_model(
-        config.model,
-        inputs.source,
-        world=world,
-        seed=trainer.seed,
-        max_length=config.data.max_length,
-    )
+    model = build_model(inputs.design, world=world, seed=trainer.seed)
     plan = _rank_plan(config, model, world)
     batches = TrainLoader(
         inputs.train,

@@ -23,7 +23,7 @@ from trainer.checkpoint.state import ModelShards, load_state
 from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
 from trainer.data.samples import Samples
-from trainer.model.assemble import build_model
+from trainer.model.assemble import build_model, design_model
 from trainer.run.inputs import resolve_source
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
@@ -192,13 +192,9 @@ def trained_model(trained: Trained) -> Iterator[Any]:
         torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
     )
     try:
-        model: Any = build_model(
-            config.model,
-            resolve_source(config),
-            world=world,
-            seed=config.trainer.seed,
-            max_length=config.data.max_length,
-        )
+        max_length = config.data.max_length
+        design = design_model(config.model, resolve_source(config), max_length=max_length)
+        model: Any = build_model(design, world=world, seed=config.trainer.seed)
         parts = {"model": ModelShards(model)}
         load_state(trained.info, parts, contents=("model",), world=world)
         model.eval()

@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
 from trainer.config import Config
-from trainer.model import adapters, attention, cpu_attention, load, packed_lm, parallelize
+from trainer.model import assemble, attention, cpu_attention, load, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
-from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.model.packed_lm import decoder_layers
+from trainer.model.pretrained import ModelSource
 from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 from trainer.tools.plan import live_storage
@@ -231,10 +232,7 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
 
 
 def on_meta(job: Job) -> PreTrainedModel:
-    config = packed_lm.read_config(job.source)
-    model = packed_lm.build_on_meta(job.source, config, is_packed=job.is_packed)
-    adapters.choose_trained(model, job.config.model)
-    return model
+    return assemble.on_meta(job.config.model, job.source, is_packed=job.is_packed)
 
 
 def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:

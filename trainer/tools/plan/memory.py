@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, QUICKSTART, Config, ConfigError, DataConfig
 from trainer.model import assemble
-from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.model.packed_lm import decoder_layers
+from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
 from trainer.run.compose import with_words
 from trainer.run.inputs import resolve_source, source_at
@@ -261,9 +262,8 @@ def _job(config: Config, num_ranks: int) -> Job:
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
     max_length = config.data.max_length
-    reason = assemble.per_document_reason(config.model, source, max_length=max_length)
     require_divided(num_ranks, model.ulysses_sequence_parallel_size)
-    assemble.require_splittable(model, source, max_length=max_length)
+    reason = assemble.design_model(config.model, source, max_length=max_length).reason
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(

@@ -1,0 +1,212 @@
+"""A pretrained model's directory: the architecture its config.json names, the tensors its files
+hold.
+"""
+
+import logging
+from collections.abc import Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from trainer import weights
+from trainer.adapter_names import base_name, is_adapter
+from trainer.config import ConfigError
+from trainer.weight_files import INDEX, SINGLE_FILE, weight_files
+from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint
+
+logger = logging.getLogger(__name__)
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where architecture and weights come from. `path` is a local directory (Hub ids are
+    resolved before). Each file is read once.
+    """
+
+    path: str
+    random_weights: bool = False
+    trust_remote_code: bool = False
+    new_tokens: dict[str, int] = field(default_factory=dict)
+    """Ids of tokens for which the weights have no trained rows."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The architecture of the language model, which may be one part of several. Raises
+        `ConfigError` for anything but a decoder in full precision.
+        """
+        return self._read[0]
+
+    @property
+    def whole(self) -> PreTrainedModel | None:
+        """The class that wrote the files, on meta, if the language model is one part of several."""
+        return self._read[1]
+
+    @cached_property
+    def weights(self) -> "SourceWeights":
+        """The tensors of the files. Raises `ConfigError` if the model cannot be made of them."""
+        files = _stored_files(Path(self.path))
+        with torch.device("meta"):
+            text: PreTrainedModel = AutoModelForCausalLM.from_config(
+                self.config, trust_remote_code=self.trust_remote_code
+            )
+        try:
+            groups, others = weights.match(text, self.whole, files)
+        except ConfigError as error:
+            raise ConfigError(f"model.partial_pretrain={self.path}: {error}") from error
+        return SourceWeights(self, files, groups, others, text)
+
+    @cached_property
+    def _read(self) -> tuple[PretrainedConfig, PreTrainedModel | None]:
+        name = f"model.partial_pretrain={self.path}"
+        try:
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+            raise ConfigError(f"{name} has no usable config.json: {error}") from error
+        text = config.get_text_config()
+        if any(getattr(part, "quantization_config", None) is not None for part in (config, text)):
+            raise ConfigError(
+                f"{name} is quantized (quantization_config in config.json); use the model's "
+                f"bfloat16 or float32 weights"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
+                f"models of a decoder alone can be trained"
+            )
+        try:
+            whole = weights.whole_model(config)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from error
+        return (config, None) if whole is None else (weights.text_config(whole), whole)
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """The tensors in the files of a source: those of the model, and others."""
+
+    source: ModelSource
+    files: dict[str, StoredTensor]
+    groups: list[TensorGroup]
+    others: list[str]
+    text: PreTrainedModel
+    """The language model on meta."""
+
+    def require_all_of(self, model: PreTrainedModel) -> None:
+        """Raise `ConfigError` unless the files hold every tensor of the model, once."""
+        own = {name for group in self.groups for name in group.own}
+        lacking = _required(model, stored_tensors(model).keys() - own)
+        path = self.source.path
+        if lacking:
+            way_out = "; use model.random_weights=true to start from random ones"
+            raise ConfigError(
+                f"model.partial_pretrain={path} lacks weights for {lacking[:5]}"
+                f"{way_out if self.source.whole is None else ''}"
+            )
+        for name, kept in self.aliases.items():
+            if not _are_equal(self.files[name], self.files[kept]):
+                raise ConfigError(
+                    f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but "
+                    f"config.json ties them; set tie_word_embeddings to false there"
+                )
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Name of a tied tensor of the files -> name of the tensor that it is another copy of."""
+        by_own: dict[tuple[str, ...], str] = {}
+        aliases = {}
+        for group in self.groups:
+            name = group.stored[0]
+            kept = by_own.setdefault(group.own, name)
+            if name != kept:
+                aliases[name] = kept
+        return aliases
+
+
+def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
+    """The tensors of the files that are not trained, for exports to carry; None if there are none.
+
+    Raises `ConfigError` where a tensor of the text part of several parts is not found.
+    """
+    if source.random_weights:
+        if source.whole is None:
+            return None
+        raise ConfigError(
+            f"model.random_weights=true: the other parts of {source.path} have no weights then; "
+            f"name a directory whose config.json is that of the text part alone (its 'text_config')"
+        )
+    found = source.weights
+    others = {name: found.files[name] for name in sorted(found.others)}
+    if source.whole is not None:
+        found.require_all_of(found.text)
+        logger.info(
+            "the text part is trained; %d other tensors go into exports unchanged", len(others)
+        )
+        text_names = tuple(name for group in found.groups for name in group.stored)
+        return WholeCheckpoint(source.whole, text_names, others)
+    for name, kept in found.aliases.items():
+        logger.info("%s and %s are the same weight (tied): exports hold it once", kept, name)
+    if not others:
+        return None
+    logger.info(
+        "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of "
+        "the whole model carry them unchanged",
+        len(others),
+        type(found.text).__name__,
+        next(iter(others)),
+    )
+    return WholeCheckpoint(None, (), others)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters once each (a tied head is absent), then the buffers that belong to the
+    weights; no adapters.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+    return {
+        base_name(name): tensor
+        for name, tensor in (parameters | buffers).items()
+        if not is_adapter(name)
+    }
+
+
+def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
+    """The names that transformers too would call missing, and every parameter."""
+    report = LoadStateDictInfo(
+        missing_keys=set(missing),
+        unexpected_keys=set(),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(report)
+    return sorted(report.missing_keys | (missing & dict(model.named_parameters()).keys()))
+
+
+def _stored_files(path: Path) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(path):
+        stored |= weights.stored_in(file)
+    if not stored:
+        raise ConfigError(
+            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} "
+            f"or {INDEX}"
+        )
+    return stored
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Compared some rows at a time: embeddings are large, and every rank does this."""
+    parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
+    return one.shape == other.shape and all(
+        torch.equal(one.read(part), other.read(part)) for part in parts
+    )
