@@ -1,20 +1,28 @@
-"""Real runs of a tiny model: its files, the words of the command, a kill, what is exported."""
+"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed,
+exported.
+"""
 
 import json
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import whole_runs
 from families import VOCAB
 from family_trials import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from trainer.errors import EXIT_DONE
+from trainer.tools.verify.equality import compare_runs
+
 NUM_RANKS = 2
 TOTAL_STEPS = 6
+KILLED_IN_STEP = 5
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' "
@@ -92,6 +100,34 @@ def kill_in_step(number: int) -> None:
         return train(run, batch)
 
     fit.training_step = until
+
+
+def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
+    """What differs between a run in one go and one that was killed and started again; `root` is
+    the model's own.
+    """
+    straight, killed = root / "straight", root / "killed"
+    code, output = whole_runs.run(
+        NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log"
+    )
+    if code != EXIT_DONE:
+        return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
+    kill, words = partial(kill_in_step, KILLED_IN_STEP), words_of_run(root, model, killed)
+    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
+    assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
+    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "resumed.log")
+    if code != EXIT_DONE:
+        return {"exit code": code, "said": error_in(output)}
+    assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output
+    compared = compare_runs(straight, killed, steps=TOTAL_STEPS)
+    assert compared.num_equal > TOTAL_STEPS
+    return {"exit code": EXIT_DONE, "differences": list(compared.differences)[:5]}
+
+
+def error_in(output: str) -> str:
+    """What a run that failed says of it."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("ERROR")), "".join(lines[-1:]))
 
 
 def export_faults(checkpoint: Path) -> list[str]:

@@ -106,7 +106,7 @@ def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[n
         for kind in ("model", "optim", "extra_state")
         for r in (0, 1)
     ]
-    assert ours == {*ranks, "data.pt", "fsdp_config.json", MANIFEST, "huggingface"}
+    assert ours == {*ranks, "data.pt", "fsdp_config.json", MANIFEST, "huggingface", "finished.json"}
     assert (run_dir / layout.POINTER).read_text() == "6"
     assert json.loads((step_dir / "fsdp_config.json").read_text()) == {
         "FSDP_version": 2,
