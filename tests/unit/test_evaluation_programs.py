@@ -1,14 +1,18 @@
-"""Programs that a model wrote, in bubblewrap: right ones pass, hostile ones score 0 and leave
-nothing behind.
+"""Programs that a model wrote: right ones pass, hostile ones score 0, and nothing of them is
+left running.
 """
 
 import glob
+import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,12 +20,17 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.tools.evaluate import program_runner, programs
-from trainer.tools.evaluate.programs import has_bubblewrap, require_bubblewrap, run_tests
+from trainer.tools.evaluate.programs import (
+    FIRST_UID,
+    has_bubblewrap,
+    require_isolation,
+    run_tests,
+)
 
 TEST = "solve(20) == 41"
 RIGHT = "def solve(x):\n    return 2 * x + 1\n"
-LIMIT_S = 2.0
-HOSTILE = {
+LIMIT_S = 1.5
+BOUNDED = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "daemon": (
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
@@ -35,15 +44,51 @@ HOSTILE = {
         "time.sleep(1)"
     ),
     "output flood": "while True: print('x' * 10**6)",
-    "a pipe for a verdict": "import os\nos.mkfifo('verdict.json')\nos._exit(0)",
     "ends with success": "import os\nos._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
     "does not parse": "def solve(x) return 1",
     "wrong answer": "def solve(x): return 0",
 }
+"""Limits stop these with and without bubblewrap."""
 in_bubblewrap = pytest.mark.skipif(
     not has_bubblewrap(), reason="bubblewrap is not installed or may not run"
 )
+SYSTEM_PYTHON = "/usr/bin/python3"
+Judge = Callable[[str, list[str]], str]
+
+
+@pytest.fixture(params=["in bubblewrap", "as an ordinary user"])
+def judge(request: pytest.FixtureRequest) -> Judge:
+    """Run a program with tests, isolated in one of the two ways."""
+    if request.param == "in bubblewrap":
+        if not has_bubblewrap():
+            pytest.skip("bubblewrap is not installed or may not run")
+        return lambda code, tests: run_tests(code, tests, limit_s=LIMIT_S)
+    if os.geteuid() == 0 and not os.access(SYSTEM_PYTHON, os.X_OK):
+        pytest.skip("no interpreter that an ordinary user may run")
+    return as_ordinary_user
+
+
+def as_ordinary_user(code: str, tests: list[str]) -> str:
+    """The runner itself, by a user whom the kernel limits; root becomes nobody."""
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
+        os.chmod(work, 0o777)
+        runner = Path(shutil.copy(program_runner.__file__, work))
+        job = {"code": code, "tests": tests, "seconds": LIMIT_S}
+        job |= {"memory_bytes": 2**28, "is_isolated": False}
+        uid = FIRST_UID + os.getpid() if is_root else None
+        job |= {"uid": None, "max_tasks": 16 if is_root else 4096}
+        done = subprocess.run(
+            [SYSTEM_PYTHON if is_root else sys.executable, "-I", "-S", "-B", str(runner)],
+            input=json.dumps(job).encode(),
+            capture_output=True,
+            cwd=work,
+            env={"LANG": "C.UTF-8"},
+            user=uid,
+            timeout=30,
+        )
+    return str(json.loads(done.stdout)["reason"])
 
 
 @pytest.fixture
@@ -62,28 +107,24 @@ def server() -> Iterator[tuple[int, list[bytes]]]:
     listening.close()
 
 
-@in_bubblewrap
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        (RIGHT, [TEST, "assert solve(0) == 1"]),
-        ("def turn(a):\n    a.reverse()", ["a = [1, 2]\nturn(a)\nassert a == [2, 1]"]),
-        ("import os\nfound = set(os.environ) - {'LANG', 'LC_CTYPE', 'PWD'}", ["found == set()"]),
-    ],
-    ids=["expression", "statements", "empty environment"],
-)
-def test_right_programs_pass(code: str, tests: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "token")
-    assert run_tests(code, tests) == ""
+def test_right_programs_pass(judge: Judge) -> None:
+    tests = {
+        RIGHT: [TEST, "assert solve(0) == 1"],
+        "def turn(a):\n    a.reverse()": ["a = [1, 2]\nturn(a)\nassert a == [2, 1]"],
+        "def f(x):\n    raise KeyError(x)": [
+            "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass",
+        ],
+    }
+    for code, wanted in tests.items():
+        assert judge(code, wanted) == ""
 
 
-@in_bubblewrap
-def test_limits_stop_hostile_programs_and_nothing_is_left() -> None:
+def test_limits_stop_hostile_programs_and_nothing_is_left(judge: Judge) -> None:
     before = set(psutil.pids())
     directories = set(glob.glob(f"{tempfile.gettempdir()}/sft-program-*"))
-    reasons = {name: run_tests(code, [TEST], limit_s=LIMIT_S) for name, code in HOSTILE.items()}
-    assert [name for name, reason in reasons.items() if not reason] == []
-    assert "time limit" in reasons["endless loop"]
+    found = {name: judge(code, [TEST]) for name, code in BOUNDED.items()}
+    assert [name for name, reason in found.items() if not reason] == []
+    assert "time limit" in found["endless loop"]
     deadline = time.monotonic() + 5.0
     while _left(before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -93,9 +134,12 @@ def test_limits_stop_hostile_programs_and_nothing_is_left() -> None:
 
 def _left(before: set[int]) -> list[str]:
     name = Path(program_runner.__file__).name
-    found = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    lines = [" ".join(process.info["cmdline"] or ()) for process in found]
-    return [line for line in lines if name in line]
+    found = psutil.process_iter(["pid", "cmdline"])
+    return [
+        str(process.info)
+        for process in found
+        if process.pid not in before and any(name in word for word in process.info["cmdline"] or ())
+    ]
 
 
 @in_bubblewrap
@@ -108,25 +152,52 @@ def _left(before: set[int]) -> list[str]:
         "import socket\nsocket.create_connection(('127.0.0.1', PORT), timeout=1).send(b'x')",
         "import os\nopen(os.__file__, 'a').write('x = 1')",
     ],
-    ids=["reads", "reads by a link", "writes", "network", "changes the standard library"],
+    ids=[
+        "reads a file",
+        "reads by a link",
+        "writes a file",
+        "network",
+        "changes the standard library",
+    ],
 )
-def test_files_and_network_are_out_of_reach(
+def test_bubblewrap_keeps_files_and_network_away(
     code: str, server: tuple[int, list[bytes]], tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
     code = code.replace("PORT", str(server[0])).replace("OUTSIDE", str(outside))
-    assert run_tests(code + "\n" + RIGHT, [TEST])
+    assert run_tests(code + "\n" + RIGHT, [TEST], limit_s=LIMIT_S)
     assert not outside.exists() and not server[1]
 
 
 @in_bubblewrap
-def test_a_program_kills_nothing_outside() -> None:
+def test_in_bubblewrap_a_program_kills_nothing_outside() -> None:
     run_tests("import os\nos.kill(-1, 9)\n" + RIGHT, [TEST], limit_s=LIMIT_S)
     assert run_tests(RIGHT, [TEST]) == ""
 
 
-def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", os.devnull)
-    monkeypatch.setattr(programs, "has_bubblewrap", has_bubblewrap.__wrapped__)
+def test_without_bubblewrap_files_and_network_are_open_to_a_program(
+    server: tuple[int, list[bytes]],
+) -> None:
+    code = "def solve(x): return 41 if open('/etc/passwd').read() else 0"
+    assert as_ordinary_user(code, [TEST]) == ""
+    code = f"import socket\nsocket.create_connection(('127.0.0.1', {server[0]}), timeout=1).send(b'x')\n"
+    assert as_ordinary_user(code + RIGHT, [TEST]) == ""
+
+
+def test_the_command_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "has_bubblewrap", lambda: True)
+    assert "inside bubblewrap" in require_isolation()
+    monkeypatch.setattr(programs, "has_bubblewrap", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "WITHOUT a sandbox" in require_isolation()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match="Fix: install bubblewrap"):
-        require_bubblewrap()
+        require_isolation()
+
+
+def test_the_environment_of_the_command_does_not_reach_a_program(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "token")
+    code = "import os\nfound = [name for name in os.environ if name not in ('LANG', 'LC_CTYPE', 'PWD')]"
+    assert judge(code, ["found == []"]) == ""

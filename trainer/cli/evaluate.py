@@ -83,7 +83,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
     about = "longest answer (default: %(default)s)"
     parser.add_argument("--max-new-tokens", metavar="N", type=at_least(1), default=512, help=about)
-    about = f"{EXEC}: run the programs that the model writes, inside bubblewrap"
+    about = (
+        f"{EXEC}: run the programs that the model writes, inside bubblewrap where it is installed"
+    )
     parser.add_argument("--allow-code", action="store_true", help=about)
     arguments = parser.parse_args(argv)
     if arguments.attach:
@@ -129,11 +131,11 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
         )
     from trainer.tools.evaluate import scorers
     from trainer.tools.evaluate.engines import make_generate
-    from trainer.tools.evaluate.programs import require_bubblewrap
+    from trainer.tools.evaluate.programs import require_isolation
     from trainer.tools.evaluate.scoring import Evaluation
 
     if arguments.score == EXEC:
-        require_bubblewrap()
+        print(require_isolation())
     column = arguments.answer or (scorers.TESTS if arguments.score == EXEC else scorers.ANSWER)
     if arguments.prompts:
         questions = scorers.read_questions(arguments.prompts, answer_key=column)
