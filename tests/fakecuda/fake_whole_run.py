@@ -20,6 +20,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -208,17 +209,17 @@ def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
         assert error is None
         written = dict[int, list[Any]]()
         # the shards
-        if isinstance(value, list) and any(record["path"] == layout.DATA for record in value):
+        if isinstance(value, list) and any(record.path == layout.DATA for record in value):
             (staging,) = run_dir.glob(f"{layout.STAGING_PREFIX}*")
             for rank in others:
                 copies = [
-                    {**record, "path": record["path"].replace("_rank_0", f"_rank_{rank}")}
+                    replace(record, path=record.path.replace("_rank_0", f"_rank_{rank}"))
                     for record in value
                 ]
                 written[rank] = [copy for copy in copies if copy not in value]
                 for record, copy in zip(value, copies, strict=True):
                     if copy != record:
-                        os.link(staging / record["path"], staging / copy["path"])
+                        os.link(staging / record.path, staging / copy.path)
         return [value, *(written.get(rank, []) for rank in others)]
 
     with (

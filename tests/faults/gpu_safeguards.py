@@ -77,9 +77,9 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 6: a driver without a usable card means a run on CPUs",
         RANKS,
-        '    if answer["number"] == 0 and Path(GPU_DRIVERS[0]).exists():\n',
-        "    if False:\n",
-        (f"{MACHINE}::test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason",),
+        '    if number == 0 and (device == "cuda" or Path(GPU_DRIVERS[0]).exists()):\n',
+        '    if number == 0 and device == "cuda":\n',
+        (f"{MACHINE}::test_torch_counts_the_gpus_of_a_machine_with_a_driver",),
     ),
     Mutation(
         "GPU 7: the meeting of the ranks has no limit",

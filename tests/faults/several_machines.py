@@ -46,7 +46,6 @@ launcher ends a run.
 WORDS = (
     f"trainer.dist_timeout_s={DIST_TIMEOUT_S}",
     f"trainer.hang_timeout_s={HANG_TIMEOUT_S}",
-    "trainer.checkpoint.save_timeout_s=20",
     "trainer.save_freq=5",
     "trainer.test_freq=20",
 )

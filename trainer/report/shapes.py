@@ -57,7 +57,8 @@ def beyond(
 ) -> Stretch | None:
     """Find the first stretch in which the level of `width` points lies beyond a band.
 
-    It sets in at the first point from which on half of a few points lie beyond.
+    It sets in where the level leaves its course towards the band's end, or without such a course
+    at the first point from which on half of a few points lie beyond.
     """
     width = min(width or min(max(LEAST_WIDTH, len(series) // NUM_WINDOWS), MOST_WIDTH), len(series))
     if not width:
@@ -81,8 +82,24 @@ def beyond(
     counts = np.convolve(is_beyond, np.ones(few), "full")[few - 1 :]
     at = int(np.argmax(is_beyond & (counts > few / 2)))
     last = int(np.flatnonzero(is_beyond)[-1]) if is_beyond.any() else len(part) - 1
-    found = part[at : last + 1]
-    return Stretch(found, float(of(found.values, axis=0)), is_high)
+    outside = part[at : last + 1]
+    end = series.steps.searchsorted(outside.steps[-1]) + 1
+    begin = _departure(series.values[: first + at + few], first + at, few)
+    return Stretch(series[begin:end], float(of(outside.values, axis=0)), is_high)
+
+
+def _departure(values: Floats, crossed: int, few: int) -> int:
+    """Return the index at which the level begins to move to where it crosses a limit."""
+    if crossed < 2 * MIN_COURSE:
+        return crossed
+    course = np.log(values) if (values > 0).all() else values
+    begin = onset(course, 0, len(course), is_level=True)
+    before = course[max(0, begin - len(course) // NUM_WINDOWS - few) : begin]
+    apart = 2 * noise(Series(np.arange(len(course)), course))
+    # a step is dated by the point that crosses the limit
+    is_ramp = len(before) >= 3 and begin < crossed - few
+    is_moving = is_ramp and abs(course[crossed:].mean() - np.median(before)) > apart
+    return begin if is_moving else crossed
 
 
 def _chance(series: Series, width: int) -> float:
