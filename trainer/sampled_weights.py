@@ -1,8 +1,8 @@
 """A digest of a model's weights from samples of every tensor: seconds for a model of any size
 (floor 1, no torch).
 
-It covers, file by file, the name, the size, and for safetensors the whole header: name, dtype,
-shape and place of each tensor. Of the values it covers the first and the last bytes of every tensor
+It covers, file by file, the name, the size and the whole header: name, dtype, shape and place of
+each tensor. Of the values it covers the first and the last bytes of every tensor
 and blocks in between, at most `SAMPLED_EVERY_BYTES` apart. Another checkpoint of the same
 architecture, or one file of another checkpoint, differs in them. A few values that differ elsewhere
 do not show: a sha256 of whole files would read 140 GB on each machine.
@@ -48,9 +48,7 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
         digest.update(f"{path.name} {size}\n".encode())
-        header, spans = (
-            _header(descriptor, size) if path.suffix == ".safetensors" else (b"", [(0, size)])
-        )
+        header, spans = _header(descriptor, size)
         digest.update(header)
         blocks = [block for begin, end in spans for block in _blocks(begin, end)]
         read = partial(os.pread, descriptor)

@@ -68,7 +68,7 @@ MISTAKES = {
     "model.partial_pretrain=no-tokenizer": (2, "no-tokenizer has no tokenizer"),
     "model.partial_pretrain=no-weights": (
         2,
-        "no-weights has no weights (*.safetensors); model.random_weights=true",
+        "no-weights has no weights (model.safetensors or model.safetensors.index.json). Fix: ",
     ),
     "model.partial_pretrain=half": (2, "names files that are not there: b.safetensors"),
     "model.partial_pretrain=some/model": (2, "run 'hf download some/model' where there is one"),

@@ -66,18 +66,6 @@ def test_every_tensor_counts_with_its_name_form_and_both_ends(
     assert len({digest_of(copy) for copy in copies}) == 2
 
 
-def test_the_older_format_is_sampled_as_one_piece(tmp_path: Path) -> None:
-    digests = set()
-    for name, shift in (("a", 0.0), ("b", 0.05), ("c", 0.0)):
-        (tmp_path / name).mkdir()
-        torch.save(
-            {key: value + shift for key, value in tensors().items()},
-            tmp_path / name / "pytorch_model.bin",
-        )
-        digests.add(digest_of(tmp_path / name))
-    assert len(digests) == 2
-
-
 def test_a_large_tensor_is_sampled_at_equal_distances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

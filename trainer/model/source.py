@@ -94,8 +94,9 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
             return f"lacks weights: {error}"
     elif not (path / SINGLE_FILE).exists():
         return (
-            f"has no weights ({SINGLE_FILE} or {INDEX}; no pickles); "
-            f"model.random_weights=true starts from random ones"
+            f"has no weights ({SINGLE_FILE} or {INDEX}). Fix: write a pytorch_model.bin anew with "
+            f"transformers' save_pretrained, or start from random weights with "
+            f"model.random_weights=true"
         )
     return None
 
