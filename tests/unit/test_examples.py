@@ -93,6 +93,17 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
     assert (tmp_path / "scontrol").exists() is is_requeued
 
 
+def test_the_slurm_job_asks_for_what_the_launcher_expects() -> None:
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", SBATCH.read_text(), re.M))
+    assert (
+        options["ntasks-per-node"] == "1"
+        and options["open-mode"] == "append"
+        and "requeue" in options
+    )
+    assert re.fullmatch(r"B:USR1@\d+", options["signal"])
+    assert int(options["cpus-per-task"]) >= 4 * int(options["gpus-per-node"])
+
+
 def pod_template() -> tuple[dict, dict, dict]:
     """(the job set, its job's spec, the pod's spec)"""
     jobset = yaml.safe_load(JOBSET.read_text())
