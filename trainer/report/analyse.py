@@ -175,11 +175,14 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
     """What happened, how usual that is, what to do next."""
+    if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
+        return "The run is complete. Score its checkpoints on your task before you use one."
     if verdict == "OK":
         return "Train on as configured. Look again at the next validation or after ten epochs."
     if verdict == "INSUFFICIENT":
         return "Let it run on and ask again; what is there shows no fault."
-    actions = [finding.remedy for finding in _top(findings) if finding.remedy]
+    urgent = [finding for finding in _top(findings) if finding.level in ("fail", "warn")]
+    actions = [finding.remedy for finding in urgent if finding.remedy]
     told = " ".join(filter(None, (story(run.anomalies), how_common(run)))) if run.anomalies else ""
     numbered = " ".join(f"{place}) {action}" for place, action in enumerate(actions, 1))
     return f"{told} Next: {numbered}".strip()
