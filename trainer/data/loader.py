@@ -4,6 +4,7 @@ The position of a run is one integer, the step; torchdata's own state is stored 
 readers.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Generator, Iterator, Mapping
@@ -210,8 +211,10 @@ class TrainLoader:
             raise
         finally:
             # the frames of an error may keep the iterator, which would stop them when it goes
+            # a worker that dies meanwhile makes torch raise here: it would hide the error above
             if self._num_workers:
-                batches._shutdown_workers()
+                with contextlib.suppress(RuntimeError):
+                    batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
         """Go on from an earlier position the next time this is iterated."""
