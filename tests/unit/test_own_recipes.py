@@ -1,5 +1,6 @@
 """Recipes of users: files from anywhere, and the one that is meant where none is named."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,6 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
         ),
         ("optim:\n  lr: high\n", "optim.lr"),
         ("optim: 3\n", "optim"),
-        ("x" * (2**20 + 1), "at most 1048576 are read"),
-        ("\x00", "special characters are not allowed"),
-        ("trainer:\n  experiment_name: ${oc.env:HOME}\n", "reads the environment"),
     ],
 )
 def test_a_broken_one_is_refused_with_its_place(text: str, reason: str) -> None:
@@ -85,6 +83,56 @@ def test_a_broken_one_is_refused_with_its_place(text: str, reason: str) -> None:
 def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         load_config(["experiment=gone.yaml"])
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (LAUGHS, "line 5: more than 10000 values"),
+        ("trainer: " + "[" * 5000 + "]" * 5000, "line 1: more than 64 levels of nesting"),
+        ("trainer: " + "{a: " * 5000 + "}" * 5000, "line 1: more than 64 levels of nesting"),
+        ("trainer: &a\n  tags: [*a]\n", r"line 2: '\*a' holds itself"),
+        ("x" * (2**20 + 1), "at most 1048576 are read"),
+        ("\x00", "special characters are not allowed"),
+    ],
+    ids=["billion laughs", "lists", "mappings", "an anchor in itself", "a large file", "no text"],
+)
+def test_one_made_to_exhaust_the_machine_is_refused_at_once(text: str, reason: str) -> None:
+    path, started = write("own.yaml", text), time.process_time()
+    with pytest.raises(ConfigError, match=f"(?s)recipe {path}.*{reason}"):
+        load_config([f"experiment={path}"])
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:SECRET}", "run-${ oc.env:SECRET,none}", "${oc.${optim.name}:SECRET}", "${${optim.name}:SECRET}",
+        "${oc.decode:${oc.env:SECRET}}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "place", ["trainer: {{experiment_name: '{}'}}", "data: {{train_files: ['{}']}}"]
+)
+def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
+    value: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = write("own.yaml", place.format(value))
+    with pytest.raises(
+        ConfigError, match=r"own.yaml: (trainer.experiment_name|data.train_files): .*Fix:"
+    ) as raised:
+        load_config([f"experiment={path}"])
+    assert "hunter2" not in str(raised.value)
+    assert (
+        load_config(["trainer.experiment_name=${oc.env:SECRET}"]).trainer.experiment_name
+        == "hunter2"
+    )
 
 
 def test_other_interpolations_of_a_recipe_are_resolved() -> None:

@@ -4,7 +4,7 @@ Imports no torch.
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """`trainer/conf`, a link to the top-level `conf/`; in an installed package the files themselves."""
 LOCAL_RECIPE = "sft.local.yaml"
 RECIPE_BYTES = 2**20
+MAX_RECIPE_DEPTH = 64
+MAX_RECIPE_VALUES = 10_000
 PARTS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
@@ -154,20 +156,95 @@ def _read_recipe(path: Path) -> DictConfig:
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
+        _require_small(path, text)
         tree = OmegaConf.create(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
-    if "oc.env" in text:
-        raise ConfigError(
-            f"recipe {path} reads the environment (oc.env), and the values would be logged with "
-            f"the configuration. Fix: pass key=value on the command line instead"
-        )
-    keys = flat(OmegaConf.to_container(tree))  # type: ignore[arg-type]  # of a mapping it is one
+    values: Any = OmegaConf.to_container(tree)
+    _require_no_environment(path, values)
+    keys = flat(values)
     if problems := [problem for key in keys if (problem := problem_with_key(key))]:
         raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return tree
+
+
+def _require_small(path: Path, text: str) -> None:
+    """Refuse a recipe that grows without bound when it is loaded: aliases of aliases, deep nesting,
+    an anchor inside itself.
+
+    Values are counted from the parser's events, before anything is built. Raises `ConfigError`,
+    `yaml.YAMLError`.
+    """
+    num_values: dict[str, int] = {}
+    """Values under each anchor, those of aliases included."""
+    open_collections: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = f"recipe {path}, line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_collections.append((event.anchor, 1))
+            if len(open_collections) > MAX_RECIPE_DEPTH:
+                raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, count = open_collections.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, count = event.anchor, 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in [anchor for anchor, _ in open_collections]:
+                raise ConfigError(f"{place}: '*{event.anchor}' holds itself; write its values out")
+            anchor, count = None, num_values.get(event.anchor, 1)
+        else:
+            continue
+        if anchor is not None:
+            num_values[anchor] = count
+        if open_collections:
+            around, count_around = open_collections[-1]
+            count += count_around
+            open_collections[-1] = (around, count)
+        if count > MAX_RECIPE_VALUES:
+            raise ConfigError(
+                f"{place}: more than {MAX_RECIPE_VALUES} values, those of aliases (*name) included"
+            )
+
+
+def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
+    """Refuse interpolations of the environment: the run would log the values that somebody else's
+    recipe reads there.
+
+    A resolver's name that contains an interpolation could become any name. Raises `ConfigError`.
+    """
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_no_environment(path, item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            _require_no_environment(path, item, key)
+    elif isinstance(value, str) and any(
+        name == "oc.env" or "$" in name for name in _resolvers_in(value)
+    ):
+        raise ConfigError(
+            f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value would be "
+            f"logged with the configuration. Fix: remove it from the recipe; to use it, pass "
+            f"{key}=… on the command line"
+        )
+
+
+def _resolvers_in(text: str) -> Iterator[str]:
+    """Yield the names of the resolvers that a text calls, such as `oc.env` in `${oc.env:HOME}`."""
+    for found in re.finditer(r"\$\{", text):
+        depth = 0
+        for position in range(found.end(), len(text)):
+            if text[position] == "{":
+                depth += 1
+            elif text[position] == "}":
+                depth -= 1
+            if depth < 0:
+                break
+            if text[position] == ":" and depth == 0:
+                yield text[found.end() : position].strip()
+                break
 
 
 def _problem_with(word: str) -> str | None:
