@@ -147,6 +147,18 @@ def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
     assert fourth == f"  stacks: in {run.run_dir / 'hang_1'}"
 
 
+def test_a_rank_that_is_stopped_for_a_moment_survives(start: Callable[[str], Run]) -> None:
+    run = start("train_until('end')\n")
+    for _ in range(4):
+        os.kill(run.pid("rank_1"), signal.SIGSTOP)
+        time.sleep(0.8)
+        os.kill(run.pid("rank_1"), signal.SIGCONT)
+        time.sleep(0.3)
+    assert run.launcher.poll() is None
+    run.ask("end")
+    assert run.end() == (0, "")
+
+
 def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start: Callable[[str], Run]) -> None:
     run = start("hold_the_interpreter() if local_rank() else train_until('end')\n")
     code, stderr = run.end()

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-import socket
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -163,7 +163,7 @@ def _make_whole(
             )
         if is_alone:
             _remove_leftovers(directory)
-        staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+        staging = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex}")
         staging.mkdir()
         try:
             fill(staging)

@@ -1,0 +1,149 @@
+"""Several processes prepare the same rows, and processes of the data that lose their parent."""
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prepared import good_rows, run, write_rows
+from rank_server import CONTEXT
+
+from trainer.data.chat import ChatEncoder
+from trainer.errors import DataError
+
+WORKER_OF_A_LOADER = """
+import multiprocessing, time
+from trainer.data.loader import _prepare_worker
+
+def work():
+    _prepare_worker(0)
+    print(multiprocessing.current_process().pid, flush=True)
+    time.sleep(600)  # waits for room in its pipe
+
+multiprocessing.get_context("fork").Process(target=work).start()
+time.sleep(600)
+"""
+
+
+def _prepare(path: Path, cache: Path, has_locks: bool, results: Any) -> None:
+    flock = fcntl.flock
+
+    def limited(descriptor: int, operation: int) -> None:
+        if not has_locks and os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(cache)):
+            raise OSError(errno.ENOLCK, "no locks available")
+        flock(descriptor, operation)
+
+    fcntl.flock = limited  # type: ignore[assignment]
+    try:
+        results.put(run(path, cache=cache).summary.fingerprint)
+    except DataError as error:
+        results.put(str(error))
+
+
+def _prepare_in_three_processes(path: Path, cache: Path, *, has_locks: bool = True) -> list[str]:
+    results = CONTEXT.Queue()
+    arguments = (path, cache, has_locks, results)
+    processes = [CONTEXT.Process(target=_prepare, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    return outcomes
+
+
+def _killed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _caches(cache: Path) -> list[Path]:
+    return [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_processes_that_prepare_at_once_see_the_same(tmp_path: Path, has_locks: bool) -> None:
+    """Also where the file system of the cache has no locks."""
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(2000)), tmp_path / "cache"
+    outcomes = _prepare_in_three_processes(path, cache, has_locks=has_locks)
+    assert len(set(outcomes)) == 1
+    assert len(_caches(cache)) == 1
+
+
+def test_every_process_learns_that_preparing_failed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", "{")
+    for outcome in _prepare_in_three_processes(path, tmp_path / "cache"):
+        assert "1 of 1 rows cannot be trained on" in outcome
+
+
+def test_a_killed_process_of_the_same_number_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container gives its processes the same numbers after each start."""
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(os, "rename", _killed)
+        patch.setattr(Path, "rename", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(path, cache=cache)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert len(run(path, cache=cache)) == 3
+
+
+def test_whoever_waited_for_the_lock_does_not_prepare_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, num_encodings = ChatEncoder.encode, []
+
+    def counted(self: ChatEncoder, conversations: Any) -> Any:
+        num_encodings.append(1)
+        return encode(self, conversations)
+
+    monkeypatch.setattr(ChatEncoder, "encode", counted)
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
+    threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in "12"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_encodings == [1]
+
+
+def test_an_unfinished_cache_of_a_killed_process_is_not_read_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", _killed)
+        patch.setattr(Path, "rename", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(path, cache=cache)
+    dataset = run(path, cache=cache)
+    assert len(dataset) == 3
+    assert _caches(cache) == [dataset.directory]
+
+
+def test_a_worker_of_a_loader_ends_with_the_process_that_is_killed() -> None:
+    command = [sys.executable, "-c", WORKER_OF_A_LOADER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        assert worker.is_running()
+        process.kill()
+        gone, left = psutil.wait_procs([worker], timeout=30)
+    assert gone
+    assert not left
