@@ -1,16 +1,18 @@
-"""conf/sft.yaml and the table of docs/config.md, written from the declarations in
-trainer/config/schema.py.
+"""conf/sft.yaml, conf/sft.schema.json and the table of docs/config.md, written from the
+declarations in trainer/config/schema.py.
 
-`python tests/architecture/config_table.py` rewrites both; test_config_keys.py fails while they
+`python tests/architecture/config_table.py` rewrites them; test_config_keys.py fails while they
 differ.
 """
 
+import json
 import re
 import textwrap
+import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -19,6 +21,10 @@ from trainer.config.keys import declared, keys_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
+SCHEMA = REPOSITORY / "conf/sft.schema.json"
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+"""Every key may refer to another one: `${trainer.seed}`."""
 TABLES = {"configuration": Config, "sources": SourceConfig}
 """What stands between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
 HEAD = """\
@@ -56,6 +62,43 @@ def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
             yield from _lines(own.type, name, depth + 1)
         else:
             yield from _commented(f"{indent}{name}: {written(own)}", own.metadata["meaning"])
+
+
+def schema_text() -> str:
+    """Return the JSON schema of a recipe, for editors."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fsdp-sft recipe"}
+    return json.dumps(head | _schema_of(Config), indent=1, ensure_ascii=False) + "\n"
+
+
+def _schema_of(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    properties: dict[str, Any] = {}
+    for name, own in declared(cls).items():
+        if is_dataclass(own.type):
+            properties[name] = _schema_of(own.type)
+        else:
+            allowed = [a for check in own.metadata["checks"] for a in getattr(check, "allowed", ())]
+            kinds = _kinds_of(hints[own.name], allowed)
+            properties[name] = {"description": own.metadata["meaning"], "anyOf": kinds}
+            properties[name]["anyOf"].append(INTERPOLATION)
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _kinds_of(hint: Any, allowed: list[str]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of the values that a key of this Python type takes."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return [kind for each in inner for kind in _kinds_of(each, allowed)]
+    if is_dataclass(hint):
+        return [_schema_of(hint)]  # type: ignore[arg-type]
+    if origin in (list, tuple):
+        item = _kinds_of(inner[0], allowed)
+        # A list of one may be written as its value.
+        return [{"type": "array", "items": {"anyOf": item}}, *item]
+    if hint is str and allowed:
+        booleans = [text == "true" for text in allowed if text in ("true", "false")]
+        return [{"enum": [*allowed, *booleans]}]
+    return [{"type": JSON_TYPES[hint]}] if hint in JSON_TYPES else [{}]
 
 
 def _commented(text: str, meaning: str) -> Iterator[str]:
@@ -136,4 +179,5 @@ def missing_files(markdown: str) -> list[str]:
 
 if __name__ == "__main__":
     SHEET.write_text(sheet())
+    SCHEMA.write_text(schema_text())
     PAGE.write_text(with_tables(PAGE.read_text()))

@@ -2,17 +2,22 @@
 key.
 """
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import source_rules as rules
+import yaml
 from config_table import (
     PAGE,
     REPOSITORY,
+    SCHEMA,
     SHEET,
     dead_links,
     keys_named_in,
     missing_files,
+    schema_text,
     sheet,
     with_tables,
 )
@@ -45,6 +50,22 @@ def _spellings(key: str) -> set[str]:
 
 def test_the_file_says_what_the_schema_declares() -> None:
     assert SHEET.read_text(encoding="utf-8") == sheet(), REWRITE
+
+
+def test_the_json_schema_says_what_the_declarations_say() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), REWRITE
+
+
+@pytest.mark.parametrize("path", sorted(SHEET.parent.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_of_the_package_follow_the_json_schema(path: Path) -> None:
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    jsonschema.validate(recipe, json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("text", ["optim: {lr: high}", "optm: {lr: 1.0}", "data: {turns: maybe}"])
+def test_a_mistake_breaks_the_json_schema(text: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(text), json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def test_the_file_is_read_back_as_the_defaults_of_the_schema() -> None:

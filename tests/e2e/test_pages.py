@@ -53,6 +53,7 @@ MEANT = {
     "/data/phase1/": "data/",
 }
 """What a reader puts in the place of the pages' words."""
+SAVED_FILE = re.compile(r"Save this as `(.*?)`:\n\n```\w+\n(.*?)^```", re.M | re.S)
 TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats")
 CHATS = [
     [{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}]
@@ -88,11 +89,14 @@ class Reader:
         keys = {word.partition("=")[0] for word in words}
         return [word for word in self.tiny if word.partition("=")[0] not in keys]
 
+    def with_own_names(self, text: str) -> str:
+        for placeholder, name in MEANT.items():
+            text = text.replace(placeholder, name)
+        return text
+
     def execute(self, command: str) -> str:
         """What it printed. Raises what went wrong."""
-        for word, meant in MEANT.items():
-            command = command.replace(word, meant)
-        words = shlex.split(command, comments=True)
+        words = shlex.split(self.with_own_names(command), comments=True)
         with (
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(io.StringIO()) as said,
@@ -170,7 +174,10 @@ def test_every_command_of_a_page_is_executed_or_says_what_it_needs(
     page: Path, reader: Reader
 ) -> None:
     reader.write_files()
-    blocks = blocks_of(page.read_text(), "bash")
+    text = page.read_text()
+    for name, content in SAVED_FILE.findall(text):
+        (reader.root / name).write_text(reader.with_own_names(content))
+    blocks = blocks_of(text, "bash")
     for command in (command for block in blocks for command in commands_in(block)):
         if (needs := NEEDS.search(command)) is not None:
             assert needs[1] in LACKING, command

@@ -72,6 +72,7 @@ def one_of(*allowed: str) -> Check:
                 )
         return ""
 
+    wrong.allowed = allowed  # type: ignore[attr-defined]  # for the JSON schema
     return wrong
 
 
