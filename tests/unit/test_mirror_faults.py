@@ -212,13 +212,13 @@ def test_what_a_kill_left_of_logs_goes_with_the_next_start(
     assert list(run_dir.glob(".reading_*")) == []
 
 
-def put_logs(storage: FaultyStorage, *members: str) -> None:
+def put_logs(storage: FaultyStorage, *members: str, data: bytes = b"{}\n") -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name in members:
             member = tarfile.TarInfo(name)
-            member.size = 3
-            archive.addfile(member, io.BytesIO(b"{}\n"))
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
     (name,) = [name for name in storage.store if name.endswith(RUN_FILES)]
     with storage.undisturbed():
         storage.pipe_file(name, packed.getvalue())
@@ -240,7 +240,7 @@ def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
     assert "No space left" in caplog.text and "start over" in caplog.text
 
 
-def test_only_logs_are_unpacked(
+def test_only_logs_of_a_sane_size_are_unpacked(
     run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, new = mirrored(run_dir, 2), tmp_path / "new"
@@ -249,3 +249,7 @@ def test_only_logs_are_unpacked(
     assert {"metrics.jsonl", "proofs", "global_step_2"} <= {path.name for path in new.iterdir()}
     assert not (new / "global_step_9").exists() and not (tmp_path / "x").exists()
     assert "cannot be read" not in caplog.text
+    put_logs(storage, "metrics.jsonl", data=bytes(2**26))
+    assert restored(tmp_path / "second", storage) is not None
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+    assert "unpacks to more than 64 MiB" in caplog.text

@@ -25,6 +25,10 @@ from trainer.runtime.text import readable
 from trainer.tracking import run_info
 
 RETRY_AFTER_S = (2.0, 10.0)
+MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
+"""Logs may unpack to this size, or to this multiple of their archive. JSON lines compress 5 to 20
+times; an archive that is made to fill the disk compresses 1,000 times.
+"""
 NUM_READS = 2
 """Tries before a file counts as damaged: a connection may end early without an error."""
 
@@ -202,15 +206,22 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
-    """Unpack known logs beside the archive, then give each its name if that is free."""
+    """Unpack known logs beside the archive, then give each its name if that is free.
+
+    Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
+    """
     unpacked = archive.with_name("logs")
+    limit_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * archive.stat().st_size)
+    num_bytes, known = 0, []
     try:
         with tarfile.open(archive, mode="r:gz") as opened:
-            known = [
-                member
-                for member in opened.getmembers()
-                if member.name.split("/")[0] in TRAVELS and (member.isfile() or member.isdir())
-            ]
+            while (member := opened.next()) is not None:
+                num_bytes += tarfile.BLOCKSIZE + member.size
+                if num_bytes > limit_bytes:  # before its data is read
+                    raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
+                is_log = member.name.split("/")[0] in TRAVELS
+                if is_log and (member.isfile() or member.isdir()):
+                    known.append(member)
             opened.extractall(unpacked, members=known, filter="data")
         for path in unpacked.iterdir():
             if not (run_dir / path.name).exists():
