@@ -324,8 +324,15 @@ SAFEGUARDS = (
     Mutation(
         "what comes from a mirror is not compared",
         RESTORE,
-        "staging / record.path, staging) == record:",
-        "staging / record.path, staging):",
+        "            if _fetched(storage, place, path, staging) == record:\n",
+        "            if _fetched(storage, place, path, staging):\n",
         ("unit/test_mirror.py",),
+    ),
+    Mutation(
+        "logs from a mirror are unpacked whatever their size",
+        RESTORE,
+        "                if num_bytes > limit_bytes:",
+        "                if False:",
+        (MIRROR,),
     ),
 )

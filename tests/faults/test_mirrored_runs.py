@@ -182,7 +182,7 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     """A process stands for the upload: it would take a minute, or ends at once."""
     end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
     (stands_for := tmp_path / "upload").write_text(
-        f"#!/bin/bash\nprintf 1 >&$4\ncat > /dev/null\n{end}\n"
+        f"#!/bin/bash\n[ $4 = prepare ] && exit\ncat > /dev/null\n{end}\n"
     )
     stands_for.chmod(0o755)
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))

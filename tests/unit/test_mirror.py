@@ -254,12 +254,14 @@ def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_fr
     monkeypatch.setattr(process, "POLL_S", 0.01)
     save(run_dir, 2)
     silent = FaultyStorage(1, "silent")
-    assert not process.prepared(trainer_of(run_dir, dist_timeout_s=0.2), Storage(URL, silent))
+    process.prepare_in_time(trainer_of(run_dir, dist_timeout_s=0.2), Storage(URL, silent))
     assert "has not answered for 0 s; training continues" in caplog.text
     silent.answers.set()
     silent = FaultyStorage(1, "silent")
     with pytest.raises(ResumableError, match="has not answered"):
-        process.prepared(trainer_of(tmp_path / "new", dist_timeout_s=0.2), Storage(URL, silent))
+        process.prepare_in_time(
+            trainer_of(tmp_path / "new", dist_timeout_s=0.2), Storage(URL, silent)
+        )
     silent.answers.set()
 
 

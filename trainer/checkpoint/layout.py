@@ -131,9 +131,7 @@ def inspect(path: Path) -> CheckpointInfo:
             raise OSError(
                 f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it"
             )
-        manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
-        if manifest.step != step:
-            raise ManifestError(f"it belongs to step {manifest.step}")
+        manifest = parse_manifest(fsio.read_bytes(path / MANIFEST), step=step)
         for record in manifest.files:
             if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
                 raise OSError(problem)

@@ -83,8 +83,8 @@ def digest_of(tree: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def parse_manifest(text: str | bytes) -> Manifest:
-    """Raises `ManifestError` for everything but a whole manifest of this format.
+def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
+    """Raises `ManifestError` for everything but a whole manifest of this format, and of `step`.
 
     Its digest proves its content; the checks below hold for one that was forged.
     """
@@ -104,6 +104,8 @@ def parse_manifest(text: str | bytes) -> Manifest:
         text_names = tuple(tree.pop("text_names", ()))
         manifest = Manifest(**tree, files=files, tensors=tensors, text_names=text_names)
         _require_plain(manifest)
+        if step not in (None, manifest.step):
+            raise ManifestError(f"it belongs to step {manifest.step}")
     except ManifestError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

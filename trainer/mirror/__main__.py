@@ -1,9 +1,8 @@
-"""The process beside the ranks of a run that keeps its mirror; the launcher starts it (floor 3, no
-torch).
+"""The processes that keep the mirror of a run; the launcher starts them (floor 3, no torch).
 
-`python -m trainer.mirror LAUNCHER_PID READY_FD` reads the configuration from the first line of its
-input, prepares the run directory and writes a byte to READY_FD. Then it uploads checkpoints until
-its input ends, uploads the last ones, and leaves. It dies with the launcher.
+`python -m trainer.mirror LAUNCHER_PID TASK` reads the configuration from the first line of its
+input. `prepare` prepares mirror and run directory, and leaves. `follow` uploads checkpoints until
+its input ends, uploads the last ones, and leaves. Both die with the launcher.
 """
 
 import json
@@ -44,29 +43,23 @@ def main(argv: list[str]) -> int:
     assert trainer.checkpoint.mirror is not None, "else nothing starts this"
     try:
         storage = Storage(trainer.checkpoint.mirror)
-        is_silent = not prepared(trainer, storage)
+        if argv[1] == "prepare":
+            prepare_in_time(trainer, storage)
+            return EXIT_DONE
     except tuple(DOCUMENTED) as error:
         logger.error("%s", error)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
-    os.write(int(argv[1]), b"1")
-    if is_silent:
-        return EXIT_CRASH
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
     return follow(trainer, storage, ending)
 
 
-def prepared(trainer: TrainerConfig, storage: Storage) -> bool:
-    """Run `prepare`; return False if the storage is silent and the run can start without it.
-
-    Raises what `prepare` does.
-    """
+def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
+    """Run `prepare`. Raises what it does; a silent storage counts as one out of reach."""
     try:
         _answered(lambda: prepare(trainer, storage), storage, limit_s=trainer.dist_timeout_s)
     except SilentError as error:
         unreachable(trainer, error)
-        return False
-    return True
 
 
 def _await_end(ending: threading.Event) -> None:
@@ -80,7 +73,6 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
     A storage that falls silent ends this with an exit code: a call of a library cannot be ended
     otherwise. The launcher then starts the process again.
     """
-    num_failed = 0
 
     def record(event: Event) -> None:
         if not ending.is_set():  # the last event of a run is its end
@@ -91,9 +83,9 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
         record(Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
 
     uploader = Uploader(trainer, storage, tell=tell)
-
-    def is_up() -> bool:
-        nonlocal num_failed
+    num_failed, last_pauses_s = 0, [*LAST_RETRY_AFTER_S]
+    while True:
+        is_last = ending.is_set()
         try:
             if uploader.is_behind:
                 _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
@@ -102,27 +94,19 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
                 logger.warning("cannot update the mirror, training continues: %s", error)
                 record(Event("mirror_failed", 0, str(error), "warn"))
             num_failed += 1
-            if isinstance(error, SilentError):
-                raise
-            return False
+            if isinstance(error, SilentError) or (is_last and not last_pauses_s):
+                return EXIT_CRASH
+            if is_last:
+                time.sleep(last_pauses_s.pop(0))
+            else:
+                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
+            continue
         if num_failed:
             logger.info("%s: up to date again", storage.url)
         num_failed = 0
-        return True
-
-    try:
-        while not ending.is_set():
-            if is_up():
-                ending.wait(POLL_S)
-            else:
-                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
-        for pause_s in (0.0, *LAST_RETRY_AFTER_S):
-            time.sleep(pause_s)
-            if is_up():
-                return EXIT_DONE
-    except SilentError:
-        pass
-    return EXIT_CRASH
+        if is_last:
+            return EXIT_DONE
+        ending.wait(POLL_S)
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:

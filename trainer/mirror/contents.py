@@ -9,6 +9,7 @@ A mirror has the layout of a run directory, so that a copy of it is one:
     global_step_N/manifest.json         written last: its presence commits
 """
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
@@ -36,46 +37,36 @@ class MirrorState:
     @property
     def candidates(self) -> list[Manifest]:
         """Checkpoints that a run may continue from, the first choice first."""
-        newest_first = [self.whole[step] for step in sorted(self.whole, reverse=True)]
-        until_pointer = [
-            manifest
-            for manifest in newest_first
-            if self.pointer is not None and manifest.step <= self.pointer
-        ]
-        return until_pointer or newest_first
+        steps = sorted(self.whole, reverse=True)
+        pointer = math.inf if self.pointer is None else self.pointer
+        until_pointer = [step for step in steps if step <= pointer]
+        return [self.whole[step] for step in until_pointer or steps]
 
 
 def look(storage: Storage) -> MirrorState:
     """Judge a mirror by names and sizes. Raises `StorageError`."""
     sizes = storage.sizes()
-    directories = {name.split("/")[0] for name in sizes}
-    places = {
-        step: place for place in directories if (step := layout.parse_step(place)) is not None
-    }
+    steps = {step for name in sizes if (step := layout.parse_step(name.split("/")[0])) is not None}
     whole: dict[int, Manifest] = {}
     incomplete: dict[int, str] = {}
-    for step, place in places.items():
+    for step in steps:
+        place = layout.step_dir_name(step)
         text = _read(storage, f"{place}/{MANIFEST}", sizes)
         if text is None:
             continue
         try:
-            manifest = parse_manifest(text)
+            manifest = parse_manifest(text, step=step)
         except ManifestError as error:
             incomplete[step] = f"{MANIFEST}: {error}"
             continue
-        missing = [
-            record.path
-            for record in manifest.files
-            if sizes.get(f"{place}/{record.path}") != record.size_bytes
-        ]
-        if manifest.step != step:
-            incomplete[step] = f"its {MANIFEST} belongs to step {manifest.step}"
-        elif missing:
-            incomplete[step] = f"{missing[0]} is missing or cut"
+        for record in manifest.files:
+            if sizes.get(f"{place}/{record.path}") != record.size_bytes:
+                incomplete[step] = f"{record.path} is missing or cut"
+                break
         else:
             whole[step] = manifest
     pointer = _pointer(storage, sizes) if sizes else None
-    return MirrorState(pointer, whole, incomplete, places.keys())
+    return MirrorState(pointer, whole, incomplete, steps)
 
 
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:

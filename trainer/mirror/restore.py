@@ -48,7 +48,7 @@ def prepare(
     from. A storage out of reach is only warned of if the run directory has a checkpoint. Otherwise
     `ResumableError`: the run might train steps again that are saved there.
     """
-    own, problem = _own_checkpoint(Path(trainer.default_local_dir))
+    own, problem = _own_checkpoint(trainer)
     for pause_s in (*retry_after_s, None):
         try:
             _claim(trainer, storage)
@@ -58,11 +58,12 @@ def prepare(
             if own is not None or error.is_refusal or pause_s is None:
                 return unreachable(trainer, error)
             time.sleep(pause_s)
-    if own is None and (held.whole or held.incomplete):
-        _restore(trainer, storage, held)
-    elif own is None and problem is not None:
-        raise problem
-    elif own is not None and held.candidates and held.candidates[0].step > own:
+    if own is None:
+        if held.whole or held.incomplete:
+            _restore(trainer, storage, held)
+        elif problem is not None:
+            raise problem
+    elif held.candidates and held.candidates[0].step > own:
         logger.warning(
             "%s holds step %d, this machine step %d: the run continues from its own; to take the "
             "mirror's, stop and move the run directory away",
@@ -75,7 +76,7 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
 
     Raises `ResumableError` otherwise, for a refusal `ConfigError`.
     """
-    if _own_checkpoint(Path(trainer.default_local_dir))[0] is not None:
+    if _own_checkpoint(trainer)[0] is not None:
         logger.warning("%s; training continues, uploads are tried again", error)
     elif error.is_refusal:
         raise ConfigError(f"{error}.\nFix: mend that, or train without {KEY}") from error
@@ -86,10 +87,12 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
         ) from error
 
 
-def _own_checkpoint(run_dir: Path) -> tuple[int | None, NoUsableCheckpointError | None]:
+def _own_checkpoint(
+    trainer: TrainerConfig,
+) -> tuple[int | None, NoUsableCheckpointError | None]:
     """Return the step that the run directory continues from, or why it has none of use."""
     try:
-        chosen = choice.select(run_dir).chosen
+        chosen = choice.select(Path(trainer.default_local_dir)).chosen
     except NoUsableCheckpointError as error:
         return None, error
     return None if chosen is None else chosen.step, None
@@ -97,19 +100,18 @@ def _own_checkpoint(run_dir: Path) -> tuple[int | None, NoUsableCheckpointError 
 
 def _claim(trainer: TrainerConfig, storage: Storage) -> None:
     """Write the run's name into a new mirror, which also proves that it can be written."""
-    text = storage.read(run_info.FILE_NAME)
     found = {}
     with suppress(ValueError):  # cut while it was written
-        found = json.loads(text or b"{}")
-    project, experiment = found.get("project_name"), found.get("experiment_name")
-    own = trainer.project_name, trainer.experiment_name
-    if project is None or experiment is None:
-        identity = dict(zip(("project_name", "experiment_name"), own, strict=True))
-        storage.write(run_info.FILE_NAME, (json.dumps(identity) + "\n").encode())
-    elif (project, experiment) != own:
+        found = json.loads(storage.read(run_info.FILE_NAME) or b"{}")
+    own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
+    claimed = {name: found.get(name) for name in own}
+    if None in claimed.values():
+        storage.write(run_info.FILE_NAME, (json.dumps(own) + "\n").encode())
+    elif claimed != own:
         raise ConfigError(
-            f"'{storage.url}' mirrors the run '{experiment}' of project '{project}', not "
-            f"'{own[1]}' of '{own[0]}'.\nFix: give each run its own, "
+            f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
+            f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
+            f"'{trainer.project_name}'.\nFix: give each run its own, "
             f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
         )
 
@@ -154,15 +156,14 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     logger.info("taking %s (%s) from %s", place, readable(size_bytes), storage.url)
     retention.require_space(run_dir, size_bytes)
     staging = layout.staging_dir(run_dir, manifest.step)
-    directories = {(staging / record.path).parent for record in manifest.files}
-    for directory in sorted(directories | {staging}):
-        fsio.make_dirs(directory)
 
     def fetch(record: FileRecord) -> None:
+        path = staging / record.path
+        fsio.make_dirs(path.parent)
         for _ in range(NUM_READS):
-            if _fetched(storage, place, staging / record.path, staging) == record:
+            if _fetched(storage, place, path, staging) == record:
                 return
-            fsio.unlink(staging / record.path)
+            fsio.unlink(path)
         raise _DamagedError(f"{record.path} is not as it was written")
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -189,20 +190,19 @@ def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRec
 
 def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
     """Take logs and identity of the run, unless the run directory has its own."""
-    problem: Exception | None = None
-    for _ in range(NUM_READS):
+    archive = staging / RUN_FILES
+    for is_last in (False, True):
         try:
-            _fetched(storage, place, staging / RUN_FILES, staging)
-            return _unpack(staging / RUN_FILES, run_dir)
+            _fetched(storage, place, archive, staging)
+            return _unpack(archive, run_dir)
         except (_DamagedError, tarfile.TarError, OSError, EOFError, zlib.error) as error:
-            problem = error
+            if is_last:
+                logger.warning(
+                    "%s cannot be read (%s): logs and trackers start over, the state is complete",
+                    *(RUN_FILES, error),
+                )
         finally:
-            (staging / RUN_FILES).unlink(missing_ok=True)
-    logger.warning(
-        "%s cannot be read (%s): logs and trackers start over, the state is complete",
-        RUN_FILES,
-        problem,
-    )
+            archive.unlink(missing_ok=True)
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
