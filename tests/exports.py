@@ -32,12 +32,9 @@ def export_model(
         root,
         world_size=world.size,
         num_shards=world.num_shards,
-        parameters=parameters,
         buffers=buffers,
     )
-    plan = export.plan_of(
-        parameters, buffers, export.meta_copy(model), source, dtype=dtype, lora="adapter"
-    )
-    records = export.write_export(plan, target, reader, source, share=(world.rank, world.size))
+    plan = export.plan_export(parameters, buffers, export.meta_copy(model), source, dtype=dtype)
+    records = export.write_export(plan, target, reader, share=(world.rank, world.size))
     dist.barrier()
     return records

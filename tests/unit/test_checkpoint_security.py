@@ -115,8 +115,6 @@ def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
 
 def test_tensors_of_unknown_placement_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / layout.model_file(1, 0))
-    reader = shards.ShardReader(
-        tmp_path, world_size=1, num_shards=1, parameters=["weight"], buffers={}
-    )
+    reader = shards.ShardReader(tmp_path, world_size=1, num_shards=1, buffers={})
     with pytest.raises(CorruptShardError, match="'weight' is not a sharded tensor"):
         reader.whole("weight")

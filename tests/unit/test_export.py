@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.checkpoint.export import ExportSource, plan_export, write_companions, write_weights
+from trainer.checkpoint.export import ExportSource, plan_export, write_export
 from trainer.checkpoint.model_files import ModelFiles
 
 WEIGHT = torch.tensor([1.0, 1 / 3])
@@ -30,20 +30,18 @@ def source(tmp_path: Path) -> ExportSource:
     return ExportSource(ModelFiles.read(directory), None, ())
 
 
-def test_parameters_are_cast_and_buffers_are_not(source: ExportSource, tmp_path: Path) -> None:
+def test_values_and_config_are_in_the_dtype_of_the_export(
+    source: ExportSource, tmp_path: Path
+) -> None:
+    """Parameters and every dtype of the config; buffers keep theirs."""
     (target := tmp_path / "huggingface").mkdir()
-    plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, dtype="bfloat16")
-    write_weights(plan, target, Reader(), root=tmp_path)
+    plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, source, dtype="bfloat16")
+    write_export(plan, target, Reader())
     found = load_file(target / "model.safetensors")
     assert found["weight"].dtype == torch.bfloat16 and torch.equal(
         found["weight"], WEIGHT.bfloat16()
     )
     assert found["buffer"].dtype == torch.float32 and torch.equal(found["buffer"], BUFFER)
-
-
-def test_every_dtype_of_the_config_is_the_one_written(source: ExportSource, tmp_path: Path) -> None:
-    (target := tmp_path / "huggingface").mkdir()
-    write_companions(plan_export({"weight": WEIGHT}, {}, None, dtype="bfloat16"), target, source)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert config["text_config"] == {"dtype": "bfloat16", "torch_dtype": "bfloat16"}

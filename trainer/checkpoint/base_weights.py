@@ -7,19 +7,17 @@ An export reads them again, to make one model of both.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.adapter_names import adapted_name
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import share_of
-from trainer.checkpoint.shards import ShardReader, copied, shapes_of
 from trainer.config import ConfigError
 from trainer.runtime.environment import local_rank, ranks_on_machine
 from trainer.weight_files import weight_files
@@ -38,10 +36,8 @@ class Adapter:
     @property
     def scaling(self) -> float:
         rank = self.settings["r"]
-        return float(
-            self.settings["lora_alpha"]
-            / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
-        )
+        divisor = math.sqrt(rank) if self.settings.get("use_rslora") else rank
+        return float(self.settings["lora_alpha"] / divisor)
 
 
 def digest_together(directory: Path) -> str:
@@ -89,66 +85,57 @@ def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     }
 
 
-class BaseWeights:
-    """The tensors of a base's files under their own names, without their values."""
+def base_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a base's files under their own names.
 
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        self._tensors, self.shapes = tensors, shapes_of(tensors)
-
-    @classmethod
-    def of(cls, directory: Path) -> Self:
-        """Raises `ConfigError` for weights in another format."""
-        files = weight_files(directory)
-        if not files or any(file.suffix != ".safetensors" for file in files):
-            raise ConfigError(
-                f"'{directory}' has no safetensors to merge adapters with; "
-                f"trainer.checkpoint.export_lora=adapter needs none"
-            )
-        return cls(
-            {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
-        )
-
-    def with_copies(self, names: Iterable[str], directory: Path) -> Self:
-        """Read the named tensors from a copy that is made now in `directory`."""
-        return type(self)(
-            {**self._tensors, **copied({name: self._tensors[name] for name in names}, directory)}
-        )
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name].whole()
-
-
-class MergedReader:
-    """Tensors of a base with what adapters add, in float32, one at a time; others as they are
-    stored.
+    Raises `ConfigError` for weights in another format.
     """
-
-    def __init__(self, base: BaseWeights, shards: ShardReader, adapter: Adapter) -> None:
-        """Raises `ConfigError` if the base's files call an adapted weight otherwise."""
-        self._base, self._shards, self._adapter = base, shards, adapter
-        adapted = {adapted_name(name): name for name in shards.parameters if ".lora_A." in name}
-        self._adapters = {stored_name(base, name): adapter for name, adapter in adapted.items()}
-
-    def whole(self, name: str) -> Tensor:
-        """The sum that peft's own merge makes of a float32 model."""
-        stored = self._base.tensor(name)
-        if name not in self._adapters:
-            return stored
-        down = self._adapters[name]
-        added = self._shards.whole(down.replace(".lora_A.", ".lora_B.")) @ self._shards.whole(down)
-        if self._adapter.settings.get("fan_in_fan_out"):
-            added = added.T
-        return stored.float() + added * self._adapter.scaling
+    files = weight_files(directory)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise ConfigError(
+            f"'{directory}' has no safetensors to merge adapters with; "
+            f"trainer.checkpoint.export_lora=adapter needs none"
+        )
+    return {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
 
 
-def stored_name(base: BaseWeights, name: str) -> str:
+def stored_name(base: Collection[str], name: str) -> str:
     """Return the name of a weight in a base's files: some leave out the name of the part
-    without the head.
+    without the head. Raises `ConfigError`.
     """
     for known in (name, name.partition(".")[2]):
-        if known in base.shapes:
+        if known in base:
             return known
     raise ConfigError(
         f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in "
         f"another form; trainer.checkpoint.export_lora=adapter needs none"
     )
+
+
+class TensorReader(Protocol):
+    """Whole tensors by name, one at a time."""
+
+    def whole(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class MergedReader:
+    """Tensors of a base with what adapters add, in float32, one at a time; others as they are
+    stored. `adapted`: name in the base -> parameter `lora_A` that adds to it.
+    """
+
+    base: Mapping[str, StoredTensor]
+    shards: TensorReader
+    adapter: Adapter
+    adapted: Mapping[str, str]
+
+    def whole(self, name: str) -> Tensor:
+        """The sum that peft's own merge makes of a float32 model."""
+        stored = self.base[name].whole()
+        if name not in self.adapted:
+            return stored
+        down = self.adapted[name]
+        added = self.shards.whole(down.replace(".lora_A.", ".lora_B.")) @ self.shards.whole(down)
+        if self.adapter.settings.get("fan_in_fan_out"):
+            added = added.T
+        return stored.float() + added * self.adapter.scaling

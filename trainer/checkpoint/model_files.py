@@ -14,7 +14,8 @@ from trainer.config import ConfigError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_TOKENIZER_FILES = (
+_COMPANIONS = (
+    *TEMPLATES,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -22,8 +23,10 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*processor_config.json",
     "*.py",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
 )
-_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -31,10 +34,11 @@ def companion_files(directory: Path) -> list[Path]:
     """The files that an export copies unchanged: tokenizer, chat template, processor, the
     model's own code.
     """
-    patterns = (*_TOKENIZER_FILES, *_VOCABULARIES, *TEMPLATES)
-    return sorted(
-        {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    )
+    return sorted(_found(directory, _COMPANIONS))
+
+
+def _found(directory: Path, patterns: tuple[str, ...]) -> set[Path]:
+    return {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,22 @@ class ModelFiles:
         except OSError as error:
             return [f"it cannot be read: {error}"]
         before = {**self.contents, **self.weights}
-        gone = [f"{name} is gone" for name in sorted(before.keys() - now.keys())]
-        both = sorted(before.keys() & now.keys())
-        changed = [f"{name} changed" for name in both if before[name] != now[name]]
-        return [*gone, *changed, *(f"{name} is new" for name in sorted(now.keys() - before.keys()))]
+        kinds = {
+            "is gone": before.keys() - now.keys(),
+            "changed": {name for name in before.keys() & now.keys() if before[name] != now[name]},
+            "is new": now.keys() - before.keys(),
+        }
+        return [f"{name} {kind}" for kind, names in kinds.items() for name in sorted(names)]
 
 
 def _contents(directory: Path) -> dict[str, bytes]:
-    own = (path for name in (CONFIG, GENERATION_CONFIG) if (path := directory / name).is_file())
+    own = _found(directory, (CONFIG, GENERATION_CONFIG))
     return {path.name: path.read_bytes() for path in (*own, *companion_files(directory))}
 
 
 def _weight_states(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Return size and times of each file; `ctime` cannot be set back."""
-    files = [path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()]
-    found = {path.name: path.stat() for path in files}
+    found = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
     return {
         name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in found.items()
     }

@@ -19,7 +19,7 @@ from trainer import weights
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
-from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_of, write_export
+from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_export, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
@@ -59,23 +59,23 @@ def export_from_shards(
 
     # mapped files stay readable when a running job deletes them
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
-    shapes = {
-        name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
-    }
     reader = ShardReader(
         checkpoint,
         world_size=manifest.world_size,
         num_shards=manifest.num_shards,
-        parameters=shapes,
         buffers=buffers,
     )
-    plan = plan_of(shapes, buffers, architecture, source, dtype=dtype, lora=lora)
-    size_bytes, staging = plan.num_bytes(), fsio.temporary_path(target)
+    shapes = {
+        name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
+    }
+    plan = plan_export(shapes, buffers, architecture, source, dtype=dtype, lora=lora)
+    staging = fsio.temporary_path(target)
     try:
-        if (free_bytes := fsio.free_bytes(target.parent)) < size_bytes:
-            raise OSError(f"it needs {readable(size_bytes)}, and {readable(free_bytes)} are free")
+        if (free_bytes := fsio.free_bytes(target.parent)) < plan.num_bytes:
+            needed = readable(plan.num_bytes)
+            raise OSError(f"it needs {needed}, and {readable(free_bytes)} are free")
         fsio.make_dir(staging)
-        write_export(plan, staging, reader, source)
+        write_export(plan, staging, reader)
         fsio.fsync_tree(staging)
         fsio.rename(staging, target)
     except BaseException as error:
@@ -104,10 +104,12 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
             f"'{checkpoint}'"
         )
     manifest = info.manifest
-    ranks = range(manifest.num_shards)
-    needed = {layout.model_file(manifest.world_size, rank) for rank in ranks}
-    needed |= {layout.extra_file(manifest.world_size, 0), ADAPTER_CONFIG}
-    needed.add(f"{layout.HUGGINGFACE}/{OTHER_PARTS}")
+    needed = {
+        *(layout.model_file(manifest.world_size, rank) for rank in range(manifest.num_shards)),
+        layout.extra_file(manifest.world_size, 0),
+        ADAPTER_CONFIG,
+        f"{layout.HUGGINGFACE}/{OTHER_PARTS}",
+    }
     files = tuple(
         record
         for record in manifest.files

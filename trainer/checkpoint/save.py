@@ -156,7 +156,7 @@ class Saver:
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
-        self._source, self.fingerprints, self._lock = source, fingerprints, lock
+        self.fingerprints, self._lock = fingerprints, lock
         self._agreement, self._deadline = (
             Agreement(world, timeout_s=timeout_s),
             math.inf,
@@ -169,20 +169,20 @@ class Saver:
             for name, p in parameters.items()
         }
         self.device = next(model.parameters()).device
-        self._plan = export.plan_of(
+        self._plan = export.plan_export(
             parameters,
             shards.weight_buffers(model),
             export.meta_copy(model),
             source,
             dtype=config.export_dtype,
             lora=config.export_lora,
+            has_weights="hf_model" in config.save_contents,
         )
-        self._has_weights = "hf_model" in config.save_contents
 
     @property
     def copied_bytes(self) -> int:
         """Bytes that `keep_sources` takes on the disk, over all ranks."""
-        return self._plan.copied_bytes(has_weights=self._has_weights)
+        return self._plan.copied_bytes
 
     def keep_sources(self) -> None:
         """Copy what exports take from the model directory, so that no save reads it. Collective.
@@ -193,9 +193,7 @@ class Saver:
         share = (self.world.rank, self.world.size)
         error: ConfigError | CannotWriteError | None = None
         try:
-            self._plan = self._plan.with_copies(
-                self.run_dir, share=share, has_weights=self._has_weights
-            )
+            self._plan = self._plan.with_copies(self.run_dir, share=share)
         except ConfigError as failure:
             error = failure
         except OSError as failure:
@@ -210,8 +208,7 @@ class Saver:
 
     def size_bytes(self, state: Any) -> int:
         """Return the size of a checkpoint whose shards hold `state` (nested tensors) on each rank."""
-        exported = self._plan.num_bytes(has_weights=self._has_weights)
-        return shards.num_bytes(state) * self.world.size + exported
+        return shards.num_bytes(state) * self.world.size + self._plan.num_bytes
 
     def prepare(self) -> None:
         """Call this before each `save`, in the thread that trains."""
@@ -312,17 +309,10 @@ class Saver:
             staging,
             world_size=world.size,
             num_shards=world.num_shards,
-            parameters=self._tensors,
             buffers=snapshot.extra["buffers"],
         )
-        return export.write_export(
-            self._plan,
-            staging / layout.HUGGINGFACE,
-            reader,
-            self._source,
-            share=(world.rank, world.size),
-            has_weights=self._has_weights,
-        )
+        target = staging / layout.HUGGINGFACE
+        return export.write_export(self._plan, target, reader, share=(world.rank, world.size))
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """Check all files, write the manifest and rename the directory, on the main rank."""
@@ -333,8 +323,8 @@ class Saver:
             *records,
             fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging),
         ]
-        if self._source.adapter is not None:
-            settings = json.dumps(self._source.adapter.settings, indent=2).encode()
+        if (adapter := self._plan.source.adapter) is not None:
+            settings = json.dumps(adapter.settings, indent=2).encode()
             records.append(fsio.write_file(staging / ADAPTER_CONFIG, settings, root=staging))
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
@@ -355,6 +345,7 @@ class Saver:
         fsio.await_files(staging, records, timeout_s=timeout_s)
 
     def _manifest(self, snapshot: Snapshot, records: list[FileRecord]) -> Manifest:
+        whole = self._plan.source.whole
         return Manifest(
             step=snapshot.position.step,
             epoch=snapshot.position.epoch,
@@ -365,7 +356,7 @@ class Saver:
             nonce=secrets.token_hex(8),
             files=tuple(records),
             tensors=self._tensors,
-            text_names=self._source.whole.text_names if self._source.whole else (),
+            text_names=whole.text_names if whole else (),
             num_passed_through=len(self._plan.others),
             fingerprints=dict(self.fingerprints),
             loss=snapshot.loss,

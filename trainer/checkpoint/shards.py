@@ -10,7 +10,7 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -144,18 +144,13 @@ class ShardReader:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        world_size: int,
-        num_shards: int,
-        parameters: Iterable[str],
-        buffers: dict[str, Tensor],
+        self, directory: Path, *, world_size: int, num_shards: int, buffers: Mapping[str, Tensor]
     ) -> None:
-        files = [directory / layout.model_file(world_size, rank) for rank in range(num_shards)]
-        self._parts = [read_torch(file) for file in files]
         self._directory, self._buffers = directory, buffers
-        self.parameters = tuple(parameters)
+        self._parts = [
+            read_torch(directory / layout.model_file(world_size, rank))
+            for rank in range(num_shards)
+        ]
 
     def whole(self, name: str) -> Tensor:
         """Raises `CorruptShardError` if the pieces do not make up the tensor."""

@@ -130,7 +130,6 @@ def _tensors(trained: Trained) -> Iterator[str]:
         trained.info.path,
         world_size=manifest.world_size,
         num_shards=manifest.num_shards,
-        parameters=shapes,
         buffers={},
     )
     others = []
