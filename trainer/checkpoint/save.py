@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,8 @@ class Saver:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self.fingerprints, self._lock = fingerprints, lock
-        self._agreement, self._deadline = (
-            Agreement(world, timeout_s=timeout_s),
-            math.inf,
-        )
-        self._timeout_s = timeout_s
+        self._agreement = Agreement(world, timeout_s=timeout_s)
+        self._timeout_s, self._deadline = timeout_s, math.inf
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -190,9 +188,9 @@ class Saver:
         Raises `CannotWriteError` on all ranks alike if a copy cannot be made, `ConfigError` if a
         file cannot be read.
         """
-        share = (self.world.rank, self.world.size)
         error: ConfigError | CannotWriteError | None = None
         try:
+            share = (self.world.rank, self.world.size)
             self._plan = self._plan.with_copies(self.run_dir, share=share)
         except ConfigError as failure:
             error = failure
@@ -202,9 +200,8 @@ class Saver:
             )
         errors: list[Any] = [None] * self.world.size
         dist.all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise found
+        for found in filter(None, errors):
+            raise found
 
     def size_bytes(self, state: Any) -> int:
         """Return the size of a checkpoint whose shards hold `state` (nested tensors) on each rank."""
@@ -221,17 +218,17 @@ class Saver:
         self._deadline = time.monotonic() + self._timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
-            shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
-            exported = self._written(
+            written = self._together("shards", lambda: self._write_shards(staging, snapshot))
+            shard_files = list(chain.from_iterable(written))
+            exported = self._together(
                 "export", lambda: self._write_export(staging, snapshot, shard_files)
             )
-            records = [*shard_files, *exported]
+            records = [*shard_files, *chain.from_iterable(exported)]
             # what goes wrong before all are ready is a failed save on every rank: the main rank has
             # not committed yet
             self._together("ready", lambda: None)
-            return int(
-                self._together("commit", lambda: self._commit(staging, snapshot, records))[0]
-            )
+            sizes = self._together("commit", lambda: self._commit(staging, snapshot, records))
+            return int(sizes[0])
         except SaveFailedError:
             # its own alone: a run that has taken over may be writing; what stays goes before the
             # next save
@@ -263,10 +260,6 @@ class Saver:
             raise UnresolvedSaveError(reason) from None
         fsio.phase(f"{phase}.agreed")
         return values
-
-    def _written(self, phase: str, action: Callable[[], list[FileRecord]]) -> list[FileRecord]:
-        """Run an action that writes files; return the files of all ranks."""
-        return [record for written in self._together(phase, action) for record in written]
 
     def _open(self, snapshot: Snapshot) -> str | None:
         """Make room and the directories that all ranks write into, on the main rank; return their name."""
@@ -319,13 +312,11 @@ class Saver:
         if not self.world.is_main:
             return 0
         text = f'{{"FSDP_version": 2, "world_size": {self.world.size}}}\n'
-        records = [
-            *records,
-            fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging),
-        ]
+        small_files = {layout.FSDP_CONFIG: text}
         if (adapter := self._plan.source.adapter) is not None:
-            settings = json.dumps(adapter.settings, indent=2).encode()
-            records.append(fsio.write_file(staging / ADAPTER_CONFIG, settings, root=staging))
+            small_files[ADAPTER_CONFIG] = json.dumps(adapter.settings, indent=2)
+        for name, text in small_files.items():
+            records.append(fsio.write_file(staging / name, text.encode(), root=staging))
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)

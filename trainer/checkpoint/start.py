@@ -16,6 +16,7 @@ import torch.distributed as dist
 from trainer.checkpoint import finished, fsio, layout, rollback
 from trainer.checkpoint.choice import (
     NoUsableCheckpointError,
+    Selection,
     candidates_of,
     cannot_use,
     contents_of,
@@ -66,8 +67,12 @@ def decide_start(
     its end is not: it goes on with no step left, and ends again. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
-    if (complete := _find_complete(config, total_steps, world)) is not None:
-        return complete
+    selection = _select(config, world)
+    if selection.chosen is not None:
+        position = _position(selection.chosen, config)
+        if _is_complete(selection.chosen, config, position, total_steps(position), world):
+            _say(selection.notes)
+            return Start(selection.chosen, position, is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
     try:
         return _begin(lock, config, lineage, world)
@@ -76,25 +81,11 @@ def decide_start(
         raise
 
 
-def _find_complete(
-    config: TrainerConfig, total_steps: Callable[[Position], int], world: World
-) -> Start | None:
-    """The start of a run that has ended; None of any other. Collective."""
-    selection = _on_main(partial(candidates_of, config), config, world)
-    if selection.chosen is None:
-        return None
-    position = _position(selection.chosen, config)
-    if not _is_complete(selection.chosen, config, position, total_steps(position), world):
-        return None
-    _say(selection.notes)
-    return Start(selection.chosen, position, is_complete=True, lock=None)
-
-
 def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World) -> Start:
     """Decide the start under the lock, which the main rank takes first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
-    selection = _on_main(partial(candidates_of, config), config, world)
+    selection = _select(config, world)
     _say(selection.notes)
     checkpoint = _first_proven(selection.candidates, config, world)
     position = Position()
@@ -110,6 +101,10 @@ def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World)
         rollbacks=rollbacks,
         fingerprints=lineage.fingerprints,
     )
+
+
+def _select(config: TrainerConfig, world: World) -> Selection:
+    return _on_main(partial(candidates_of, config), config, world)
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
@@ -133,7 +128,9 @@ def _is_complete(
     has_ended = ended_early or position.step >= total_steps
     if not has_ended or verify(candidate, world):
         return False
-    missing = _on_main(partial(_missing_at_end, candidate, end, config), config, world)
+    missing = _on_main(partial(_missing_at_end, candidate, config), config, world)
+    if end is None and _is_own(candidate, config):
+        missing.append(f"{finished.FILE_NAME} is not written")
     if missing:
         logger.info(
             "%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing)
@@ -141,21 +138,22 @@ def _is_complete(
     return not missing
 
 
-def _missing_at_end(
-    candidate: CheckpointInfo, end: finished.Finished | None, config: TrainerConfig
-) -> list[str]:
+def _missing_at_end(candidate: CheckpointInfo, config: TrainerConfig) -> list[str]:
     """Name what the end of a run in its own directory still lacks."""
     run_dir = Path(config.default_local_dir)
-    if candidate.path.resolve().parent != run_dir.resolve():
-        return []
-    missing = []
-    if end is None:
-        missing.append(f"{finished.FILE_NAME} is not written")
+    missing: list[str] = []
+    if not _is_own(candidate, config):
+        return missing
     if not layout.is_published(run_dir, candidate):
         missing.append(f"{layout.POINTER} names another step")
     if not is_given_back(run_dir):
         missing.append("its lock is not given back")
     return missing
+
+
+def _is_own(checkpoint: CheckpointInfo, config: TrainerConfig) -> bool:
+    """Return True unless the checkpoint belongs to another run directory."""
+    return checkpoint.path.resolve().parent == Path(config.default_local_dir).resolve()
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
@@ -171,18 +169,17 @@ def _first_proven(
     """The first candidate whose every byte is as written; damaged ones of this run are set
     aside. Collective.
     """
-    run_dir = Path(config.default_local_dir)
     for candidate in candidates:
         problems = verify(candidate, world)
         if not problems:
             return candidate
         logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
-        if candidate.path.resolve().parent == run_dir.resolve():
+        if _is_own(candidate, config):
             aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
             _on_main(aside, config, world)
     if candidates:
         raise NoUsableCheckpointError(
-            f"every checkpoint in {run_dir} to continue from is damaged (set aside as .corrupt_*); "
+            f"every checkpoint in {config.default_local_dir} to continue from is damaged (set aside as .corrupt_*); "
             f"begin anew in another directory: trainer.experiment_name=<new name>"
         )
     return None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
@@ -113,15 +113,14 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
 
     `extra`: what `rank_state` gave on this rank.
     """
-    parts = [name for name in extra if name in state and name not in SEEDED]
-    sharded = [
-        name
-        for name in parts
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))
-    ]
-    common = [name for name in parts if _state_of(state[name]) == ALL and name not in sharded]
+    common, sharded = {}, []
+    for name in extra.keys() & state.keys() - {*SEEDED}:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name])):
+            sharded.append(name)
+        elif _state_of(state[name]) == ALL:
+            common[name] = _digest(extra[name])
     reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, ({name: _digest(extra[name]) for name in common}, sharded))
+    dist.all_gather_object(reports, (common, sharded))
     expected, _ = reports[0]
     for rank, (digests, found_sharded) in enumerate(reports):
         if found_sharded:
@@ -149,24 +148,14 @@ def _state_of(part: Stateful) -> str:
 def _digest(value: Any) -> str:
     """Equal for equal nested containers of tensors and plain values."""
     digest = hashlib.blake2b(digest_size=16)
-
-    def add(item: Any) -> None:
-        digest.update(type(item).__name__.encode())
-        if isinstance(item, Tensor):
-            digest.update(repr((item.dtype, tuple(item.shape))).encode())
-            digest.update(bytes_of(item.detach()))
-        elif isinstance(item, Mapping):
-            for key in sorted(item, key=repr):
-                add(key)
-                add(item[key])
-        elif isinstance(item, list | tuple):
-            digest.update(str(len(item)).encode())
-            for entry in item:
-                add(entry)
+    leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
+    for path, leaf in sorted(leaves.items()):
+        digest.update(f"{path} {type(leaf).__name__} ".encode())
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+            digest.update(bytes_of(leaf.detach()))
         else:
-            digest.update(repr(item).encode())
-
-    add(value)
+            digest.update(f"{leaf!r} ".encode())
     return digest.hexdigest()
 
 
@@ -178,37 +167,37 @@ def load_state(
     Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
     """
     assert checkpoint.manifest is not None, "it is committed"
-    path, world_size = checkpoint.path, checkpoint.manifest.world_size
+    path, manifest = checkpoint.path, checkpoint.manifest
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
         if name in ("model", *contents):
-            files = [
-                path / file_of(world_size, rank) for rank in range(checkpoint.manifest.num_shards)
-            ]
+            ranks = range(manifest.num_shards)
+            files = [path / file_of(manifest.world_size, rank) for rank in ranks]
             state[name].load_state_dict(Shards(path, [shards.read_torch(file) for file in files]))
     if "extra" not in contents:
         return
-    is_same_size = world_size == world.size
-    is_same_mesh = is_same_size and checkpoint.manifest.mesh == world.mesh_sizes
-    extra = shards.read_torch(
-        path / layout.extra_file(world_size, world.rank if is_same_size else 0)
-    )
+    is_same_size = manifest.world_size == world.size
+    rank = world.rank if is_same_size else 0
+    extra = shards.read_torch(path / layout.extra_file(manifest.world_size, rank))
     extra["data"] = shards.read_torch(path / layout.DATA)
     for name, part in state.items():
         if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
             continue
-        if name in extra:
-            if _state_of(part) == OWN and name not in SEEDED and not is_same_mesh:
-                raise ConfigError(
-                    f"{path} holds a state of the part '{name}' for each of its {world_size} ranks "
-                    f"({_described(checkpoint.manifest.mesh)}), which the {world.size} ranks of "
-                    f"this run ({_described(world.mesh_sizes)}) cannot take over.\n"
-                    f"Fix: continue on the same ranks, or start anew from its weights: another "
-                    f"trainer.experiment_name, trainer.resume_mode=resume_path, "
-                    f"trainer.resume_from_path={path}, trainer.checkpoint.load_contents=[model]"
-                )
-            part.load_state_dict(extra[name])
-        elif part.state_dict():
-            logger.info("%s was saved without the state of '%s', which begins anew", path, name)
+        if name not in extra:
+            if part.state_dict():
+                text = "%s was saved without the state of '%s', which begins anew"
+                logger.info(text, path, name)
+            continue
+        is_own = _state_of(part) == OWN and name not in SEEDED
+        if is_own and not (is_same_size and manifest.mesh == world.mesh_sizes):
+            raise ConfigError(
+                f"{path} holds a state of the part '{name}' for each of its "
+                f"{manifest.world_size} ranks ({_described(manifest.mesh)}), which the "
+                f"{world.size} ranks of this run ({_described(world.mesh_sizes)}) cannot take "
+                f"over.\nFix: continue on the same ranks, or start anew from its weights: another "
+                f"trainer.experiment_name, trainer.resume_mode=resume_path, "
+                f"trainer.resume_from_path={path}, trainer.checkpoint.load_contents=[model]"
+            )
+        part.load_state_dict(extra[name])
 
 
 def _described(mesh: Mapping[str, int]) -> str:
