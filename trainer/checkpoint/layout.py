@@ -106,6 +106,10 @@ class CheckpointInfo:
     manifest: Manifest | None = None
 
     @property
+    def nonce(self) -> str | None:
+        return self.manifest.nonce if self.manifest else None
+
+    @property
     def status(self) -> Literal["committed", "incomplete"]:
         """committed: its manifest and the sizes of all files that a resume needs agree (contents
         are proven by `verify_files`). incomplete: they do not, for the `reason` given.
@@ -178,8 +182,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
     except OSError:
         # a network file system that lost the answer to a rename it carried out reports an error on
         # the second try
-        found = inspect(final).manifest
-        if staging.exists() or found is None or found.nonce != nonce:
+        if staging.exists() or inspect(final).nonce != nonce:
             raise
     fsio.fsync_dir(final.parent)
     return final

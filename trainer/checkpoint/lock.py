@@ -71,14 +71,15 @@ class RunLock:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
-            self._open_directory()
+            self._close()
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._directory = os.open(self._path.parent, flags)
             if not self._try_acquire(deadline_s):
                 logger.info("waiting up to %g s for the run %s", timeout_s, self._holder())
                 while not self._try_acquire(deadline_s):
                     pass
         except (ConfigError, OSError) as error:
-            self._let_go()
-            self._close_directory()
+            self._close()
             if isinstance(error, ConfigError):
                 raise
             raise CannotWriteError(
@@ -137,8 +138,7 @@ class RunLock:
                 logger.warning(
                     "cannot empty %s, the next run may have to wait: %s", self._path, error
                 )
-        self._let_go()
-        self._close_directory()
+        self._close()
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -186,11 +186,9 @@ class RunLock:
         _open_locks.add(self)
         return self._descriptor
 
-    def _open_directory(self) -> None:
-        self._close_directory()
-        self._directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def _close_directory(self) -> None:
+    def _close(self) -> None:
+        """Close the file and the directory as they are, which ends the lock."""
+        self._let_go()
         if self._directory is not None:
             os.close(self._directory)
         self._directory = None
@@ -227,8 +225,7 @@ class RunLock:
 
     def _holder(self) -> str:
         try:
-            holder = json.loads(self._look()[1])
-            return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
+            return "pid {pid} on {host}, started {started}".format(**json.loads(self._look()[1]))
         except (ValueError, KeyError, TypeError):
             return "which did not say its pid"
 
@@ -240,7 +237,7 @@ class RunLock:
         return is_same_file and str(self._record["nonce"]).encode() in content
 
     def _let_go(self) -> None:
-        """Close the file as it is, which ends the lock."""
+        """Close the file as it is."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -261,8 +258,7 @@ _open_locks: set[RunLock] = set()
 def _let_go_in_child() -> None:
     """Closing a descriptor inherited by `fork` leaves the parent's lock as it is."""
     for lock in list(_open_locks):
-        lock._let_go()
-        lock._close_directory()
+        lock._close()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

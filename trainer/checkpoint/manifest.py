@@ -17,6 +17,8 @@ from trainer.progress import Position
 FORMAT = 2
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
+OPTIONAL = ("text_names", "num_passed_through")
+"""Keys that most checkpoints have no use for."""
 
 
 class ManifestError(ValueError):
@@ -67,13 +69,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """Raises `ValueError` for NaN or infinity: a state that is not finite is not saved."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if value != defaults[name]
-        }
-        tree = {"format": FORMAT, **values}
+        values = dataclasses.asdict(self).items()
+        tree = {"format": FORMAT}
+        tree |= {name: value for name, value in values if value or name not in OPTIONAL}
         return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
 
 
@@ -123,14 +121,9 @@ def _require_plain(manifest: Manifest) -> None:
         is_inside = pure.parts and not pure.is_absolute() and ".." not in pure.parts
         if not is_inside or str(pure) != path or not path.isprintable():
             raise ManifestError(f"'files' must list paths inside the checkpoint, got {path!r}")
-    numbers = [
-        manifest.step,
-        manifest.epoch,
-        manifest.samples_consumed,
-        manifest.world_size,
-        *manifest.mesh.values(),
-        *(record.size_bytes for record in manifest.files),
-    ]
+    numbers = [getattr(manifest, name) for name in ("step", "epoch", "samples_consumed")]
+    numbers += [manifest.world_size, *manifest.mesh.values()]
+    numbers += [record.size_bytes for record in manifest.files]
     if any(type(number) is not int or number < 0 for number in numbers) or not manifest.world_size:
         raise ManifestError("steps, counts and sizes must be whole numbers")
     for name in ("loss", "grad_norm"):

@@ -85,4 +85,4 @@ def _is_of(directory: Path, info: CheckpointInfo) -> bool:
         found = parse_manifest((directory / MANIFEST).read_bytes())
     except (OSError, ManifestError):
         return False
-    return info.manifest is not None and found.nonce == info.manifest.nonce
+    return found.nonce == info.nonce

@@ -122,14 +122,13 @@ def worth_keeping(
     for limit in limits:
         kept.update([info.step for info in found if info.step <= limit][-1:])
     rows = scores(run_dir, best_metric)
-    scored = [
-        info.step
+    means = {
+        info.step: row["mean"]
         for info in found
-        if info.manifest is not None
-        and info.manifest.nonce == rows.get(info.step, {}).get("nonce", "")
-    ]
-    if scored:
-        kept.add(max(scored, key=lambda step: rows[step]["mean"]))
+        if (row := rows.get(info.step)) and info.nonce == row.get("nonce", "")
+    }
+    if means:
+        kept.add(max(means, key=lambda step: means[step]))
     return kept
 
 

@@ -89,7 +89,7 @@ def decide(
         first_skipped=max(target.step + 1, onset - SKIPPED_AROUND),
         last_skipped=min(last_step - 1, found_step + SKIPPED_AROUND),
         reason=reason,
-        discarded=[nonce for info in newer if (nonce := _nonce(info))],
+        discarded=[info.nonce for info in newer if info.nonce],
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
@@ -106,7 +106,7 @@ def complete(run_dir: Path) -> None:
     if not entries:
         return
     entry = entries[-1]
-    discarded = [info for info in layout.checkpoints(run_dir) if _nonce(info) in entry.discarded]
+    discarded = [info for info in layout.checkpoints(run_dir) if info.nonce in entry.discarded]
     if not discarded:
         return
     layout.publish(run_dir, entry.target_step)
@@ -114,7 +114,3 @@ def complete(run_dir: Path) -> None:
         layout.quarantine(
             info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}"
         )
-
-
-def _nonce(info: CheckpointInfo) -> str | None:
-    return info.manifest.nonce if info.manifest is not None else None

@@ -39,6 +39,8 @@ LEFTOVERS = {
     READING_PREFIX: "links of a reader (evaluate, the mirror), or of one that was killed",
 }
 
+SHOWN_OF_MANIFEST = ("world_size", "loss", "created_utc")
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,9 +119,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
             "resume": info.step == resume_step,
             "path": str(info.path),
             "size_bytes": tree_bytes(info.path),
-            "world_size": info.manifest.world_size if info.manifest else None,
-            "loss": info.manifest.loss if info.manifest else None,
-            "created_utc": info.manifest.created_utc if info.manifest else None,
+            **{name: getattr(info.manifest, name, None) for name in SHOWN_OF_MANIFEST},
         }
         for info in layout.checkpoints(run_dir)
     ]
@@ -160,7 +160,9 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
     if run["mirror"]:
         yield mirror_line(run["mirror"])
     for left in run["leftovers"]:
-        (meaning,) = [text for prefix, text in LEFTOVERS.items() if left["name"].startswith(prefix)]
+        meaning = next(
+            text for prefix, text in LEFTOVERS.items() if left["name"].startswith(prefix)
+        )
         yield f"  {left['name']}  {readable(left['size_bytes'])}  {meaning}"
     for note in run["notes"]:
         yield from (f"  {line}" for line in note.splitlines())
@@ -196,7 +198,10 @@ def prove(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Pruning:
-    """The checkpoints of a run that stay, and the paths that go. `proofs` must verify before anything goes."""
+    """The names of the checkpoints that stay, and the paths that go.
+
+    `proofs` must verify before anything goes.
+    """
 
     kept: list[str]
     proofs: list[CheckpointInfo]
