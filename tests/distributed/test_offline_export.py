@@ -397,6 +397,9 @@ def test_the_command_exports_what_a_resume_takes(
     saved = stored(run_dir / "global_step_1" / "huggingface")
     assert equal(stored(tmp_path / "export"), cast(saved, "bfloat16"))
     assert not equal(saved, stored(run_dir / "global_step_2" / "huggingface"))
+    words = ("export", str(run_dir), str(tmp_path / "wide"), "--dtype", "float32")
+    assert cli.main([*words]) == 0 and equal(stored(tmp_path / "wide"), saved)
+    assert f"exporting {run_dir / 'global_step_1'} in float32" in capsys.readouterr().out
     assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 2
     assert f"ERROR: '{tmp_path / 'export'}' exists already" in capsys.readouterr().err
 
@@ -409,4 +412,5 @@ def test_the_command_exports_what_a_resume_takes(
     assert capsys.readouterr().err == "interrupted\n" and set(os.listdir(tmp_path)) == {
         "run",
         "export",
+        "wide",
     }

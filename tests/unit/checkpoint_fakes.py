@@ -3,11 +3,14 @@ need no torch.
 """
 
 import hashlib
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
+from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, Manifest, TensorInfo, digest_of
 
 WORLD_SIZE = 2
 
@@ -41,6 +44,21 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...]) -> Manifest:
         loss=1.5,
         grad_norm=0.1,
     )
+
+
+def sealed(tree: dict[str, Any]) -> str:
+    """The text of a manifest with these values and a digest that fits, as an attacker or another
+    writer would leave it.
+    """
+    tree = {name: value for name, value in tree.items() if name != OWN_DIGEST}
+    return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
+
+
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Let `change` alter the manifest of the checkpoint at `path`, and seal it again."""
+    tree = json.loads((path / MANIFEST).read_text())
+    change(tree)
+    (path / MANIFEST).write_text(sealed(tree))
 
 
 def stage(run_dir: Path, step: int) -> Path:

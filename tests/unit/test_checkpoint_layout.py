@@ -2,19 +2,18 @@
 never step 0.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, is_whole, save, stage, write_unfinished
+from checkpoint_fakes import commit, is_whole, rewrite_manifest, save, stage, write_unfinished
 
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
 from trainer.checkpoint.layout import POINTER, inspect, publish
-from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, verify_files
+from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.checkpoint.retention import Retention
 
 
@@ -148,12 +147,7 @@ def reason_after(path: Path, change: Callable[[Path], object]) -> str:
 @pytest.mark.covers("S3.53")
 def test_reasons_name_the_file(tmp_path: Path) -> None:
     def edit(key: str, value: object) -> Callable[[Path], object]:
-        def change(path: Path) -> None:
-            tree = json.loads((path / MANIFEST).read_text()) | {key: value}
-            del tree[OWN_DIGEST]
-            (path / MANIFEST).write_text(json.dumps(tree | {OWN_DIGEST: digest_of(tree)}))
-
-        return change
+        return lambda path: rewrite_manifest(path, lambda tree: tree.update({key: value}))
 
     cases: list[tuple[Callable[[Path], object], str]] = [
         (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 7 were written"),

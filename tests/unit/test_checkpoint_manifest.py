@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import commit, manifest_of
+from checkpoint_fakes import commit, manifest_of, sealed
 
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import (
     MANIFEST,
     OWN_DIGEST,
     ManifestError,
-    digest_of,
     parse_manifest,
     share_of,
     verify_files,
@@ -53,12 +52,6 @@ def mutated(key: str, value: Any) -> str:
     else:
         node[last] = value
     return sealed(tree)
-
-
-def sealed(tree: dict[str, Any]) -> str:
-    """As a writer with other ideas would leave it: malformed, but not damaged."""
-    tree.pop(OWN_DIGEST, None)
-    return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
 
 
 @pytest.mark.parametrize("name", sorted(json.loads(GOOD.to_json()).keys() - {OWN_DIGEST, "nonce"}))

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_fakes import commit, save
+from checkpoint_fakes import commit, rewrite_manifest, save
 
 from trainer.checkpoint import choice, layout, offline_export, shards
 from trainer.checkpoint.manifest import (
     MANIFEST,
-    OWN_DIGEST,
-    digest_of,
     parse_manifest,
     verify_files,
 )
@@ -49,14 +47,6 @@ def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptShardError, match=r"data\.pt"):
         read_torch(path)
     assert not (tmp_path / "canary").exists()
-
-
-def rewrite_manifest(path: Path, change: Any) -> None:
-    """As an attacker would: with a digest that fits."""
-    tree = json.loads((path / MANIFEST).read_text())
-    del tree[OWN_DIGEST]
-    change(tree)
-    (path / MANIFEST).write_text(json.dumps(tree | {OWN_DIGEST: digest_of(tree)}))
 
 
 @pytest.mark.parametrize(

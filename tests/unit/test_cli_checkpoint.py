@@ -205,16 +205,23 @@ def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(
         ("prune '' --keep 1", "RUN_DIR: is empty (an unset variable?)"),
         ("verify other", "'other' is no run directory"),
         ("verify new", "'new' holds no checkpoint to verify"),
+        ("export run", "required: TARGET\nusage: "),
+        ("export run hf --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("export run/global_step_9 hf", "no directory 'run/global_step_9': give a run's"),
+        ("export new hf", "'new' holds no checkpoint to export: wait for the first save"),
+        ("export broken hf", "no checkpoint in 'broken' can be continued from"),
+        ("export other hf", "'other' is no run directory"),
     ],
 )
 def test_wrong_usage(
     run_dir: Path, call: Call, monkeypatch: Patch, words: str, message: str
 ) -> None:
     monkeypatch.chdir(run_dir.parent)
-    Path("other").mkdir()
-    Path("new").mkdir()
+    for name in ("other", "new", "broken/global_step_1"):
+        Path(name).mkdir(parents=True)
     Path("new", LOCK).touch()
     code, out, err = call(*(word.strip("'") for word in words.split()))
+    assert not Path("hf").exists()
     assert (code, out) == (2, "") and err.startswith("ERROR: ") and message in err
     monkeypatch.chdir("run/global_step_2")
     assert call("verify", ".")[0] == 0 and len(rows(call("ls", "..")[1])) == 3
