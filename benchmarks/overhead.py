@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,20 @@ from measuring import header, table, write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "unit"))
 
-from test_meter import batch, new_meter, totals
+from test_meter import new_meter, result
 from toy import guard_config
 
 from trainer import metrics
 from trainer.guard.guard import Guard
+from trainer.loop.parts import StepResult, Supervision
 from trainer.tracking import Tracking
 
 
 def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
     """Return the median microseconds of each part."""
-    meter, guard, packet, one = (
-        new_meter(total_steps=num_steps),
-        Guard(guard_config()),
-        totals(),
-        batch(),
-    )
+    meter, guard = new_meter(total_steps=num_steps), Guard(guard_config())
+    supervision = Supervision(guard, evidence=None)  # type: ignore[arg-type]
+    totals = result(by_rank={"decisions": (0.0, 0.0)})
     tracking = Tracking("overhead", "overhead", ["console"], {}, run_dir=run_dir)
     tracking.start(0)
     took_us: dict[str, list[float]] = {"guard": [], "meter": [], "tracking": []}
@@ -47,16 +46,17 @@ def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
         took_us[part][-1] += 1e6 * (time.perf_counter() - started_s)
         return found
 
-    for step in range(1, num_steps + 1):
+    for number in range(1, num_steps + 1):
         for times in took_us.values():
             times.append(0.0)
+        step = StepResult(replace(totals.batch, step=number), totals.totals, lr=1e-3)
+        timed("meter", meter.by_rank)
         timed("guard", guard.limits)
-        timed("meter", meter.measured)
         meter.clock.mark("forward")
-        signals = timed("meter", meter.signals, one, packet, lr=1e-3)
-        timed("guard", guard.observe, step, signals, is_skipped=False)
-        row = timed("meter", meter.row, one, signals, packet) | guard.scores()
-        timed("tracking", tracking.log, row | metrics.take_numbers(), step)
+        step.signals |= timed("meter", meter.signals, step)
+        timed("guard", supervision.after_step, step)
+        timed("meter", meter.after_step, step)
+        timed("tracking", tracking.log, step.row | metrics.take_numbers(), number)
     tracking.finish()
     return {part: statistics.median(times) for part, times in took_us.items()}
 

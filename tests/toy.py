@@ -14,12 +14,11 @@ from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.order import Share
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
+from trainer.loop.meter import Meter, Plan
 from trainer.loop.run import Cadence, Run
 from trainer.model import assemble, flops
-from trainer.model.experts import Routers
 from trainer.model.pretrained import ModelSource
 from trainer.monitor.memory import Memory
-from trainer.monitor.meter import Meter, Plan
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, clipped_step
 from trainer.optim.schedule import LrSchedule
@@ -235,7 +234,6 @@ def toy_run(
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
-        "routers": Routers(model, world.device),
         "optimizer": OPTIMIZERS[optim.name](model, optim),
         "lr_schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "loop": LoopState(),

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
-from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule
 from trainer.data.order import Share
@@ -126,7 +124,6 @@ def checkpoint_manager(
     recipe: Recipe,
     *,
     lock: RunLock | None = None,
-    more_state: Mapping[str, Stateful] | None = None,
     **settings: Any,
 ) -> CheckpointManager:
     whole = None if source.random_weights else whole_checkpoint(source)
@@ -141,12 +138,7 @@ def checkpoint_manager(
         fingerprints=fingerprints(recipe),
         timeout_s=recipe.save_timeout_s,
     )
-    state = saved_parts(parts) | dict(more_state or {})
-    return CheckpointManager(saver, state=state, tell=tell, **settings)
-
-
-def saved_parts(parts: Run) -> dict[str, Stateful]:
-    return {name: part for name, part in parts.stateful_parts().items() if name != "tracking"}
+    return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell, **settings)
 
 
 def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:
@@ -174,7 +166,6 @@ def run(
     **changes: Any,
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
-    more_state = changes.pop("more_state", None)
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
 
     def total_steps(position: Position) -> int:
@@ -202,10 +193,7 @@ def run(
         },
     )
     parts.guard.note_rollbacks(start.rollbacks)
-    own_state = more_state(parts) if more_state is not None else {}
-    checkpoints = checkpoint_manager(
-        world, run_dir, source, parts, recipe, lock=start.lock, more_state=own_state
-    )
+    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint, contents=CONTENTS[:3])
         checkpoints.settle(start.checkpoint.step, parts.guard.history)

@@ -31,6 +31,7 @@ FREE_OF_TORCH = (
 STEP_FILES = (
     "trainer/batch.py",
     "trainer/loop/fit.py",
+    "trainer/loop/parts.py",
     "trainer/loop/run.py",
     "trainer/loop/step.py",
     "trainer/data/loader.py",
@@ -43,7 +44,7 @@ STEP_FILES = (
     "trainer/guard/guard.py",
     "trainer/monitor/memory.py",
     "trainer/monitor/clock.py",
-    "trainer/monitor/meter.py",
+    "trainer/loop/meter.py",
     "trainer/monitor/packet.py",
     "trainer/monitor/validation.py",
     "trainer/optim/adamw.py",

@@ -11,13 +11,12 @@ from ranks import run_ranks
 from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
-from trainer.loop import step
+from trainer.loop import parts, step
 from trainer.loop.fit import fit
 from trainer.losses import LOSSES, Loss, cross_entropy
 from trainer.metrics import METRICS, put
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import Metric
-from trainer.monitor import meter
 from trainer.optim import clip
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
@@ -141,7 +140,7 @@ def train_noting_norms(
             weights.update({name: weight.square().sum().item() for name, weight in whole.items()})
         clip.clipped_step(optimizer, **scalars)
 
-    with patch.object(step, "clipped_step", noting), patch.object(meter, "RARE_EVERY", 2):
+    with patch.object(step, "clipped_step", noting), patch.object(parts, "RARE_EVERY", 2):
         assert fit(run) == 0
     return squares, sum(weights.values()), [row for _, row in run.tracking.rows]
 

@@ -3,6 +3,7 @@ only this file knows.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from toy import write_model_config
 from toy_runs import Recipe, Result, StopsAfter, run
 
+from trainer.batch import StepBatch
 from trainer.checkpoint import layout
 from trainer.config import OptimConfig
 from trainer.errors import EXIT_RESUMABLE
-from trainer.loop.run import Run
+from trainer.loop.parts import Part
+from trainer.loop.run import PARTS, Run
 from trainer.losses import LOSSES, Loss
+from trainer.monitor.packet import Packet
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
 from trainer.progress import ALL, OWN
@@ -88,20 +93,21 @@ def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: 
     assert len({straight.losses[4] for straight in whole}) == len(CHOICES)
 
 
-class WeightAverage:
-    """Of this rank's shards over all steps so far: it changes with each step and must go on
+class WeightAverage(Part):
+    """Of this rank's shards over all steps so far: it changes with each step and must continue
     where it was.
     """
 
     state_of = OWN
 
-    def __init__(self, model: nn.Module) -> None:
-        self._named = {name: local(parameter) for name, parameter in model.named_parameters()}
+    def __init__(self, run: Run) -> None:
+        self._named = {name: local(parameter) for name, parameter in run.model.named_parameters()}
         self.averages = {name: torch.zeros_like(shard) for name, shard in self._named.items()}
 
-    def update(self) -> None:
+    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
         for name, shard in self._named.items():
             self.averages[name].lerp_(shard.detach(), 0.5)
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.averages
@@ -118,17 +124,43 @@ class Undeclared(WeightAverage):
 
 
 class Sharded(WeightAverage):
-    """It saves what it averages, too."""
+    """It averages what it finds as DTensors, and says so; with a number that is equal on all
+    ranks.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._model = model
+    state_of = ALL
+    is_sharded = True
+
+    def __init__(self, run: Run) -> None:
+        self._named = dict(run.model.named_parameters())
+        self.averages = {
+            name: torch.zeros_like(parameter, requires_grad=False)
+            for name, parameter in self._named.items()
+        }
+        self.averages["num_steps"] = torch.zeros(())
+
+    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
+        self.averages["num_steps"] += 1
+        return super().after_update(batch, packet)
+
+
+class ShardedUndeclared(Sharded):
+    is_sharded = False
+
+
+class ShardedWithCount(Sharded):
+    """It holds a number that is no tensor."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "parameters": [parameter.detach() for parameter in self._model.parameters()],
-        }
+        return self.averages | {"num_steps": 3}
+
+
+class ShardedWithOwn(Sharded):
+    """It holds a tensor that is neither cut over ranks nor equal on them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.averages["num_steps"] += run.world.rank
 
 
 def train_averaged(
@@ -136,10 +168,12 @@ def train_averaged(
     run_dir: Path,
     source: Any,
     num_steps: int = 99,
-    has_average: bool = True,
-    kind: type[WeightAverage] = WeightAverage,
+    kind: type[WeightAverage] | None = WeightAverage,
+    **settings: Any,
 ) -> Any:
-    """(steps trained, the averages at the end, lines of the log)."""
+    """(steps trained, the averages at the end as whole tensors where they are sharded, lines of
+    the log).
+    """
     made: list[WeightAverage] = []
     lines: list[str] = []
     handler = logging.Handler()
@@ -147,18 +181,23 @@ def train_averaged(
     logging.getLogger("trainer").addHandler(handler)
     logging.getLogger("trainer").setLevel(logging.INFO)
 
-    def parts_of(run: Run) -> dict[str, Any]:
-        made.append(kind(run.model))
-        step = run.optimizer.step
-        run.optimizer.step = lambda: (step(), made[0].update())  # type: ignore[method-assign, assignment]
-        return {"average": made[0]} if has_average else {}
+    def make(run: Run) -> WeightAverage:
+        assert kind is not None
+        made.append(kind(run))
+        return made[0]
 
-    recipe = Recipe(total_steps=4, save_freq=-1)
-    result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps), more_state=parts_of)
-    return sorted(result.losses), made[0].averages, lines
+    if kind is not None:
+        PARTS["average"] = make
+    recipe = Recipe(total_steps=4, **({"save_freq": -1} | settings))
+    result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps))
+    averages = {
+        name: average.full_tensor() if isinstance(average, DTensor) else average
+        for name, average in (made[0].averages if made else {}).items()
+    }
+    return sorted(result.losses), averages, lines
 
 
-def test_a_stateful_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Path) -> None:
+def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
     straight = run_ranks(train_averaged, 2, tmp_path / "straight", source)
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
@@ -168,28 +207,51 @@ def test_a_stateful_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Pa
         assert not any("'average'" in line for line in lines)
 
 
-def test_a_part_that_differs_by_rank_without_saying_so_is_refused_at_the_save(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("before", "after", "async_save"),
+    [(2, 2, True), (2, 1, True), (2, 1, False), (1, 2, False), (3, 2, False)],
+)
+def test_a_sharded_part_continues_on_any_number_of_ranks(
+    tmp_path: Path, before: int, after: int, async_save: bool
 ) -> None:
-    """On one rank there is nothing that could differ."""
+    """Steps 3 and 4 change the averages, within rounding alike on another number of ranks."""
     source = write_model_config(tmp_path)
-    with pytest.raises(
-        AssertionError,
-        match="part 'average' cannot be saved: it is not the same on rank 0 and rank 1",
-    ):
-        run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Undeclared)
+    settings = {"kind": Sharded, "async_save": async_save, "save_freq": 1}
+    straight = run_ranks(train_averaged, before, tmp_path / "straight", source, **settings)
+    run_ranks(train_averaged, before, tmp_path / "run", source, 2, **settings)
+    resumed = run_ranks(train_averaged, after, tmp_path / "run", source, **settings)
+    expected = straight[0][1]
+    for steps, averages, _ in resumed:
+        assert steps == [3, 4] and averages.keys() == expected.keys()
+        assert averages["num_steps"] == 4
+        for name, average in averages.items():
+            if before == after:
+                assert torch.equal(average, expected[name]), name
+            torch.testing.assert_close(average, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Undeclared, "it is not the same on rank 0 and rank 1"),
+        (ShardedWithOwn, "it is not the same on rank 0 and rank 1"),
+        (ShardedUndeclared, "it holds a sharded tensor"),
+        (ShardedWithCount, "'num_steps' is a int"),
+    ],
+)
+def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(
+    tmp_path: Path, kind: type[WeightAverage], text: str
+) -> None:
+    source = write_model_config(tmp_path)
+    with pytest.raises(AssertionError, match=f"part 'average' cannot be saved: {text}"):
+        run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=kind)
     assert not layout.checkpoints(tmp_path / "run")
+
+
+def test_on_one_rank_no_state_differs(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
     ((steps, *_),) = run_ranks(train_averaged, 1, tmp_path / "alone", source, kind=Undeclared)
     assert steps == [1, 2, 3, 4]
-
-
-def test_a_sharded_tensor_in_the_extra_state_is_refused_at_the_save(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path)
-    with pytest.raises(
-        AssertionError, match="part 'average' cannot be saved: it holds a sharded tensor"
-    ):
-        run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Sharded)
-    assert not layout.checkpoints(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {"fsdp_size": 1})])
@@ -209,7 +271,7 @@ def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_sa
     tmp_path: Path,
 ) -> None:
     source = write_model_config(tmp_path)
-    run_ranks(train_averaged, 1, tmp_path / "run", source, 2, has_average=False)
+    run_ranks(train_averaged, 1, tmp_path / "run", source, 2, kind=None)
     ((steps, _, lines),) = run_ranks(train_averaged, 1, tmp_path / "run", source)
     assert steps == [3, 4]
     assert [line for line in lines if "without the state of 'average'" in line]

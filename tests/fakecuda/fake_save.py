@@ -13,7 +13,6 @@ import fake_cuda
 from fake_step import Case, FakeRun, fake_run
 from fake_watch import Watch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from toy_runs import saved_parts
 
 from trainer.checkpoint import manager as manager_module
 from trainer.checkpoint import shards
@@ -70,7 +69,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         stack.enter_context(patch.object(manager_module, "require_resumable", lambda *args: None))
         run.validation_batches = ValidationBatches(fake.samples, fake.plan, batch_size=8)
         writer = Writer(directory, fake)
-        manager = CheckpointManager(writer, state=saved_parts(run), tell=lambda *event: None)
+        manager = CheckpointManager(writer, state=run.stateful_parts(), tell=lambda *event: None)
         run.checkpoints = manager
         batches = [fake.batch(case, step=step) for step in (1, 2, 3)]
         stack.enter_context(fake.mode)

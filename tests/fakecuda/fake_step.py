@@ -103,13 +103,15 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
     """What the host would wait for: a packet of ones, in which nobody asks for anything, and
     nothing is abnormal.
     """
-    num_ranks = (len(packet.values) - len(packet.names)) // max(1, len(packet.fields))
+    num_summed = sum(tensor.numel() for tensor in packet.sums.values())
+    num_ranks = (len(packet.values) - num_summed) // max(1, len(packet.fields))
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
     sums = {
         name: float(not name.endswith(("_requests", "is_skipped", "nonfinite")))
-        for name in (*derived, *packet.names)
+        for name in (*derived, *packet.sums)
     }
-    return Totals(sums, by_rank)
+    vectors = {name: torch.ones(tensor.shape) for name, tensor in packet.sums.items()}
+    return Totals(sums, by_rank, vectors)
 
 
 @contextmanager

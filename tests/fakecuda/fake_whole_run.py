@@ -187,7 +187,7 @@ def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
         found = read_ones(packet, **derived)
         if "grad_norm" in derived and heartbeat.step in troubled:
             troubled.clear()
-            return Totals({**found.sums, "grad_norm": 100.0}, found.by_rank)
+            return replace(found, sums={**found.sums, "grad_norm": 100.0})
         return found
 
     return read

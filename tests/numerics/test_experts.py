@@ -51,10 +51,7 @@ def train(world: Any, source: Any, **settings: Any) -> dict[str, list[float]]:
     }
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         model = build_toy_model(world, source, **settings)
-    routers = Routers(model, world.device)
-    parts = toy_run(
-        world, model, ToySamples(), total_steps=STEPS, routers=routers, optim=AS_DEFINED, **limits
-    )
+    parts = toy_run(world, model, ToySamples(), total_steps=STEPS, optim=AS_DEFINED, **limits)
     parts.validation_batches = ValidationBatches(
         ToySamples(5, seed=1), parts.batches.plan, batch_size=4
     )
@@ -186,8 +183,8 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
     """
     model, plain = build_toy_model(world, source, is_packed=False), plain_model(source)
     model.train()
-    routers = Routers(model, world.device)
-    parts = toy_run(world, model, ToySamples(), total_steps=1, routers=routers)
+    parts = toy_run(world, model, ToySamples(), total_steps=1)
+    routers: Any = parts.parts["routers"]
     batch = next(iter(parts.batches))
     for _ in range(2):
         model.zero_grad()

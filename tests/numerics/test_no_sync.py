@@ -48,9 +48,10 @@ class Reads(TorchDispatchMode):
 
 def read_nothing(packet: Packet, **derived: torch.Tensor) -> Totals:
     """A packet of ones."""
-    num_ranks = (len(packet.values) - len(packet.names)) // len(packet.fields)
+    num_summed = sum(tensor.numel() for tensor in packet.sums.values())
+    num_ranks = (len(packet.values) - num_summed) // len(packet.fields)
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
-    return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
+    return Totals(dict.fromkeys((*derived, *packet.sums), 1.0), by_rank, {})
 
 
 def reads_of_a_step(

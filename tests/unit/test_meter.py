@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import OneSource
+from toy import OneSource, guard_config
 
 from trainer import metrics
-from trainer.batch import StepBatch, StepFlops
+from trainer.batch import StepFlops
 from trainer.data.batch_plan import Limits, deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
+from trainer.guard.guard import Guard
+from trainer.loop import meter as meter_module
+from trainer.loop.meter import Meter, Plan
+from trainer.loop.parts import StepResult, Supervision
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics.table import PHASES
 from trainer.monitor import memory
 from trainer.monitor.memory import Memory
-from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import Totals
 from trainer.runtime.distributed import World
 
@@ -38,8 +41,8 @@ class Samples(OneSource):
         return np.arange(length, dtype=np.int32), mask
 
 
-def new_meter(*, world_size: int = 2, cost: StepFlops | None = None, **plan: Any) -> Meter:
-    world = World(CPU, mesh=None, rank=0, size=world_size, num_shards=world_size)  # type: ignore[arg-type]
+def new_meter(*, cost: StepFlops | None = None, **plan: Any) -> Meter:
+    world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)  # type: ignore[arg-type]
     settings = {"total_steps": 100, "save_freq": 20, "test_freq": 10, "max_norm": 1.0}
     return Meter(world, plan=Plan(**(settings | plan)), cost=cost, memory=Memory(CPU))
 
@@ -49,41 +52,45 @@ def nothing_left() -> None:
     metrics.take()
 
 
-def totals(by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float) -> Totals:
-    """The packet of a step on two ranks, with `by_rank` and `sums` in place of the usual ones."""
+def result(
+    step: int = 1, by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float
+) -> StepResult:
+    """A step on two ranks, with `by_rank` and `sums` in place of the usual ones."""
     usual = dict.fromkeys(metrics.travelling(), (metrics.ABSENT, metrics.ABSENT))
-    usual |= {"decisions": (0.0, 0.0), "train/nonfinite": (0.0, 0.0)}
-    usual |= {"train/loss_max_rank": (1.0, 2.0), "memory/cpu/rss_gib": (1.0, 2.0)}
-    sums = {"loss_sum": 110.0, "num_hits": 5.0, "grad_norm": 4.0} | sums
-    return Totals(sums, usual | (by_rank or {}))
-
-
-def batch(step: int = 1) -> StepBatch:
+    usual |= {"train/nonfinite": (0.0, 0.0), "train/loss_max_rank": (1.0, 2.0)}
+    usual |= {"memory/cpu/rss_gib": (1.0, 2.0)} | (by_rank or {})
+    sums = {"loss_sum": 110.0, "num_hits": 5.0, "grad_norm": 4.0, "is_skipped": 0.0} | sums
     plan = RankPlan(0, 2, Limits(64, None), 0.0)
-    return build_step(Samples(), np.arange(6), plan, step=step, epoch=0)
+    batch = build_step(Samples(), np.arange(6), plan, step=step, epoch=0)
+    return StepResult(batch, Totals(sums, usual, {}), lr=2e-3)
 
 
-def row_of(meter: Meter, *, step: int = 1, **changes: Any) -> dict[str, float]:
+def row_of(meter: Meter, **changes: Any) -> dict[str, float]:
     for phase in ("data", "shard", "forward", "backward", "optimizer"):
         meter.clock.mark(phase)
-    found, one = totals(**changes), batch(step)
-    return meter.row(one, meter.signals(one, found, lr=2e-3), found)
+    step = result(**changes)
+    step.signals |= meter.signals(step)
+    meter.after_step(step)
+    return step.row
 
 
 @pytest.mark.covers("S0.3", "S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S0.34", "S3.6")
-def test_a_row_describes_the_global_batch_in_metrics_of_the_table() -> None:
+def test_a_row_describes_the_global_batch_in_metrics_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meter_module, "peak_tflops", lambda device: 0.5)
     meter = new_meter(
         cost=StepFlops(0.0, 1e12, 0.0),
         data_facts={"data/truncated": 3},
         tracker_health=lambda: {"obs/queue_depth": 2},
     )
-    meter._peak_tflops = 0.5
-    row = row_of(meter, param_square_sum=9.0, objective_sum=201.0)
+    row = row_of(meter, objective_sum=201.0, **{"moe/router_loss": 1.5})
     step_s = row["train/time(s)"]
     expected = {
         "train/loss": 110 / 67,
         "train/loss_max_rank": 2.0,
         "train/objective": 3.0,
+        "moe/router_loss": 1.5,
         "train/token_accuracy": 5 / 67,
         "train/lr(1e-3)": 2.0,
         "train/seq_total_len_mean": 112 / 6,
@@ -96,7 +103,6 @@ def test_a_row_describes_the_global_batch_in_metrics_of_the_table() -> None:
         "data/packing_efficiency": 112 / (2 * 64),
         "data/truncated": 3,
         "obs/queue_depth": 2,
-        "optim/param_norm": 3.0,
         "memory/cpu/rss_gib": 2.0,
         "throughput/train/valid_tokens_per_s": 67 / step_s,
         "throughput/train/valid_tokens_per_s_update": 67 / row["time/train/update_s"],
@@ -107,9 +113,9 @@ def test_a_row_describes_the_global_batch_in_metrics_of_the_table() -> None:
     assert {key: row[key] for key in expected} == pytest.approx(expected)
     assert [key for key in row if metrics.find(key) is None] == []
     assert all(type(value) in (int, float) for value in row.values())
-    rare = {"data/truncated", "obs/queue_depth", "optim/param_norm"}
+    rare = {"data/truncated", "obs/queue_depth"}
     assert not rare & row_of(meter, step=2).keys(), "slow metrics now and then"
-    assert rare <= row_of(meter, step=50, param_square_sum=9.0).keys()
+    assert rare <= row_of(meter, step=50).keys()
 
 
 @pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.29", "S3.49")
@@ -123,7 +129,7 @@ def test_phases_of_all_ranks_are_in_the_row_of_the_step_after() -> None:
     step_s = first["time/train/step_s"]
     assert sum(first[phase] for phase in phases) == pytest.approx(step_s, rel=1e-9)
     assert step_s == first["train/time(s)"] and "time/train/slowest_rank" not in first
-    sent = meter.measured()
+    sent = meter.by_rank()
     assert {key: sent[key] for key in phases} == {key: first[key] for key in phases}
     assert sent["time/train/step_s"] == step_s and sent["memory/cpu/rss_gib"] > 0
     assert sent["system/gpu_util"] == metrics.ABSENT, "not measured here"
@@ -154,7 +160,7 @@ def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
     slots = metrics.travelling()
     times = dict.fromkeys((slot for slot in slots if slot.startswith("time/")), (1.0, 2.0))
     routers = dict.fromkeys((key for key in METRICS if key.startswith("moe/")), 1.0)
-    signals = new_meter().signals(batch(), totals(times, objective_sum=7.0, **routers), lr=1.0)
+    signals = new_meter().signals(result(by_rank=times, objective_sum=7.0, **routers))
     seen = {key for key in METRICS if is_signal(key) and "<" not in key}
     on_cuda = {key for key in seen if key.startswith("memory/") and key != "memory/cpu/rss_gib"}
     assert {key for key in signals if METRICS[key].every == "step"} == seen - on_cuda
@@ -162,8 +168,9 @@ def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
 
 
 def test_ranks_whose_guards_decided_differently_are_found() -> None:
+    supervision = Supervision(Guard(guard_config()), evidence=None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="disagree"):
-        new_meter().signals(batch(), totals(by_rank={"decisions": (1.0, 2.0)}), lr=1.0)
+        supervision.after_step(result(by_rank={"decisions": (1.0, 2.0)}))
 
 
 def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> None:

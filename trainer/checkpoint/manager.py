@@ -17,7 +17,7 @@ from trainer.checkpoint import fsio, layout, retention, rollback, shards, start
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.checkpoint.state import State, load_state, rank_state, require_resumable
+from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import on_main
@@ -65,8 +65,12 @@ class CheckpointManager:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be
         kept do not.
         """
-        model, optimizer = (self._state[name].state_dict() for name in ("model", "optimizer"))
-        size_bytes = self._saver.size_bytes([model, optimizer])
+        sharded = [
+            part.state_dict()
+            for name, part in self._state.items()
+            if name in ("model", "optimizer") or is_sharded(part)
+        ]
+        size_bytes = self._saver.size_bytes(sharded)
 
         def check() -> None:
             retention.require_space(

@@ -92,7 +92,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     saved = list(saved_parameters(model).values())
     cut = next((parameter for parameter in saved if isinstance(parameter, DTensor)), None)
     shards = {
-        parameter: _compact(parameter if cut is None else _as_shard(parameter, cut))
+        parameter: compact(parameter if cut is None else _as_shard(parameter, cut))
         for parameter in saved
     }
     return {name: shards[p] for name, p in saved_parameters(model, remove_duplicate=False).items()}
@@ -104,7 +104,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     state = {
-        names[parameter]: {key: _compact(value) for key, value in values.items()}
+        names[parameter]: {key: compact(value) for key, value in values.items()}
         for parameter, values in optimizer.state.items()
     }
     groups = [
@@ -206,6 +206,18 @@ def load_optimizer(
             )
 
 
+def cut_again(
+    live: Mapping[str, Tensor], parts: Sequence[Mapping[str, Any]], directory: Path
+) -> dict[str, Tensor]:
+    """Return tensors like those in `live`, with what `parts` hold: the saved state of each of the
+    ranks that held one whole copy. Raises `ConfigError`.
+    """
+    found = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    for name, tensor in found.items():
+        _copy_slice([_entry(part, name, directory) for part in parts], tensor, name, "its dtype")
+    return found
+
+
 def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
     if name not in part:
         raise CorruptShardError(
@@ -225,7 +237,7 @@ def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
     )
 
 
-def _compact(value: Any) -> Any:
+def compact(value: Any) -> Any:
     """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be
     saved too).
     """

@@ -7,7 +7,8 @@ in the file that belongs to no rank, every other part in the extra state of each
 A resume on another number of ranks gives every rank the extra state of rank 0. That is right for a
 part whose state is equal on all ranks, which each save checks, or whose state on rank 0 is the one
 that counts. A part whose class sets `state_of = OWN` has a different state on each rank. It can
-only continue on the same ranks, and is refused on others.
+only continue on the same ranks, and is refused on others. A part whose class sets `is_sharded` has
+DTensors by name, which any number of ranks cuts again.
 """
 
 import hashlib
@@ -38,8 +39,8 @@ SEEDED = ("rng",)
 
 
 class Stateful(Protocol):
-    """A part that survives a restart. Its class may have an attribute `state_of`, by default `ALL`:
-    see `trainer.progress`.
+    """A part that survives a restart. Its class may have the attributes `state_of`, by default `ALL`
+    (see `trainer.progress`), and `is_sharded`, by default False.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -100,11 +101,27 @@ class WeightBuffers:
 
 
 def rank_state(state: State, step: int) -> dict[str, Any]:
-    """The extra state of this rank after finished step `step`."""
-    return {
-        "step": step,
-        **{name: part.state_dict() for name, part in state.items() if name not in APART},
-    }
+    """The extra state of this rank after finished step `step`. Raises `ConfigError` for a sharded
+    part whose state is not tensors by name.
+    """
+    found: dict[str, Any] = {"step": step}
+    for name, part in state.items():
+        if name not in APART:
+            found[name] = part.state_dict()
+            if is_sharded(part):
+                found[name] = _compact_tensors(name, found[name])
+    return found
+
+
+def _compact_tensors(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the state of the part '{name}' cannot be saved: '{key}' is a "
+                f"{type(value).__name__}, and a part with is_sharded holds tensors by name.\n"
+                f"Fix: return a tensor, or keep the value in another part"
+            )
+    return {key: shards.compact(value) for key, value in state.items()}
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
@@ -115,10 +132,11 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
     """
     common, sharded = {}, []
     for name in extra.keys() & state.keys() - {*SEEDED}:
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name])):
+        leaves = tree_leaves(extra[name])
+        if not is_sharded(state[name]) and any(isinstance(leaf, DTensor) for leaf in leaves):
             sharded.append(name)
         elif _state_of(state[name]) == ALL:
-            common[name] = _digest(extra[name])
+            common[name] = _digest(_without_shards(extra[name]))
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, (common, sharded))
     expected, _ = reports[0]
@@ -127,8 +145,8 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
             raise ConfigError(
                 f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded "
                 f"tensor (DTensor), and another number of ranks does not shard the extra state of "
-                f"a checkpoint again.\nFix: return its to_local() from state_dict, and set "
-                f"state_of = {OWN!r} on the class"
+                f"a checkpoint again.\nFix: set is_sharded = True on the class, whose state_dict "
+                f"then is a mapping of names to tensors"
             )
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
@@ -143,6 +161,18 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
 
 def _state_of(part: Stateful) -> str:
     return getattr(part, "state_of", ALL)
+
+
+def is_sharded(part: Stateful) -> bool:
+    """Return whether the state of a part in the extra state is cut over ranks."""
+    return getattr(part, "is_sharded", False)
+
+
+def _without_shards(value: Any) -> Any:
+    """Return the state without the DTensors of a sharded part, of which each rank has its own."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: item for key, item in value.items() if not isinstance(item, DTensor)}
 
 
 def _digest(value: Any) -> str:
@@ -179,6 +209,8 @@ def load_state(
     rank = world.rank if is_same_size else 0
     extra = shards.read_torch(path / layout.extra_file(manifest.world_size, rank))
     extra["data"] = shards.read_torch(path / layout.DATA)
+    num_shards = manifest.num_shards
+    extra_files = [layout.extra_file(manifest.world_size, shard) for shard in range(num_shards)]
     for name, part in state.items():
         if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
             continue
@@ -197,6 +229,10 @@ def load_state(
                 f"trainer.experiment_name, trainer.resume_mode=resume_path, "
                 f"trainer.resume_from_path={path}, trainer.checkpoint.load_contents=[model]"
             )
+        if is_sharded(part):
+            # each rank needs rows that several ranks may have saved
+            saved = [shards.read_torch(path / file)[name] for file in extra_files]
+            extra[name] = shards.cut_again(part.state_dict(), saved, path)
         part.load_state_dict(extra[name])
 
 

@@ -39,8 +39,8 @@ def _train(run: Run) -> int | None:
     with closing(iter(run.batches)) as batches:
         for batch in batches:
             run.heartbeat.step = batch.step
-            row, decision = training_step(run, batch)
-            row |= metrics.take_numbers()
+            result = training_step(run, batch)
+            row, decision = result.row | metrics.take_numbers(), result.decision
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
             if decision.rollback_onset is not None and _roll_back(

@@ -5,8 +5,7 @@ And what of it survives a restart, by name.
 """
 
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,8 +18,8 @@ from trainer.checkpoint.state import ModelShards, OptimizerShards, Stateful, Wei
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
-from trainer.model.experts import Routers
-from trainer.monitor.meter import Meter
+from trainer.loop.meter import Meter
+from trainer.loop.parts import Norms, Part, RouterLoad, SourceLosses, Supervision, blocks_of
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState
@@ -54,7 +53,6 @@ class Run:
 
     world: World
     model: PreTrainedModel
-    routers: Routers
     optimizer: Optimizer
     lr_schedule: LrSchedule
     batches: TrainLoader
@@ -77,6 +75,11 @@ class Run:
     is_stopping: bool = field(default=False, init=False)
     """Whether any rank was asked to stop, as of the last time they told each other."""
     is_save_requested: bool = field(default=False, init=False)
+    parts: dict[str, Part] = field(init=False)
+    """They take their turn in every step, in this order."""
+
+    def __post_init__(self) -> None:
+        self.parts = {name: make(self) for name, make in PARTS.items()}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -85,23 +88,15 @@ class Run:
 
     @cached_property
     def blocks(self) -> dict[str, list[nn.Parameter]]:
-        """The same by block: a numbered layer, else the module they lie in."""
-        blocks: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                layer = re.match(r"(.*?\.\d+)\.", name)
-                blocks.setdefault(layer[1] if layer else name.rpartition(".")[0], []).append(
-                    parameter
-                )
-        return blocks
+        """The trained parameters by block."""
+        return blocks_of(self.model)
 
     def stateful_parts(self) -> dict[str, Stateful]:
-        """All that is saved, loaded and rolled back. A new part is a line here, and its two
-        methods.
+        """Return all that is saved, loaded and rolled back, by name.
 
-        Its state has to be equal on all ranks, which each save checks; otherwise the class of the
-        part sets `state_of` (`trainer.progress`). A checkpoint from before a part was there leaves
-        it as it begins.
+        State has to be equal on all ranks, which each save checks; otherwise the class sets
+        `state_of` (`trainer.progress`) or `is_sharded`. A checkpoint from before a part was there
+        leaves it as it begins.
         """
         return {
             "model": ModelShards(self.model),
@@ -110,15 +105,25 @@ class Run:
             "lr_scheduler": RateState(self.lr_schedule, self.batches),
             "rng": seeding.GeneratorState(self.world.device),
             "buffers": WeightBuffers(self.model),
-            "routers": self.routers,
-            "guard": self.guard,
             "loop": self.loop,
-            "meter": self.meter,
+            **self.parts,
         }
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
+
+
+PARTS: dict[str, Callable[[Run], Part]] = {
+    "routers": lambda run: RouterLoad(run.model, run.world.device),
+    "sources": lambda run: SourceLosses(),
+    "guard": lambda run: Supervision(run.guard, run.evidence),
+    "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
+    "meter": lambda run: run.meter,
+}
+"""The parts of every run, in the order of their turns, each made from the run. The meter ends the
+step's time. A part of your own is an entry here, made before the run is built, on every rank.
+"""
 
 
 class RateState:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from trainer.runtime.distributed import World
 
-Scalars = Mapping[str, SupportsFloat]
-"""Tensors of one value, or numbers of the host."""
+Value = SupportsFloat | Tensor
+"""A tensor, or a number of the host."""
+Values = Mapping[str, Value]
 
 
 @dataclass(frozen=True)
@@ -24,89 +25,70 @@ class Totals:
     """A packet on the host, equal on all ranks."""
 
     sums: Mapping[str, float]
-    """Over ranks; with what was derived from them on the device."""
+    """Scalars summed over ranks; with what was derived from the sums on the device."""
     by_rank: Mapping[str, tuple[float, ...]]
     """Field -> its value on every rank."""
+    vectors: Mapping[str, Tensor]
+    """Tensors of more than one value, summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """The same still on the device, float64: the named sums, then the fields of every rank."""
+    """A packet on the device, float64."""
 
     values: Tensor
-    names: tuple[str, ...]
+    """All sums one after the other, then the fields of rank 0, of rank 1, …"""
+    sums: Mapping[str, Tensor]
+    """Views of `values`, each in its own shape."""
     fields: tuple[str, ...]
-    vector: Tensor
-    """Summed too; it stays on the device."""
-
-    def sum_of(self, name: str) -> Tensor:
-        return self.values[self.names.index(name)]
 
     def read(self, **derived: Tensor) -> Totals:
-        """Wait for the device. `derived`: scalars made from the sums, which come along."""
-        extra = [value.double() for value in derived.values()]
-        values = torch.cat([*([torch.stack(extra)] if extra else []), self.values]).tolist()
-        names = (*derived, *self.names)
-        slots = values[len(names) :]
-        return Totals(
-            sums=dict(zip(names, values, strict=False)),
-            by_rank={
-                name: tuple(slots[index :: len(self.fields)])
-                for index, name in enumerate(self.fields)
-            },
-        )
+        """Wait for the device. `derived` scalars, made from the sums, come along."""
+        extra = [value.double().reshape(1) for value in derived.values()]
+        host = torch.cat([*extra, self.values]).cpu()
+        numbers = host.tolist()
+        sums = dict(zip(derived, numbers, strict=False))
+        vectors = {}
+        place = len(derived)
+        for name, tensor in self.sums.items():
+            end = place + tensor.numel()
+            if tensor.ndim:
+                vectors[name] = host[place:end].view(tensor.shape)
+            else:
+                sums[name] = numbers[place]
+            place = end
+        by_rank = {
+            name: tuple(numbers[place + index :: len(self.fields)])
+            for index, name in enumerate(self.fields)
+        }
+        return Totals(sums, by_rank, vectors)
 
 
-def reduce_packet(
-    world: World, *, sums: Scalars, by_rank: Scalars | None = None, vector: Tensor | None = None
-) -> Packet:
-    """Add up `sums` and `vector` over ranks, and tell all ranks this one's `by_rank`. Collective,
+def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) -> Packet:
+    """Add up `sums` over ranks, and tell all ranks the scalars in `by_rank` of each. Collective,
     one all-reduce; names and shapes are equal on all ranks.
     """
-    names, totals = _packed(sums, world.device)
-    fields, own = _packed(by_rank or {}, world.device)
+    by_rank = by_rank or {}
+    own = _on_device([*sums.values(), *by_rank.values()], world.device)
+    summed, fields = own[: len(sums)], own[len(sums) :]
     slots = torch.zeros(world.size, len(fields), dtype=torch.float64, device=world.device)
-    slots[world.rank] = own
-    parts = (
-        torch.cat([totals, slots.flatten()]),
-        totals.new_zeros(0) if vector is None else vector.double().flatten(),
-    )
-    whole = torch.cat(parts)
-    dist.all_reduce(whole)
-    values, summed = whole.split([len(part) for part in parts])
-    return Packet(values, names, fields, summed)
+    if fields:
+        slots[world.rank] = torch.stack(fields)
+    values = torch.cat([*(tensor.flatten() for tensor in summed), slots.flatten()])
+    dist.all_reduce(values)
+    pieces = values.split([*(tensor.numel() for tensor in summed), slots.numel()])
+    shaped = (piece.view(own.shape) for piece, own in zip(pieces, summed, strict=False))
+    return Packet(values, dict(zip(sums, shaped, strict=True)), tuple(by_rank))
 
 
-def _packed(scalars: Scalars, device: torch.device) -> tuple[tuple[str, ...], Tensor]:
-    """(Names, values as a float64 vector), in the order given; what the host knows goes to the
-    device in one copy.
+def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:
+    """Return float64 tensors; numbers of the host go to the device in one copy.
 
-    Which of them are tensors may differ between ranks.
+    Which of the values are tensors may differ between ranks. With CPU offload some are on the host.
     """
-    numbers = [float(value) for value in scalars.values() if not isinstance(value, Tensor)]
+    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     copied = iter(torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True).unbind())
-    own = [
-        value.detach().to(device).double().reshape(())  # with CPU offload it is on the host
-        if isinstance(value, Tensor)
-        else next(copied)
-        for value in scalars.values()
+    return [
+        value.detach().to(device).double() if isinstance(value, Tensor) else next(copied)
+        for value in values
     ]
-    return tuple(scalars), torch.stack(own) if own else torch.zeros(
-        0, dtype=torch.float64, device=device
-    )
-
-
-def loss_key(source: str) -> str:
-    """Name in a packet of the summed loss of a source."""
-    return f"loss_sum/{source}"
-
-
-def losses_by_source(
-    sums: Mapping[str, float], loss_tokens_by: Mapping[str, int]
-) -> dict[str, float]:
-    """Mean loss of each source that has supervised tokens: `loss_by/<source>`."""
-    return {
-        f"loss_by/{name}": sums[loss_key(name)] / count
-        for name, count in loss_tokens_by.items()
-        if count
-    }

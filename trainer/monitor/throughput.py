@@ -2,6 +2,8 @@
 
 import re
 
+import torch
+
 _NAMES = {
     2250.0: ("B200", "B300"),
     2500.0: ("GB200", "GB300"),
@@ -32,6 +34,13 @@ two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
 """Words of devices that are not in the table: a slice of a card (MIG, or `40C` of a virtual one), or
 another variant."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the device's peak; None for a device that is not in the table."""
+    if device.type != "cuda":
+        return None
+    return PEAK_TFLOPS.get(known_as(torch.cuda.get_device_name(device)) or "")
 
 
 def known_as(device_name: str) -> str | None:

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainer.batch import LossOutput, PackedBatch, StepBatch, document_sums
-from trainer.monitor.meter import perplexity
-from trainer.monitor.packet import loss_key, losses_by_source, reduce_packet
+from trainer.monitor.losses import losses_by_source, perplexity
+from trainer.monitor.packet import Values, reduce_packet
 from trainer.runtime.distributed import World
 
-SUMS = ("loss_sum", "squares", "products", "square_counts", "num_hits")
+NUM_SUMS = 5
+"""Loss, squares and products of loss and number of tokens of each sample, and hits."""
 
 
 class Validation:
@@ -29,11 +29,10 @@ class Validation:
     ) -> None:
         """`sources`: names of the sources, where there are several."""
         self._world, self._length_facts = world, length_facts
-        self._names = (*SUMS, *map(loss_key, sources))
-        self._tokens_by = Counter(dict.fromkeys(sources, 0))
+        self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
+        self._totals = torch.zeros(NUM_SUMS + len(sources), dtype=torch.float64)
+        self._local = self._totals.to(world.device, copy=True)
         self._started_s = time.perf_counter()
-        self._local = self._zeros()
-        self._totals = [0.0] * len(self._local)
         self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
@@ -42,64 +41,56 @@ class Validation:
         """
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         whole_2D = torch.stack([sums_D, counts_D])
-        # of a document that lies on several ranks, each adds its part
+        # each rank adds its part of a document that lies on several ranks
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
         squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
-        self._local[: len(SUMS)] += torch.stack(
+        self._local[:NUM_SUMS] += torch.stack(
             [sums_D.sum(), *squares, output.hits_S.sum().double()]
         )
-        if self._tokens_by:
-            self._local.index_add_(0, micro_batch.sources_D + len(SUMS), sums_D)
+        if self._tokens_by_source:
+            self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
-        """Add up over ranks; whether any of them was asked to stop. Collective."""
-        local = dict(zip(self._names, self._local.unbind(), strict=True))
-        sums = (
-            reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
-        )
-        self._local = self._zeros()
-        self._totals = [
-            total + sums[name] for total, name in zip(self._totals, self._names, strict=True)
-        ]
-        self._tokens_by.update(batch.loss_tokens_by)
+        """Add up over ranks; return whether any rank was asked to stop. Collective."""
+        local: Values = {"sums": self._local, "num_stop_requests": is_stopping}
+        totals = reduce_packet(self._world, sums=local).read()
+        self._local.zero_()
+        self._totals += totals.vectors["sums"]
+        self._tokens_by_source.update(batch.loss_tokens_by)
         self._num_loss_tokens += batch.num_loss_tokens
         self._num_tokens += batch.num_tokens
         self._num_samples += batch.num_samples
         self._num_batches += 1
-        return sums["num_stop_requests"] > 0
+        return totals.sums["num_stop_requests"] > 0
 
     def row(self, *, train_loss: float) -> dict[str, float]:
-        """The metrics. `train_loss`: the smoothed training loss, for the gap.
+        """Return the metrics. `train_loss`: the smoothed training loss, for the gap.
 
         The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m
         the mean: sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3,
         for a large population).
         """
-        totals = dict(zip(self._names, self._totals, strict=True))
-        loss_sum, squares, products, square_counts, num_hits = map(totals.__getitem__, SUMS)
+        totals = [float(total) for total in self._totals]
+        loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
         mean = loss_sum / self._num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
-        stderr = math.nan
-        if math.isfinite(residual):
-            stderr = math.sqrt(residual) / self._num_loss_tokens
-        of_set = {**losses_by_source(totals, self._tokens_by), **self._length_facts}
+        # an overflow stays visible: the square root of infinity is no standard error
+        stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan
         total_s = time.perf_counter() - self._started_s
         return {
             "val/loss": mean,
-            "val/loss_stderr": stderr,
+            "val/loss_stderr": stderr / self._num_loss_tokens,
             "val/ppl": perplexity(mean),
             "val/token_accuracy": num_hits / self._num_loss_tokens,
             "val/gap": mean - train_loss,
             "val/samples": self._num_samples,
             "val/tokens": self._num_tokens,
             "val/total_valid_token_count": self._num_loss_tokens,
-            **{f"val/{name}": value for name, value in of_set.items()},
+            **losses_by_source("val", totals[NUM_SUMS:], self._tokens_by_source),
+            **{f"val/{name}": value for name, value in self._length_facts.items()},
             "time/eval/step_s": total_s / self._num_batches,
             "time/eval/total_s": total_s,
             "throughput/eval/tokens_per_s": self._num_tokens / total_s,
             "throughput/eval/valid_tokens_per_s": self._num_loss_tokens / total_s,
         }
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)

@@ -33,7 +33,6 @@ from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
-from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
@@ -144,7 +143,6 @@ def build_run(
     parts = Run(
         world=world,
         model=model,
-        routers=Routers(model, world.device),
         optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
         lr_schedule=lr_schedule(config, inputs, setup.total_steps),
         batches=batches,

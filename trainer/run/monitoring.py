@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from trainer.data.announce import source_facts
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
+from trainer.loop.meter import Meter, Plan
 from trainer.model import flops
 from trainer.monitor.clock import TraceFile
 from trainer.monitor.memory import Memory
-from trainer.monitor.meter import Meter, Plan
 from trainer.run.inputs import Inputs
 from trainer.run.setup import RunSetup
 from trainer.tracking import Tracking

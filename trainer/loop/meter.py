@@ -1,5 +1,5 @@
 """Turn the measurements of a step into its row of metrics, and keep the totals that a restart must
-not lose.
+not lose (floor 3).
 """
 
 import math
@@ -8,34 +8,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, SupportsFloat
-
-import torch
+from typing import ClassVar
 
 from trainer import metrics
 from trainer.batch import StepBatch, StepFlops
+from trainer.loop.parts import Part, StepResult, is_rare
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import COMBINED
 from trainer.monitor.clock import PhaseClock, TraceFile
+from trainer.monitor.losses import perplexity
 from trainer.monitor.memory import GpuSampler, Memory
-from trainer.monitor.packet import Totals, losses_by_source
-from trainer.monitor.throughput import PEAK_TFLOPS, known_as
+from trainer.monitor.packet import Values
+from trainer.monitor.throughput import peak_tflops
 from trainer.progress import MAIN, Remembered
 from trainer.runtime.distributed import World
 
-RARE_EVERY = 50
-"""Steps between measurements that cost a pass over the parameters or change slowly."""
 EMA_DECAY = 0.98
 WINDOW_STEPS = 100
-MAX_PPL_LOSS = 50.0
-"""Perplexity is capped at exp of this: a number, not an infinity."""
-PARAM_SQUARES = "param_square_sum"
-"""In the packet of a rare step: the squared norm of the parameters before its update."""
-BLOCK_SQUARES = "grad_square_sum/"
-"""Before the name of a block: its part of the squared gradient norm."""
 OWN_PHASES = ("data", "shard", "logging", "guard")
 """Phases in which a rank works by itself: in the others it may be waiting for a slower one."""
 UPDATE_PHASES = ("forward", "backward", "optimizer")
+TIME_KEYS = {phase: f"time/train/{phase}_s" for phase in (*PHASES, "step")}
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Plan:
     tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
-class Meter(Remembered):
+class Meter(Remembered, Part):
     """One per rank; rows differ between ranks only where the table of metrics takes rank 0's.
     Survives restarts.
     """
@@ -71,9 +64,9 @@ class Meter(Remembered):
     ) -> None:
         self.clock = PhaseClock(world.device, trace=trace)
         self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
-        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-        self._peak_tflops = PEAK_TFLOPS.get(known_as(name) or "")
+        self._peak_tflops = peak_tflops(world.device)
         self._gpu = GpuSampler(world.device)
+        self._slots = metrics.travelling()
         self._started_s = time.monotonic()
         self._step_s = deque[float](maxlen=WINDOW_STEPS)
         self._clipped = deque[bool](maxlen=WINDOW_STEPS)
@@ -82,30 +75,15 @@ class Meter(Remembered):
         self._productive_s = 0.0
         self._ema, self._num_ema = 0.0, 0
 
-    def measured(self) -> dict[str, SupportsFloat]:
-        """Return what this rank tells the others in a step's packet: all values that were put and
-        are combined over ranks.
-        """
-        for key, value in {**self._memory.sample(), **self._gpu.last}.items():
-            metrics.put(key, value)
-        taken = metrics.take(COMBINED)
-        return {slot: taken.get(slot, metrics.ABSENT) for slot in metrics.travelling()}
+    def by_rank(self) -> Values:
+        """Return all values that were put and are combined over ranks."""
+        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take(COMBINED)}
+        return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
 
-    def is_rare(self, step: int) -> bool:
-        """Return whether slow and costly things are measured in this step (counted from 1)."""
-        return step % RARE_EVERY == 0
-
-    def signals(self, batch: StepBatch, totals: Totals, *, lr: float) -> dict[str, float]:
-        """Return the part of a row that is equal on all ranks bit by bit: the guard and its rules
-        may act on it.
-        """
-        sums, num_loss_tokens = totals.sums, batch.num_loss_tokens
-        loss, grad_norm = sums["loss_sum"] / num_loss_tokens, sums["grad_norm"]
-        decisions = totals.by_rank["decisions"]
-        if len(set(decisions)) > 1:
-            raise RuntimeError(
-                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
-            )
+    def signals(self, step: StepResult) -> Mapping[str, float]:
+        """Return the loss, and all else of a row that is equal on all ranks."""
+        batch, sums = step.batch, step.totals.sums
+        loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
         self._num_tokens += batch.num_tokens
         self._clipped.append(grad_norm > self._plan.max_norm)
         if math.isfinite(loss):
@@ -114,52 +92,54 @@ class Meter(Remembered):
         found = {
             "train/loss": loss,
             "train/loss_ema": self.loss_ema,
-            "train/lr(1e-3)": lr * 1e3,
+            "train/lr(1e-3)": step.lr * 1e3,
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
-            "train/token_accuracy": sums["num_hits"] / num_loss_tokens,
+            "train/token_accuracy": sums["num_hits"] / batch.num_loss_tokens,
             "train/total_token_count": batch.num_tokens,
-            "train/total_valid_token_count": num_loss_tokens,
+            "train/total_valid_token_count": batch.num_loss_tokens,
             "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
             "progress/step": batch.step,
             "progress/epoch": batch.epoch,
             "progress/pct": 100.0 * batch.step / self._plan.total_steps,
             "progress/tokens": self._num_tokens,
             **batch.deal_facts,
-            **metrics.combined(totals.by_rank, is_rare=self._is_rare_row(batch.step)),
+            **{f"train/{name}": value for name, value in batch.length_facts.items()},
+            **metrics.combined(step.totals.by_rank, is_rare=self._is_rare_row(batch.step)),
             **metrics.take_numbers(("global",)),
+            **{key: value for key, value in sums.items() if key in metrics.METRICS},
         }
         if "objective_sum" in sums:
-            found["train/objective"] = sums["objective_sum"] / num_loss_tokens
-        of_train = {**losses_by_source(sums, batch.loss_tokens_by), **batch.length_facts}
-        found |= {f"train/{name}": value for name, value in of_train.items()}
-        return found | {key: value for key, value in sums.items() if key in metrics.METRICS}
+            found["train/objective"] = sums["objective_sum"] / batch.num_loss_tokens
+        return found
 
-    def row(
-        self, batch: StepBatch, signals: Mapping[str, float], totals: Totals
-    ) -> dict[str, float]:
-        """Return the metrics of a finished step, and end its time.
+    def after_step(self, step: StepResult) -> None:
+        """End the step's time, and add times and speed to its row.
 
         The times of its phases reach all ranks with the next step's packet, so the next row reports
         them; an attempt's first row has this step's on its own rank.
         """
-        is_rare = self._is_rare_row(batch.step)
+        if self._is_rare_row(step.batch.step):
+            step.row |= {**self._plan.data_facts, **self._plan.tracker_health()}
+        self.clock.mark("guard")
         phases = self.clock.lap()
-        step_s, update_s = phases["step"], _sum_of(phases, UPDATE_PHASES)
-        self._productive_s += step_s
-        self._step_s.append(step_s)
-        times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in (*PHASES, "step")}
+        step_s = phases["step"]
+        update_s = sum(phases.get(phase, 0.0) for phase in UPDATE_PHASES)
+        times = {key: phases.get(phase, 0.0) for phase, key in TIME_KEYS.items()}
         times["time/train/update_s"] = update_s
         for key, seconds in times.items():
             metrics.put(key, seconds)
-        metrics.put("time/train/slowest_rank", _sum_of(phases, OWN_PHASES))
-        return {
+        own_s = sum(phases.get(phase, 0.0) for phase in OWN_PHASES)
+        metrics.put("time/train/slowest_rank", own_s)
+        self._productive_s += step_s
+        self._step_s.append(step_s)
+        # what ranks agreed on stands in place of this rank's own times
+        step.row |= {
             **times,
-            **signals,
+            **step.signals,
             "train/time(s)": step_s,
-            **self._speed(batch, step_s, update_s),
-            **self._ahead(batch.step),
-            **(self._rare(totals) if is_rare else {}),
+            **self._speed(step.batch, step_s, update_s),
+            **self._ahead(step.batch.step),
         }
 
     def note_duration(self, what: str, seconds: float) -> None:
@@ -177,7 +157,7 @@ class Meter(Remembered):
 
     def _is_rare_row(self, step: int) -> bool:
         """Rare metrics also stand in an attempt's first row."""
-        return self.is_rare(step) or not self._step_s
+        return is_rare(step) or not self._step_s
 
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
         tokens_per_s = batch.num_tokens / step_s
@@ -208,21 +188,3 @@ class Meter(Remembered):
             "progress/elapsed_s": elapsed_s,
             "progress/goodput": min(1.0, self._productive_s / elapsed_s),
         }
-
-    def _rare(self, totals: Totals) -> dict[str, float]:
-        found = {**self._plan.data_facts, **self._plan.tracker_health()}
-        if PARAM_SQUARES in totals.sums:
-            found["optim/param_norm"] = math.sqrt(totals.sums[PARAM_SQUARES])
-        for name, square in totals.sums.items():
-            if name.startswith(BLOCK_SQUARES):
-                found[f"optim/grad_norm/{name.removeprefix(BLOCK_SQUARES)}"] = math.sqrt(square)
-        return found
-
-
-def _sum_of(seconds: Mapping[str, float], phases: tuple[str, ...]) -> float:
-    return sum(seconds.get(phase, 0.0) for phase in phases)
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), capped."""
-    return math.exp(min(loss, MAX_PPL_LOSS)) if math.isfinite(loss) else loss
