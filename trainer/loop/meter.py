@@ -66,7 +66,7 @@ class Meter(Remembered, Part):
         self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
         self._peak_tflops = peak_tflops(world.device)
         self._gpu = GpuSampler(world.device)
-        self._slots = metrics.travelling()
+        self._slots, self._combined = metrics.travelling(), metrics.combined_metrics()
         self._started_s = time.monotonic()
         self._step_s = deque[float](maxlen=WINDOW_STEPS)
         self._clipped = deque[bool](maxlen=WINDOW_STEPS)
@@ -105,7 +105,11 @@ class Meter(Remembered, Part):
             "progress/tokens": self._num_tokens,
             **batch.deal_facts,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
-            **metrics.combined(step.totals.by_rank, is_rare=self._is_rare_row(batch.step)),
+            **metrics.combined(
+                step.totals.by_rank,
+                is_rare=self._is_rare_row(batch.step),
+                among=self._combined,
+            ),
             **metrics.take_numbers(("global",)),
             **{key: value for key, value in sums.items() if key in metrics.METRICS},
         }

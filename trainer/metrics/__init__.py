@@ -6,7 +6,7 @@ console, histories and docs/metrics.md follow the table.
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isnan, nan
 from typing import SupportsFloat
@@ -96,20 +96,30 @@ def is_signal(key: str) -> bool:
 
 def travelling() -> tuple[str, ...]:
     """Return the slots of each rank in a step's packet, in the same order on every rank."""
-    combined = (metric for metric in METRICS.values() if metric.over_ranks in COMBINED)
-    return tuple(sorted({metric.source for metric in combined if "<" not in metric.key}))
+    return tuple(sorted({metric.source for metric in combined_metrics() if "<" not in metric.key}))
 
 
-def combined(by_rank: Mapping[str, tuple[float, ...]], *, is_rare: bool = True) -> dict[str, float]:
+def combined_metrics() -> list[Metric]:
+    """Return the entries whose values ranks combine."""
+    return [metric for metric in METRICS.values() if metric.over_ranks in COMBINED]
+
+
+def combined(
+    by_rank: Mapping[str, tuple[float, ...]],
+    *,
+    is_rare: bool = True,
+    among: Iterable[Metric] | None = None,
+) -> dict[str, float]:
     """Combine all ranks' values of the slots that any rank measured.
 
-    Without `is_rare`, leave out metrics that are not logged every step.
+    Without `is_rare`, leave out metrics that are not logged every step. `among` is what
+    `combined_metrics` returned, for callers that ask in every step.
     """
     found = {}
-    for metric in METRICS.values():
-        if metric.over_ranks in COMBINED and (is_rare or metric.every not in ("rare", "timer")):
+    for metric in combined_metrics() if among is None else among:
+        if is_rare or metric.every not in ("rare", "timer"):
             values = by_rank.get(metric.source, ())
-            if any(value != ABSENT for value in values):
+            if values.count(ABSENT) < len(values):
                 found[metric.key] = combine(metric.over_ranks, values)
     return found
 
