@@ -44,13 +44,20 @@ def _others(run_dir: Path) -> str:
     return ", ".join(sorted(name for name in names if not name.startswith(OUTSIDE)))
 
 
+def logged_exit_code(run_dir: Path) -> int | None:
+    """Return the exit code of the last attempt in its events; None of one that has no end."""
+    events = events_file.read_events(run_dir / events_file.FILE_NAME)
+    return next(
+        (event.get("exit_code") for event in events[::-1] if event["kind"] in ("start", "end")),
+        None,
+    )
+
+
 _ENDS: dict[str, Callable[[Path], Any]] = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
     "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
     "what else the directory holds": _others,
-    "exit code in its log": lambda run_dir: events_file.last_exit_code(
-        run_dir / events_file.FILE_NAME
-    ),
+    "exit code in its log": logged_exit_code,
     "lock given back": is_given_back,
     "checkpoints that ended a run": lambda run_dir: [
         info.step for info in layout.committed(run_dir) if finished.read(info.path) is not None

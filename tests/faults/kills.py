@@ -37,7 +37,7 @@ import psutil
 import torch
 import whole_runs
 from result_file import write_result
-from whole_equality import compare_runs
+from whole_equality import compare_runs, logged_exit_code
 from whole_runs import Attempt, tiny_model
 
 from trainer.checkpoint import choice, layout
@@ -49,7 +49,6 @@ from trainer.launch.ranks import NodeLayout
 from trainer.mirror.contents import look
 from trainer.mirror.storage import Storage
 from trainer.run.compose import load_config
-from trainer.tracking import events_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WORLD_SIZES = (1, 2, 2, 2, 3)
@@ -265,10 +264,7 @@ class Campaign:
             return found
         if current.last_step() - step > 1:
             found.append(f"preempted after step {current.last_step()}, {step} would be continued")
-        if (
-            not is_given_back(run_dir)
-            or events_file.last_exit_code(run_dir / events_file.FILE_NAME) != code
-        ):
+        if not is_given_back(run_dir) or logged_exit_code(run_dir) != code:
             found.append(
                 f"exit code {code}, but its log says otherwise or its lock is not given back"
             )

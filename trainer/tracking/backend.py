@@ -14,6 +14,10 @@ from trainer.tracking.run_info import RunInfo
 logger = logging.getLogger(__name__)
 CAPACITY = 1024
 """Calls that may wait for a tracker."""
+RECORD_INTERVAL_S = 10.0
+"""How often the last step sent is recorded. After a kill in between, the next attempt sends some
+steps twice.
+"""
 
 
 class Backend:
@@ -22,10 +26,6 @@ class Backend:
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
     """Called in the caller's thread: for the console, whose order among other output matters."""
-    is_continued: ClassVar[bool] = False
-    """A restart continues the same tracker run, which is sent only what it lacks."""
-    takes_back: ClassVar[bool] = False
-    """`rewind` removes the rows of later steps from what the tracker shows."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules it imports."""
     install: ClassVar[str] = ""
@@ -33,8 +33,8 @@ class Backend:
     environment: ClassVar[Mapping[str, str]] = {}
     """Defaults set before the import: no library reports on its users."""
 
-    def __init__(self, info: RunInfo) -> None:
-        self.info = info
+    def __init__(self, info: RunInfo, name: str) -> None:
+        self.info, self.name = info, name
 
     def where(self) -> str:
         """Return how to look at it, for the start of a run."""
@@ -44,11 +44,6 @@ class Backend:
         """Called before the first row of the attempt."""
 
     def log(self, row: MetricsRow) -> None: ...
-
-    def log_all(self, rows: Iterable[MetricsRow]) -> None:
-        """Send rows of earlier attempts."""
-        for row in rows:
-            self.log(row)
 
     def rewind(self, step: int) -> None:
         """The run continues from finished step `step`: rows of later steps come again, with other
@@ -61,6 +56,76 @@ class Backend:
     def close(self, exit_code: int) -> None: ...
 
 
+class ContinuedBackend(Backend):
+    """A tracker whose run continues over kills, restarts and rollbacks. It is sent what it lacks of
+    earlier attempts, then the rows of this one.
+
+    A killed attempt has sent more steps than its checkpoint holds. The next one repeats them, and
+    they are not sent again. Trackers keep rows for a moment before they write them: what `run.json`
+    records as sent was handed over at least `RECORD_INTERVAL_S` earlier, so a kill loses no row.
+    """
+
+    takes_back: ClassVar[bool] = False
+    """`take_back` removes the rows of later steps from what the tracker shows."""
+    _sent_before = 0
+    """The last step that earlier attempts sent."""
+    _newest = 0
+    """The newest step sent."""
+    _handed_over = 0
+    """The last step that was complete at the last record."""
+    _recorded_s = 0.0
+
+    def connect(self) -> None:
+        """Begin or continue the tracker's run."""
+        raise NotImplementedError
+
+    def send(self, rows: Iterable[MetricsRow]) -> None:
+        raise NotImplementedError
+
+    def take_back(self, step: int) -> None:
+        """Remove the rows of steps after `step`, where the tracker can."""
+
+    def disconnect(self, exit_code: int) -> None:
+        raise NotImplementedError
+
+    def open(self) -> None:
+        self.connect()
+        resume_step = self.info.resume_step
+        sent = self.info.run_file.last_sent(self.name)
+        if self.takes_back:
+            # also what a killed attempt wrote without recording it: those rows are sent again
+            sent = min(sent, resume_step)
+            self.take_back(sent)
+        self.send(row for row in self.info.earlier_rows() if row.step > sent)
+        self._sent_before = sent
+        self._newest = self._handed_over = max(sent, resume_step)
+        self._recorded_s = time.monotonic()
+
+    def log(self, row: MetricsRow) -> None:
+        """Send a row, unless it repeats a step that an earlier attempt sent."""
+        if self.info.resume_step < row.step <= self._sent_before:
+            return
+        self.send([row])
+        self._newest = max(self._newest, row.step)
+        if time.monotonic() - self._recorded_s >= RECORD_INTERVAL_S:
+            self._record(self._handed_over)
+            self._handed_over = max(self._handed_over, self._newest - 1)
+
+    def rewind(self, step: int) -> None:
+        self.take_back(step)
+        self._sent_before = min(self._sent_before, step)
+        self._newest = self._handed_over = min(self._newest, step)
+        self._record(self._newest)
+
+    def close(self, exit_code: int) -> None:
+        self.disconnect(exit_code)
+        self._record(self._newest)
+
+    def _record(self, step: int) -> None:
+        self.info.run_file.set_last_sent(self.name, step)
+        self._recorded_s = time.monotonic()
+
+
 class Sink:
     """Calls a backend in a daemon thread, from a bounded queue.
 
@@ -68,12 +133,14 @@ class Sink:
     `CAPACITY` calls wait, or when it has not closed within its `close_timeout_s` of `finish`.
     """
 
-    def __init__(self, backend: Backend, *, name: str) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.is_dropped = False
-        self.backend, self._name = backend, name
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
-        self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"tracking-{backend.name}", daemon=True
+        )
         self._call_name = ""
         self._is_open = False
         self._deadline_s = 0.0
@@ -86,7 +153,7 @@ class Sink:
     def open(self) -> None:
         self._is_open = True
         if self.backend.is_inline:
-            self._call("open", ())
+            self._call("open")
         else:
             self._thread.start()
 
@@ -95,7 +162,7 @@ class Sink:
         if not self._is_open or self.is_dropped:
             return
         if self.backend.is_inline:
-            self._call(call, args)
+            self._call(call, *args)
             return
         try:
             self._queue.put_nowait((call, args))
@@ -116,13 +183,13 @@ class Sink:
             self._drop(f"{self._call_name}() did not finish within {limit_s:g} s")
 
     def _work(self) -> None:
-        call, args = "open", ()
-        self._call(call, args)
+        call = "open"
+        self._call(call)
         while call != "close" and not self.is_dropped:
             call, args = self._queue.get()
-            self._call(call, args)
+            self._call(call, *args)
 
-    def _call(self, call: str, args: tuple[Any, ...]) -> None:
+    def _call(self, call: str, *args: Any) -> None:
         self._call_name = call
         try:
             getattr(self.backend, call)(*args)
@@ -137,6 +204,6 @@ class Sink:
             self.is_dropped = True
         logger.warning(
             "tracker '%s' dropped: %s; training goes on, metrics.jsonl has every row",
-            self._name,
+            self.backend.name,
             cause,
         )

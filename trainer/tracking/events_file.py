@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_CRASH
 from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 FILE_NAME = "events.jsonl"
@@ -51,13 +50,3 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     file.
     """
     return [event for _, event in JsonLines(path) if event.keys() >= COLUMNS]
-
-
-def last_exit_code(path: Path) -> int | None:
-    """Return the exit code of the last attempt: that of a crash if it was killed or is still
-    running; None without any attempt.
-    """
-    ends = [event for event in read_events(path) if event["kind"] in ("start", "end")]
-    if not ends:
-        return None
-    return int(ends[-1]["exit_code"]) if ends[-1]["kind"] == "end" else EXIT_CRASH

@@ -17,10 +17,9 @@ from trainer.runtime import heartbeat
 from trainer.tracking import events_file, metrics_file, run_info
 from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.console_backend import ConsoleBackend
-from trainer.tracking.continued import Continued
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
-from trainer.tracking.metrics_file import MetricsFile, MetricsRow, Past
+from trainer.tracking.metrics_file import MetricsFile, MetricsRow
 from trainer.tracking.mlflow_backend import MlflowBackend
 from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
 from trainer.tracking.tensorboard_backend import TensorboardBackend
@@ -83,6 +82,10 @@ class Tracking:
         if (pid := heartbeat.trainer_pid(run_dir)) not in (None, os.getpid()):
             raise ConfigError(f"pid {pid} is training in '{run_dir}'. {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
+        self.past = self._metrics_file.past
+        """What earlier attempts of this run left behind."""
+        self.attempt = self._metrics_file.attempt
+        """1 for the first start of a run that logged anything, one more for each later one."""
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self.attempt)
         self._info = RunInfo(
             project_name=project_name,
@@ -95,20 +98,10 @@ class Tracking:
             group=os.environ.get("WANDB_RUN_GROUP") or group or experiment_name,
         )
         backends["csv"] = HistoryBackend
-        self._sinks = [_sink(name, backend(self._info)) for name, backend in backends.items()]
+        self._sinks = [Sink(backend(self._info, name)) for name, backend in backends.items()]
         self._lock = threading.RLock()
         self._last_step = 0
         self._has_started = self._has_finished = self._is_closed = False
-
-    @property
-    def attempt(self) -> int:
-        """1 for the first start of a run that logged anything, one more for each later one."""
-        return self._metrics_file.attempt
-
-    @property
-    def past(self) -> Past:
-        """What earlier attempts of this run left behind."""
-        return self._metrics_file.past
 
     def start(self, step: int) -> None:
         """Begin the attempt after finished step `step`. Without this call the first row begins
@@ -223,10 +216,6 @@ class Tracking:
     def _send(self, call: str, *args: Any) -> None:
         for sink in self._sinks:
             sink.send(call, *args)
-
-
-def _sink(name: str, backend: Backend) -> Sink:
-    return Sink(Continued(backend, name=name) if backend.is_continued else backend, name=name)
 
 
 def _local_dir(config: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,6 @@ the user's own (`Train/Reward_Mean` is `reward_mean`). Values that are not finit
 
 import csv
 import io
-import logging
 import math
 import re
 import statistics
@@ -16,13 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from trainer import metrics
-from trainer.errors import EXIT_DONE
 from trainer.runtime.files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
-logger = logging.getLogger(__name__)
 FILE_NAMES = {"train": "training_history.csv", "val": "validation_history.csv"}
 REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
@@ -46,23 +43,18 @@ class HistoryBackend(Backend):
     """The epoch under way, once this attempt has made a step."""
 
     def log(self, row: MetricsRow) -> None:
-        if row.kind != "train":
-            return
-        ended, self._epoch = self._epoch, _epoch_of(row)
-        if ended is not None and ended < self._epoch:
-            self._write(ended)
+        if row.kind == "train":
+            epoch_before, self._epoch = self._epoch, _epoch_of(row)
+            if epoch_before is not None and epoch_before < self._epoch:
+                self._write()
 
     def close(self, exit_code: int) -> None:
-        self._write(self._epoch if exit_code == EXIT_DONE else None)
+        self._write()
 
-    def _write(self, ended: int | None) -> None:
-        """Write both files, and a line about the epoch that has ended."""
+    def _write(self) -> None:
         histories = epoch_histories(metrics_file.read_rows(self.info.metrics_path))
         for kind, name in FILE_NAMES.items():
             atomic_write(self.info.run_dir / name, _table(histories[kind]))
-            for line in histories[kind]:
-                if line["epoch"] == ended:
-                    logger.info("%s: %s", kind, _in_words(line))
 
 
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
@@ -72,19 +64,19 @@ def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
     epoch = 1
     epochs: dict[str, dict[int, Values]] = {"train": {}, "val": {}}
     for row in rows:
+        if row.kind not in epochs:
+            continue
         if row.kind == "train":
             epoch = _epoch_of(row)
-            values = epochs["train"].setdefault(epoch, {})
-        elif row.kind == "val":  # the last validation of the epoch counts
-            values = epochs["val"][epoch] = {}
-        else:
-            continue
+        else:  # the last validation of the epoch counts
+            epochs["val"].pop(epoch, None)
+        values = epochs[row.kind].setdefault(epoch, {})
         values.setdefault(STEP, []).append(row.step)
         for key, value in row.data.items():
             if _is_shown(key):
                 values.setdefault(key, []).append(value)
     return {
-        kind: [{"epoch": number, **_line(kind, values)} for number, values in found.items()]
+        kind: [_line(kind, epoch, values) for epoch, values in found.items()]
         for kind, found in epochs.items()
     }
 
@@ -93,30 +85,26 @@ def _epoch_of(row: MetricsRow) -> int:
     return int(row.data.get("progress/epoch", 0)) + 1
 
 
-def _in_words(cells: Cells) -> str:
-    return " | ".join(f"{name} {value:.6g}" for name, value in cells.items())
-
-
 @cache
 def _is_shown(key: str) -> bool:
     metric = metrics.find(key)
     return metric is None or bool(metric.csv) or key in ("train/loss", "val/loss", TOKENS)
 
 
-def _line(kind: str, values: Values) -> Cells:
-    losses = values.pop(f"{kind}/loss", [])
+def _line(kind: str, epoch: int, values: Values) -> Cells:
+    steps, losses = values.pop(STEP), values.pop(f"{kind}/loss", [])
     weights = values.get(TOKENS, [])
     if len(weights) != len(losses):
         weights = [1.0] * len(losses)
     finite = [(loss, n) for loss, n in zip(losses, weights, strict=True) if math.isfinite(loss)]
-    cells: Cells = {}
+    numbers = {key: list(filter(math.isfinite, found)) for key, found in values.items()}
+    cells: Cells = {"epoch": epoch}
     if num_tokens := sum(n for _, n in finite):
         cells["loss"] = math.fsum(loss * n for loss, n in finite) / num_tokens
-    steps = values.pop(STEP)
-    numbers = {key: list(filter(math.isfinite, found)) for key, found in values.items()}
     for key, found in numbers.items():
         if found and metrics.find(key) is None:
-            cells[_bare(key)] = statistics.fmean(found)
+            # without the phase
+            cells[re.sub("^(train|val|eval)/", "", key.lower())] = statistics.fmean(found)
     if kind == "train":
         cells |= {"steps": len(steps), "last_step": steps[-1]}
     else:
@@ -130,17 +118,13 @@ def _line(kind: str, values: Values) -> Cells:
     return cells
 
 
-def _bare(key: str) -> str:
-    """Return the key in lower case and without its phase."""
-    return re.sub("^(train|val|eval)/", "", key.lower())
-
-
 def _table(lines: Sequence[Cells]) -> str:
     """Return CSV with a column for everything any epoch has."""
+    if not lines:
+        return ""
     columns = dict.fromkeys(name for line in lines for name in line)
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(columns), restval="", lineterminator="\n")
-    if lines:
-        writer.writeheader()
-        writer.writerows(lines)
+    writer.writeheader()
+    writer.writerows(lines)
     return buffer.getvalue()

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,14 @@ _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d
 class Past:
     """What earlier attempts left."""
 
-    num_attempts: int = 0
-    duration_s: float = 0.0
-    last_step: int = 0
+    num_attempts: int
+    duration_s: float
+    last_step: int
     """The last step that counts."""
+    first_step: int
+    """The run's own first step: it may continue another run."""
+    trained_steps: Set[int]
+    """Steps that have a training row."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class MetricsRow:
             numbers[name] = int(value) if isinstance(value, int) else float(value)
         is_validation = any(key.startswith(("val/", "eval/")) for key in numbers)
         kind = kind or ("val" if is_validation else "train")
-        return cls(step, kind, round(time.time(), 3), numbers)
+        return cls(step, kind, now_s(), numbers)
 
 
 class MetricsFile(AppendFile):
@@ -90,14 +94,12 @@ class MetricsFile(AppendFile):
         super().__init__(path)
         self.past = read_past(path)
 
-    @property
-    def attempt(self) -> int:
+        self.attempt = 1 + self.past.num_attempts
         """The number of openings that wrote a line, this one included."""
-        return 1 + self.past.num_attempts
 
     def write(self, row: MetricsRow) -> None:
         nonfinite = {key: str(value) for key, value in row.data.items() if not math.isfinite(value)}
-        content = self._columns(row.step, row.kind, row.ts)
+        content = {"step": row.step, "attempt": self.attempt, "kind": row.kind, "ts": row.ts}
         content |= row.data
         if nonfinite:
             content |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
@@ -105,10 +107,12 @@ class MetricsFile(AppendFile):
 
     def mark(self, kind: str, step: int) -> None:
         """Write a marker: `kind` is `START` or `ROLLBACK`."""
-        self.append(self._columns(step, kind, round(time.time(), 3)))
+        self.write(MetricsRow(step, kind, now_s(), {}))
 
-    def _columns(self, step: int, kind: str, ts: float) -> dict[str, Any]:
-        return {"step": step, "attempt": self.attempt, "kind": kind, "ts": ts}
+
+def now_s() -> float:
+    """Return Unix seconds, to the millisecond."""
+    return round(time.time(), 3)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -128,40 +132,44 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
 
 
 def read_past(path: Path) -> Past:
-    """Read what earlier attempts left: a second for a million rows."""
+    """Read what earlier attempts left, without reading whole lines: a second for a million rows.
+    Raises `OSError`.
+    """
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = 0
-    for step, attempt, kind, ts in _columns_of(path):
-        first_ts.setdefault(attempt, ts)
-        last_ts[attempt] = ts
-        last_step = step if kind in MARKERS else max(last_step, step)
-    duration_s = sum(last_ts.values()) - sum(first_ts.values())
-    return Past(max(first_ts, default=0), duration_s, last_step)
+    first_step: int | None = None
+    trained: set[int] = set()
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        for match in filter(None, map(_COLUMNS.match, file)):
+            step, attempt, ts = int(match[1]), int(match[2]), float(match[4])
+            kind = match[3].decode()
+            first_ts.setdefault(attempt, ts)
+            last_ts[attempt] = ts
+            if first_step is None:
+                first_step = step + 1 if kind == START else 1
+            if kind in MARKERS:
+                last_step = step
+                trained = {trained_step for trained_step in trained if trained_step <= step}
+            else:
+                last_step = max(last_step, step)
+            if kind == "train":
+                trained.add(step)
+    return Past(
+        num_attempts=max(first_ts, default=0),
+        duration_s=sum(last_ts.values()) - sum(first_ts.values()),
+        last_step=last_step,
+        first_step=first_step or 1,
+        trained_steps=trained,
+    )
 
 
 def missing_steps(path: Path, last_step: int) -> list[int]:
     """Return the steps up to `last_step` that have no training row, as after a full disk; not those
-    before the run began. As fast as `read_past`. Raises `OSError`.
+    before the run began. Raises `OSError`.
     """
-    trained: set[int] = set()
-    first_step: int | None = None
-    for step, _, kind, _ in _columns_of(path):
-        if first_step is None:
-            first_step = step + 1 if kind == START else 1
-        if kind == "train":
-            trained.add(step)
-        elif kind in MARKERS:
-            trained = {trained_step for trained_step in trained if trained_step <= step}
-    return [step for step in range(first_step or 1, last_step + 1) if step not in trained]
-
-
-def _columns_of(path: Path) -> Iterator[tuple[int, int, str, float]]:
-    """Yield (step, attempt, kind, ts) of each line, without reading the rest of it."""
-    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
-        for match in map(_COLUMNS.match, file):
-            if match is not None:
-                yield int(match[1]), int(match[2]), match[3].decode(), float(match[4])
+    past = read_past(path)
+    return sorted(set(range(past.first_step, last_step + 1)) - past.trained_steps)
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:

@@ -1,20 +1,20 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from trainer.tracking.backend import Backend
+from trainer.tracking.backend import ContinuedBackend
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import NOTHING_SENT
 
 FLUSH_S = 5
 
 
-class TensorboardBackend(Backend):
+class TensorboardBackend(ContinuedBackend):
     """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn
     once.
     """
 
-    is_continued = True
     takes_back = True
     modules = ("tensorboard", "torch.utils.tensorboard")
     install = "'tensorboard>=2.18'"
@@ -23,16 +23,17 @@ class TensorboardBackend(Backend):
     def where(self) -> str:
         return f"tensorboard --logdir={self.info.run_dir}/tensorboard --port=6006"
 
-    def open(self) -> None:
+    def connect(self) -> None:
         # never switched on before, or removed since
         if not any((self.info.run_dir / "tensorboard").glob("*tfevents*")):
-            self.info.run_file.set_last_sent("tensorboard", NOTHING_SENT)
+            self.info.run_file.set_last_sent(self.name, NOTHING_SENT)
 
-    def log(self, row: MetricsRow) -> None:
-        for key, value in row.data.items():
-            self._writer.add_scalar(key, value, row.step, walltime=row.ts)
+    def send(self, rows: Iterable[MetricsRow]) -> None:
+        for row in rows:
+            for key, value in row.data.items():
+                self._writer.add_scalar(key, value, row.step, walltime=row.ts)
 
-    def rewind(self, step: int) -> None:
+    def take_back(self, step: int) -> None:
         """Begin a file whose first entry takes back the later steps of the files before it."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -41,5 +42,5 @@ class TensorboardBackend(Backend):
         directory = str(self.info.run_dir / "tensorboard")
         self._writer = SummaryWriter(directory, purge_step=step + 1, flush_secs=FLUSH_S)
 
-    def close(self, exit_code: int) -> None:
+    def disconnect(self, exit_code: int) -> None:
         self._writer.close()

@@ -1,17 +1,16 @@
 """Trackio, on this machine: the database of the project in TRACKIO_DIR."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from trainer.tracking.backend import Backend
+from trainer.tracking.backend import ContinuedBackend
 from trainer.tracking.metrics_file import MetricsRow
 
 
-class TrackioBackend(Backend):
+class TrackioBackend(ContinuedBackend):
     """After a rollback the repeated steps have two values: Trackio cannot take points back."""
 
     close_timeout_s = 35.0  # it waits for its own thread for 30
-    is_continued = True
     modules = ("trackio",)
     install = "'trackio>=0.43'"
     environment: ClassVar[Mapping[str, str]] = {
@@ -23,7 +22,7 @@ class TrackioBackend(Backend):
     def where(self) -> str:
         return f"trackio show --project {self.info.project_name}"
 
-    def open(self) -> None:
+    def connect(self) -> None:
         import huggingface_hub
         import trackio
 
@@ -38,12 +37,13 @@ class TrackioBackend(Backend):
             name=self.info.experiment_name,
             group=self.info.group,
             config=dict(self.info.config),
-            run_id=self.info.run_file.get("trackio"),
+            run_id=self.info.run_file.get(self.name),
         )
-        self.info.run_file.set("trackio", self._run.id)
+        self.info.run_file.set(self.name, self._run.id)
 
-    def log(self, row: MetricsRow) -> None:
-        self._run.log(dict(row.data), step=row.step)
+    def send(self, rows: Iterable[MetricsRow]) -> None:
+        for row in rows:
+            self._run.log(dict(row.data), step=row.step)
 
-    def close(self, exit_code: int) -> None:
+    def disconnect(self, exit_code: int) -> None:
         self._run.finish()

@@ -3,10 +3,10 @@
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from trainer.tracking.backend import Backend
+from trainer.tracking.backend import ContinuedBackend
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
 
@@ -30,13 +30,12 @@ def require_login() -> None:
         raise RuntimeError("no API key. Fix: run `wandb login`, or set WANDB_MODE=offline")
 
 
-class WandbBackend(Backend):
+class WandbBackend(ContinuedBackend):
     """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never
     go back. After a rollback the repeated steps appear a second time: wandb cannot take rows back.
     """
 
     close_timeout_s = 60.0
-    is_continued = True
     modules = ("wandb",)
     install = "'wandb>=0.31'"
     environment: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false"}
@@ -49,13 +48,13 @@ class WandbBackend(Backend):
             return f"wandb offline, to upload: wandb sync {run_dir}/wandb/offline-run-*"
         return f"wandb project {self._project}, its address follows"
 
-    def open(self) -> None:
+    def connect(self) -> None:
         import wandb
 
         require_login()
         run_file = self.info.run_file
-        run_id = run_file.get("wandb") or uuid.uuid4().hex[:12]
-        run_file.set("wandb", run_id)
+        run_id = run_file.get(self.name) or uuid.uuid4().hex[:12]
+        run_file.set(self.name, run_id)
         # WANDB_NAME is the name of the training, not of its evaluations
         name = None if "evaluation" in self.info.config else os.environ.get("WANDB_NAME")
         self._run = wandb.init(
@@ -92,16 +91,17 @@ class WandbBackend(Backend):
         """
         return os.environ.get("WANDB_PROJECT") or self.info.project_name
 
-    def log(self, row: MetricsRow) -> None:
-        data = {**row.data, STEP: row.step, "_timestamp": row.ts}
-        self._run.log(data, step=self._next_row, commit=True)
-        self._next_row += 1
+    def send(self, rows: Iterable[MetricsRow]) -> None:
+        for row in rows:
+            data = {**row.data, STEP: row.step, "_timestamp": row.ts}
+            self._run.log(data, step=self._next_row, commit=True)
+            self._next_row += 1
 
     def alert(self, event: Event) -> None:
         title = f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS]
         self._run.alert(title, event.message, level="ERROR")
 
-    def close(self, exit_code: int) -> None:
+    def disconnect(self, exit_code: int) -> None:
         import wandb
 
         self._run.finish(exit_code=exit_code)
