@@ -18,7 +18,6 @@ from trainer.loop.meter import Meter, Plan
 from trainer.loop.run import Cadence, Run
 from trainer.model import assemble, flops
 from trainer.model.pretrained import ModelSource
-from trainer.monitor.memory import Memory
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, clipped_step
 from trainer.optim.schedule import LrSchedule
@@ -195,11 +194,10 @@ class NoCheckpoints:
 
 def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     """The parts that watch."""
-    memory = Memory(world.device)
     plan = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
     return {
         "guard": Guard(guard_config()),
-        "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory),
+        "meter": Meter(world, plan=plan, cost=flops.step_flops(model)),
         "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
     }
 

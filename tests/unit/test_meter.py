@@ -44,7 +44,7 @@ class Samples(OneSource):
 def new_meter(*, cost: StepFlops | None = None, **plan: Any) -> Meter:
     world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)  # type: ignore[arg-type]
     settings = {"total_steps": 100, "save_freq": 20, "test_freq": 10, "max_norm": 1.0}
-    return Meter(world, plan=Plan(**(settings | plan)), cost=cost, memory=Memory(CPU))
+    return Meter(world, plan=Plan(**(settings | plan)), cost=cost)
 
 
 @pytest.fixture(autouse=True)

@@ -59,13 +59,12 @@ class Meter(Remembered, Part):
         *,
         plan: Plan,
         cost: StepFlops | None,
-        memory: Memory,
         trace: TraceFile | None = None,
     ) -> None:
         self.clock = PhaseClock(world.device, trace=trace)
-        self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
+        self._world, self._plan, self._cost = world, plan, cost
+        self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
         self._peak_tflops = peak_tflops(world.device)
-        self._gpu = GpuSampler(world.device)
         self._slots, self._combined = metrics.travelling(), metrics.combined_metrics()
         self._started_s = time.monotonic()
         self._step_s = deque[float](maxlen=WINDOW_STEPS)

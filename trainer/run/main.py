@@ -33,7 +33,6 @@ from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
-from trainer.monitor.memory import Memory
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState
@@ -125,7 +124,7 @@ def build_run(
 ) -> Run:
     """Every part of the run, as it is before a checkpoint is loaded. Collective."""
     config, inputs, world = setup.config, setup.inputs, setup.world
-    trainer, memory = config.trainer, Memory(world.device)
+    trainer = config.trainer
     model = build_model(inputs.design, world=world, seed=trainer.seed)
     plan = _rank_plan(config, model, world)
     batches = TrainLoader(
@@ -149,7 +148,7 @@ def build_run(
         validation_batches=validation_batches,
         guard=make_guard(setup, tracking),
         loop=LoopState(),
-        meter=make_meter(setup, model, memory, tracking),
+        meter=make_meter(setup, model, tracking),
         evidence=EvidenceKeeper(setup.run_dir, world=world, location=inputs.train.location),
         tracking=tracking,
         cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),

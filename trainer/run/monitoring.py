@@ -11,8 +11,6 @@ from trainer.guard.guard import Guard
 from trainer.loop.meter import Meter, Plan
 from trainer.model import flops
 from trainer.monitor.clock import TraceFile
-from trainer.monitor.memory import Memory
-from trainer.run.inputs import Inputs
 from trainer.run.setup import RunSetup
 from trainer.tracking import Tracking
 
@@ -29,35 +27,27 @@ def make_tracking(setup: RunSetup) -> Tracking:
     )
 
 
-def make_meter(
-    setup: RunSetup, model: PreTrainedModel, memory: Memory, tracking: Tracking | None
-) -> Meter:
+def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
     trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
-    facts = source_facts(inputs.train, setup.schedule, total_steps=setup.total_steps)
+    total = inputs.train.total
+    facts = {
+        "data/truncated": total("num_truncated"),
+        "data/truncated_frac": total("num_truncated") / max(1, total("num_kept_rows")),
+        "data/dropped": total("num_dropped") + total("num_bad_rows"),
+        **source_facts(inputs.train, setup.schedule, total_steps=setup.total_steps),
+    }
     plan = Plan(
         total_steps=setup.total_steps,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         max_norm=setup.config.optim.clip_grad,
-        data_facts=_data_facts(inputs) | facts,
+        data_facts=facts,
     )
     if tracking is not None:
-        plan = replace(
-            plan,
-            past_s=tracking.past.duration_s,
-            tracker_health=tracking.health,
-        )
+        past_s = tracking.past.duration_s
+        plan = replace(plan, past_s=past_s, tracker_health=tracking.health)
     trace = TraceFile(setup.run_dir, rank=world.rank) if trainer.trace else None
-    return Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, trace=trace)
-
-
-def _data_facts(inputs: Inputs) -> dict[str, float]:
-    total = inputs.train.total
-    return {
-        "data/truncated": total("num_truncated"),
-        "data/truncated_frac": total("num_truncated") / max(1, total("num_kept_rows")),
-        "data/dropped": total("num_dropped") + total("num_bad_rows"),
-    }
+    return Meter(world, plan=plan, cost=flops.step_flops(model), trace=trace)
 
 
 def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
