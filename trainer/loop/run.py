@@ -1,7 +1,6 @@
-"""What a run is made of (floor 3): `trainer/run/main.py` makes the parts, the functions of this
-package use them.
+"""What a run is made of, and what of it survives a restart, by name (floor 3).
 
-And what of it survives a restart, by name.
+`trainer/run/main.py` makes it, and the functions of this package use it.
 """
 
 import logging
