@@ -13,7 +13,7 @@ from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.guard.guard import Decision
-from trainer.loop.run import Run
+from trainer.loop.run import Run, is_due
 from trainer.loop.step import training_step
 from trainer.monitor.validation import Validation
 
@@ -21,16 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def fit(run: Run) -> int:
-    """Train until the last step, a stop signal or divergence; which it was is the exit code."""
+    """Train until the last step, a stop signal or divergence; the exit code tells which."""
     with run.stop.deferred():
         while (exit_code := _train(run)) is None:
-            logger.info("going on at step %d", run.batches.step + 1)
-        _log_rest(run)
+            logger.info("continuing at step %d", run.batches.step + 1)
+        # what became known after the last row, of the save and the validation that ended the run
+        step = run.batches.step
+        if rest := {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}:
+            run.log(rest, step, kind="end")
     return exit_code
 
 
 def _train(run: Run) -> int | None:
-    """Steps until the run ends, with its exit code, or is rolled back (None)."""
+    """Make steps until the run ends, and return its exit code; None after a rollback."""
     run.meter.clock.begin()
     if (exit_code := _settle_debts(run)) is not None:
         return exit_code
@@ -58,8 +61,8 @@ def _train(run: Run) -> int | None:
 
 
 def _settle_debts(run: Run) -> int | None:
-    """Make up for a validation that the loaded checkpoint owes; the exit code if the run ends
-    here.
+    """Make up for a validation that the loaded checkpoint owes; return the exit code if the run
+    ends here.
     """
     step = run.batches.step
     if run.loop.owes_validation:
@@ -75,12 +78,12 @@ def _settle_debts(run: Run) -> int | None:
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
-    """Validate and save where that is due; the exit code if the run ends here."""
+    """Validate and save where that is due; return the exit code if the run ends here."""
     is_last = step >= run.cadence.total_steps
-    if is_last or run.cadence.is_validation(step):
+    if is_last or is_due(run.cadence.test_freq, step):
         is_last |= validate(run, step).is_stop
     is_ending = run.is_stopping or is_last
-    if is_ending or run.is_save_requested or run.cadence.is_save(step):
+    if is_ending or run.is_save_requested or is_due(run.cadence.save_freq, step):
         _save(run, row, is_required=is_ending)
     if run.is_stopping and (not is_last or run.loop.owes_validation):
         return _stopped(run, step)
@@ -94,9 +97,7 @@ def _stopped(run: Run, step: int) -> int:
 
 
 def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
-    """Save the state as it is after the step of `row`; with `is_required` before the run ends
-    here.
-    """
+    """Save the state after the step of `row`. `is_required`: the run ends with this save."""
     # a save in flight, and all tries of one the run ends with
     run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
     run.checkpoints.save(
@@ -113,8 +114,7 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     """Go back to the newest good checkpoint well before step `onset`, and pass over the batches
     around it.
 
-    Collective. False if there is none. A crash while this goes on leaves a run that continues
-    either way.
+    Collective. Return False if there is none. A crash at any point leaves a run that continues.
     """
     run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
     step = run.batches.step
@@ -138,39 +138,27 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     return True
 
 
-def _log_rest(run: Run) -> None:
-    """What became known after the last row: of the save and the validation that the run ended
-    with.
-    """
-    step = run.batches.step
-    rest = {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}
-    if rest:
-        run.log(rest, step, kind="end")
-
-
 def validate(run: Run, step: int) -> Decision:
-    """Measure, log and judge the model as it is after `step`, over every validation sample,
-    token-weighted; owed when a stop is requested before the end.
+    """Measure, log and judge the model after `step` over every validation sample, token-weighted.
+    A stop request before the end leaves the validation owed.
     """
     run.loop.owes_validation = run.validation_batches is not None
     if run.validation_batches is None or run.is_stopping:
         return Decision()
-    metrics = _measure(run, run.validation_batches)
-    if metrics is None:
+    row = _measure(run, run.validation_batches)
+    if row is None:
         return Decision()
     run.loop.owes_validation = False
-    decision = run.guard.observe_validation(
-        step, metrics["val/loss"], train_loss=run.meter.loss_ema
-    )
+    decision = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
     run.loop.has_stopped_early = decision.is_stop
-    run.log({**metrics, **run.guard.validation_scores()}, step)
+    run.log({**row, **run.guard.validation_scores()}, step)
     run.meter.note_duration("eval", run.meter.clock.exclude())
     return decision
 
 
 @torch.no_grad()
 def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
-    """The metrics; None when a stop was requested before the last batch."""
+    """Return the metrics; None when a stop was requested before the last batch."""
     run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
     run.model.eval()
     validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)

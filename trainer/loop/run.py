@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -39,11 +40,10 @@ class Cadence:
     save_freq: int
     test_freq: int
 
-    def is_save(self, step: int) -> bool:
-        return self.save_freq > 0 and step % self.save_freq == 0
 
-    def is_validation(self, step: int) -> bool:
-        return self.test_freq > 0 and step % self.test_freq == 0
+def is_due(every: int, step: int) -> bool:
+    """Return whether something with this frequency happens after a step."""
+    return every > 0 and step % every == 0
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Run:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained; to walk the modules anew in every step would hold up the host."""
-        return [parameter for parameters in self.blocks.values() for parameter in parameters]
+        """The trained parameters; walking the modules in every step would hold up the host."""
+        return list(chain.from_iterable(self.blocks.values()))
 
     @cached_property
     def blocks(self) -> dict[str, list[nn.Parameter]]:
@@ -138,10 +138,9 @@ class RateState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         now = self._schedule.state_dict()
-        changes = [
-            f"{key}: {state_dict[key]} -> {now[key]}" for key in now if state_dict[key] != now[key]
-        ]
+        changes = [key for key in now if state_dict[key] != now[key]]
         if changes:
             logger.warning(
-                "the learning rate follows another schedule from here on: %s", ", ".join(changes)
+                "the learning rate follows another schedule from here on: %s",
+                ", ".join(f"{key}: {state_dict[key]} -> {now[key]}" for key in changes),
             )

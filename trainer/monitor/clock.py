@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import time
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,19 +94,18 @@ class PhaseClock:
         claims, and `step`, their sum. The next step begins here.
         """
         self.mark("other")
-        seconds = {"other": 0.0, "step": 0.0}
-        claimed_s = 0.0
-        for before, mark in zip(self._marks, self._marks[1:], strict=False):
+        seconds: defaultdict[str, float] = defaultdict(float)
+        step_s = 0.0
+        for before, mark in pairwise(self._marks):
             if not mark.phase:
                 continue
-            host_s = took_s = mark.at_s - before.at_s
+            took_s = mark.at_s - before.at_s
+            step_s += took_s
             if mark.phase in ON_DEVICE and before.event is not None and mark.event is not None:
                 took_s = before.event.elapsed_time(mark.event) / 1e3
-            seconds["step"] += host_s
-            if mark.phase != "other":
-                seconds[mark.phase] = seconds.get(mark.phase, 0.0) + took_s
-                claimed_s += took_s
+            seconds[mark.phase] += took_s
             if self._trace is not None:
                 self._trace.span(mark.phase, before.at_s, took_s)
         self._marks = self._marks[-1:]
-        return seconds | {"other": max(0.0, seconds["step"] - claimed_s)}
+        claimed_s = sum(seconds.values()) - seconds["other"]
+        return seconds | {"other": max(0.0, step_s - claimed_s), "step": step_s}
