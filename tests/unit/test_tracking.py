@@ -2,6 +2,7 @@
 stop or delay a run.
 """
 
+import io
 import json
 import logging
 import math
@@ -569,3 +570,25 @@ def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path: P
     (row,) = [row for row in rows if row["kind"] == "val"]
     assert len(rows) == 20 and (row["val/loss"], row["val/exec_success_rate"]) == (1.5, 0.61)
     assert track(tmp_path).past.last_step == 19
+
+
+def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    tracking = Tracking("project", "exp", "console", run_dir=tmp_path, total_steps=200)
+    tracking.log({"train/loss": 2.5, "train/time(s)": 1.0, "progress/eta_s": 99.0}, step=101)
+    tracking.log({"val/loss": 1.25}, step=101)
+    tracking.finish(0)
+    shown = terminal.getvalue()
+    assert "step 101/200 | loss 2.5000 | 1.00 s | eta 0:01:39" in shown
+    assert "━" in shown, "no bar"
+    assert "step 101/200 | val/loss 1.2500" in shown
+    assert sys.stdout is terminal

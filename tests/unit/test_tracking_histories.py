@@ -54,6 +54,22 @@ def whole(tmp_path: Path) -> tuple[str, str]:
     return histories(tmp_path / "whole")
 
 
+@pytest.mark.covers("S1.10")
+def test_the_end_of_an_epoch_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "trainer.tracking.histories")
+    tracking = track(tmp_path)
+    for step in range(1, STEPS + 1):
+        log_step(tracking, step)
+    tracking.finish(EXIT_DONE)
+    lines = [record.getMessage() for record in caplog.records if "histories" in record.name]
+    assert [line.split(" | ")[0] for line in lines] == ["epoch 1", "epoch 2", "epoch 3"]
+    training, validation = rows(tmp_path, "training"), rows(tmp_path, "validation")
+    loss, val_loss = (float(table[0]["loss"]) for table in (training, validation))
+    assert lines[0] == f"epoch 1 | loss {loss:.4f} | val/loss {val_loss:.4f} | 4 steps"
+
+
 @pytest.mark.covers("S1.1", "S1.2", "S1.3", "S1.4")
 def test_one_row_per_epoch_from_one_without_any_setting(
     tmp_path: Path, whole: tuple[str, str]

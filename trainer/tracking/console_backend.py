@@ -1,6 +1,10 @@
-"""The console: one plain line per row."""
+"""The console: a progress bar on a terminal, otherwise one plain line per row."""
 
+import sys
 from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from trainer import metrics
 from trainer.tracking.backend import Backend
@@ -12,26 +16,50 @@ JOINED = ("±", "at step")
 
 class ConsoleBackend(Backend):
     is_inline = True
+    _progress: Progress | None = None
+
+    def open(self) -> None:
+        if not sys.stdout.isatty():
+            return
+        # no refresh thread: a loader worker forked while the thread holds a lock would hang
+        self._progress = Progress(
+            BarColumn(20),
+            TextColumn("{task.description}", markup=False),
+            console=Console(file=sys.stdout),
+            auto_refresh=False,
+        )
+        self._progress.add_task(
+            "", total=self.info.total_steps, completed=max(0, self.info.resume_step)
+        )
+        self._progress.start()
+
+    def close(self, exit_code: int) -> None:
+        if self._progress is not None:
+            self._progress.stop()
 
     def log(self, row: MetricsRow) -> None:
         """Print the metrics that have a console format, in the order of their table, and those of
         the user's own.
         """
-        parts = [
+        known = [
             _format(metric.console, row.data[key] * metric.factor)
             for key, metric in metrics.METRICS.items()
             if metric.console and key in row.data
         ]
-        parts += [f"{key} {value:.4g}" for key, value in row.data.items() if not metrics.find(key)]
-        if not parts:
+        own = [f"{key} {value:.4g}" for key, value in row.data.items() if not metrics.find(key)]
+        if not known and not own:
             return
         total_steps = self.info.total_steps
         line = f"step {row.step}" if total_steps is None else f"step {row.step}/{total_steps}"
-        for part in parts:
+        for part in known + own:
             line += f" {part}" if part.startswith(JOINED) else f" | {part}"
         if num_skipped := row.data.get("optim/skipped_steps"):
             line += f" | skipped {num_skipped:g}"
-        print(line, flush=True)
+        if self._progress is not None and row.kind == "train":
+            (task,) = self._progress.task_ids
+            self._progress.update(task, completed=row.step, description=line, refresh=True)
+        else:
+            print(line, flush=True)
 
 
 def _format(text: str, value: float) -> str:

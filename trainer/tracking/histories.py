@@ -8,6 +8,7 @@ the user's own (`Train/Reward_Mean` is `reward_mean`). Values that are not finit
 
 import csv
 import io
+import logging
 import math
 import re
 import statistics
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from trainer import metrics
+from trainer.errors import EXIT_DONE
 from trainer.runtime.files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
+logger = logging.getLogger(__name__)
 FILE_NAMES = {"train": "training_history.csv", "val": "validation_history.csv"}
 REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
@@ -46,15 +49,25 @@ class HistoryBackend(Backend):
         if row.kind == "train":
             epoch_before, self._epoch = self._epoch, _epoch_of(row)
             if epoch_before is not None and epoch_before < self._epoch:
-                self._write()
+                self._write(epoch_before)
 
     def close(self, exit_code: int) -> None:
-        self._write()
+        self._write(self._epoch if exit_code == EXIT_DONE else None)
 
-    def _write(self) -> None:
+    def _write(self, ended: int | None) -> None:
+        """Write both files, and log a summary of the epoch that has ended."""
         histories = epoch_histories(metrics_file.read_rows(self.info.metrics_path))
         for kind, name in FILE_NAMES.items():
             atomic_write(self.info.run_dir / name, _table(histories[kind]))
+        training, validation = (
+            next((line for line in histories[kind] if line["epoch"] == ended), {})
+            for kind in FILE_NAMES
+        )
+        if training:
+            summary = f"loss {training.get('loss', math.nan):.4f}"
+            if "loss" in validation:
+                summary += f" | val/loss {validation['loss']:.4f}"
+            logger.info("epoch %d | %s | %d steps", ended, summary, training["steps"])
 
 
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
