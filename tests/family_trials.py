@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from exports import export_model
 from families import COMMON, FAMILIES, VARIANTS
-from toy import ToySamples, model_config
+from toy import ToySamples, build, differing, plain_loss
 from toy_runs import Recipe, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +21,6 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import flops
-from trainer.model.assemble import build_model, design_model
 from trainer.model.pretrained import ModelSource
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.signals import StopRequest
@@ -78,13 +76,7 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
     grads: dict[str, torch.Tensor] = {}
     for index in DOCUMENTS:
         model = copy.deepcopy(new)
-        ids, mask = (torch.from_numpy(x) for x in SAMPLES.sample(index))
-        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
-        labels = torch.where(mask[1:], ids[1:].long(), -100)
-        part = (
-            F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
-            / NUM_TOKENS
-        )
+        part = plain_loss(model, SAMPLES, [index]) / NUM_TOKENS
         part.backward()
         loss += part.detach()
         for name, parameter in model.named_parameters():
@@ -150,9 +142,7 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     source = ModelSource(str(path))
     with heard() as lines:
         try:
-            model: Any = build_model(
-                design_model(model_config(), source, max_length=MAX_LENGTH), world=world, seed=1
-            )
+            model = build(world, source, max_length=MAX_LENGTH)
         except ConfigError as error:
             return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
     said = next(line for line in lines if line.startswith("documents run "))
@@ -215,9 +205,6 @@ def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]
     )
     assert len(straight.losses) == Recipe().total_steps
     late = {step: values for step, values in straight.losses.items() if step > again.start_step}
-    pairs = {"losses": (late, again.losses), "lengths": (len(straight.moments), len(again.moments))}
-    faults = [name for name, (left, right) in pairs.items() if left != right]
-    states = (straight.parameters, again.parameters), (straight.moments, again.moments)
-    return faults + [
-        name for left, right in states for name in left if not torch.equal(left[name], right[name])
-    ]
+    faults = [] if late == again.losses else ["losses"]
+    faults += differing(straight.parameters, again.parameters)
+    return faults + differing(straight.moments, again.moments)

@@ -1,19 +1,23 @@
 """Small models, samples and training runs for tests, built from the project's own parts."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
 from trainer.data.batch_plan import START, Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader
+from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.data.order import Share
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
+from trainer.loop.fit import fit
 from trainer.loop.meter import Meter, Plan
 from trainer.loop.run import Cadence, Run
 from trainer.model import assemble, flops
@@ -131,6 +135,14 @@ def build_toy_model(
     return model
 
 
+def build(
+    world: World, source: ModelSource, *, max_length: int = 64, seed: int = 1, **changes: Any
+) -> Any:
+    """The model that a run with these settings of `model` would train, checked."""
+    design = assemble.design_model(model_config(**changes), source, max_length=max_length)
+    return assemble.build_model(design, world=world, seed=seed)
+
+
 def update(
     optimizer: Optimizer,
     norm: torch.Tensor,
@@ -169,37 +181,10 @@ class Recorder:
         return [data[key] for _, data in self.rows if key in data]
 
 
-class NoCheckpoints:
-    def save(self, position: Position, **_: Any) -> None:
-        pass
-
-    def before_update(self) -> None:
-        pass
-
-    def is_retry_due(self) -> bool:
-        return False
-
-    def finish(self) -> None:
-        pass
-
-    def settle(self, step: int, history: Any) -> None:
-        pass
-
-    def take_metrics(self, step: int) -> dict[str, float]:
-        return {}
-
-    def decide_rollback(self, **_: Any) -> None:
-        return None
-
-
-def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
-    """The parts that watch."""
-    plan = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
-    return {
-        "guard": Guard(guard_config()),
-        "meter": Meter(world, plan=plan, cost=flops.step_flops(model)),
-        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
-    }
+def no_checkpoints() -> Mock:
+    """A manager that saves nothing and asks for nothing."""
+    answers = {"is_retry_due": False, "take_metrics": {}, "decide_rollback": None}
+    return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})
 
 
 def guard_config(**changes: Any) -> TrainerConfig:
@@ -221,14 +206,17 @@ def toy_run(
     skipped_steps: frozenset[int] = frozenset(),
     **changes: Any,
 ) -> Run:
-    optim = optim_config(name=changes.pop("optimizer_name", "adamw"), **changes.pop("optim", {}))
-    if not model.is_packed:
-        max_samples = 1
-    limits, share = Limits(max_tokens, max_samples), (world.sequence_rank, world.sequence_size)
+    optim = optim_config(**changes.pop("optim", {}))
+    limits = Limits(max_tokens, max_samples if model.is_packed else 1)
     plan = RankPlan(
-        world.data_rank, world.num_data_ranks, limits, *flops.length_costs(model), share=share
+        world.data_rank,
+        world.num_data_ranks,
+        limits,
+        *flops.length_costs(model),
+        share=(world.sequence_rank, world.sequence_size),
     )
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
+    watched = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
@@ -251,11 +239,26 @@ def toy_run(
         "max_norm": optim.clip_grad,
         "stop": StopRequest(),
         "heartbeat": Heartbeat(),
-        **monitoring(world, model, total_steps=total_steps),
+        "guard": Guard(guard_config()),
+        "meter": Meter(world, plan=watched, cost=flops.step_flops(model)),
+        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
     }
-    checkpoints = changes.pop("checkpoints", NoCheckpoints())
+    checkpoints = changes.pop("checkpoints", None) or no_checkpoints()
     run = Run(**{**settings, **changes})
     run.checkpoints = checkpoints
+    return run
+
+
+def short_run(world: World, source: ModelSource, *, total_steps: int, **changes: Any) -> Run:
+    """A run that has trained and validated; `changes` are those of `toy_run` and of the model."""
+    of_run = ("max_samples", "max_tokens", "optim")
+    own = {name: changes.pop(name) for name in of_run if name in changes}
+    model = build_toy_model(world, source, **changes)
+    run = toy_run(world, model, ToySamples(), total_steps=total_steps, **own)
+    run.validation_batches = ValidationBatches(
+        ToySamples(5, seed=1), run.batches.plan, batch_size=4
+    )
+    assert fit(run) == 0
     return run
 
 
@@ -266,3 +269,25 @@ def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, p in model.named_parameters()
     }
     return {name: tensor.detach().clone() for name, tensor in whole.items()}
+
+
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that do not have the same bits, or that one side lacks."""
+    both = ours.keys() & theirs.keys()
+    unequal = {
+        name
+        for name in both
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    }
+    return sorted(unequal | (ours.keys() ^ theirs.keys()))
+
+
+def plain_loss(model: Any, samples: ToySamples, indices: Iterable[int]) -> torch.Tensor:
+    """Summed cross-entropy of documents, one for each forward pass of transformers: float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index in indices:
+        ids, mask = (torch.from_numpy(array) for array in samples.sample(index))
+        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
+        labels = torch.where(mask[1:], ids[1:].long(), -100)
+        total = total + F.cross_entropy(logits, labels, reduction="sum").double()
+    return total

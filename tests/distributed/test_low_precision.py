@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
+from toy import differing, full_parameters, short_run, write_model_config
 from toy_runs import Recipe, Result, run
 from transformers import AutoModelForCausalLM
-
-from trainer.loop.fit import fit
 
 STATES: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
 LOW: dict[str, Any] = STATES | {"model": {"master_dtype": "bfloat16"}}
@@ -32,13 +30,6 @@ def whole(source: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe(STEPS), **LOW)[0]
 
 
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], value) and ours[name].dtype == value.dtype
-        for name, value in theirs.items()
-    )
-
-
 def begun(run_dir: Path, target: Path, step: int = 4) -> Path:
     """The run as it was after this step: what comes later is not there."""
     target.mkdir()
@@ -57,7 +48,8 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
     found = run_ranks(run, 2, begun(run_dir, tmp_path / "again"), source, Recipe(STEPS), **LOW)[0]
     assert found.start_step == 4
     assert found.losses == {step: expected.losses[step] for step in (5, 6)}
-    assert equal(found.parameters, expected.parameters) and equal(found.moments, expected.moments)
+    assert differing(found.parameters, expected.parameters) == []
+    assert differing(found.moments, expected.moments) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -69,7 +61,8 @@ def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
     found = run_ranks(
         run, world_size, begun(run_dir, tmp_path / "other"), source, Recipe(STEPS), **LOW
     )[0]
-    assert equal(found.loaded, same.loaded) and equal(found.loaded_moments, same.loaded_moments)
+    assert differing(found.loaded, same.loaded) == []
+    assert differing(found.loaded_moments, same.loaded_moments) == []
     assert found.losses[5][0] == pytest.approx(expected.losses[5][0], rel=1e-6)
     # a gradient that rounds otherwise may round an element of the next parameters to the other
     # neighbour
@@ -114,18 +107,14 @@ Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 def train(world: Any, source: Any, variants: list[dict[str, Any]]) -> list[Trained]:
-    """A run of each variant: what `toy_run` and `build_toy_model` take."""
+    """A run of each variant: what `short_run` takes."""
     found = []
     for variant in variants:
-        changes = dict(variant)
-        run = {name: changes.pop(name) for name in ("max_samples", "optim") if name in changes}
-        model = build_toy_model(world, source, **changes.pop("model", {}), **changes)
-        parts = toy_run(world, model, ToySamples(), total_steps=STEPS, **run)
-        assert fit(parts) == 0
-        rows: Any = parts.tracking
-        found.append(
-            (rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(model))
-        )
+        of_model = {name: value for name, value in variant.items() if name != "model"}
+        run = short_run(world, source, total_steps=STEPS, **of_model, **variant.get("model", {}))
+        rows: Any = run.tracking
+        columns = rows.column("train/loss"), rows.column("train/grad_norm")
+        found.append((*columns, full_parameters(run.model)))
     return found
 
 
@@ -162,4 +151,4 @@ def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source: An
     ]
     found = run_ranks(train, 2, source, variants)[0]
     for expected, offloaded in zip(found[::2], found[1::2], strict=True):
-        assert offloaded[:2] == expected[:2] and equal(offloaded[2], expected[2])
+        assert offloaded[:2] == expected[:2] and differing(offloaded[2], expected[2]) == []

@@ -6,9 +6,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, model_config, toy_run, write_model_config
+from toy import (
+    ToySamples,
+    build_toy_model,
+    differing,
+    model_config,
+    toy_run,
+    write_model_config,
+)
 from toy_runs import Recipe, Result, StopsAfter, run
 
 from trainer.config import ConfigError
@@ -137,29 +143,23 @@ def continued(world: World, run_dir: Path, source: Any, total_steps: int) -> Res
     return run(world, run_dir, source, Recipe(total_steps=total_steps, save_freq=2), max_samples=2)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
-
-
 def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None:
     source = write_model_config(tmp_path / "model")
     (straight, again), *_ = run_ranks(interrupted, 2, tmp_path, source, sequence_size=2)
     assert again.start_step == 2 and again.losses == {
         step: straight.losses[step] for step in (3, 4)
     }
-    assert_equal(again.parameters, straight.parameters)
-    assert_equal(again.moments, straight.moments)
+    assert differing(again.parameters, straight.parameters) == []
+    assert differing(again.moments, straight.moments) == []
     (alone,) = run_ranks(continued, 1, tmp_path / "cut", source, 6)
     shared, *_ = run_ranks(continued, 2, tmp_path / "straight", source, 6, sequence_size=2)
-    assert_equal(alone.loaded, straight.parameters)
+    assert differing(alone.loaded, straight.parameters) == []
     for step in (5, 6):
         assert alone.losses[step] == pytest.approx(shared.losses[step], rel=1e-5)
     back, *_ = run_ranks(continued, 2, tmp_path / "cut", source, 8, sequence_size=2)
     assert sorted(back.losses) == [7, 8]
-    assert_equal(back.loaded, alone.parameters)
-    assert_equal(back.loaded_moments, alone.moments)
+    assert differing(back.loaded, alone.parameters) == []
+    assert differing(back.loaded_moments, alone.moments) == []
 
 
 @pytest.mark.parametrize(

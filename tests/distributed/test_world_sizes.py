@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ranks import run_ranks
 from sweeps import short_or_full
-from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
+from toy import (
+    ToySamples,
+    build_toy_model,
+    differing,
+    full_parameters,
+    toy_run,
+    write_model_config,
+)
 from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
@@ -70,11 +76,6 @@ def load_all(
         manager.load(layout.inspect(run_dir / "global_step_6"), contents=["model", "optimizer"])
         found.append((full_parameters(parts.model), moments_of(parts)))
     return found
-
-
-def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    assert ours.keys() == theirs.keys()
-    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
 @pytest.mark.parametrize(

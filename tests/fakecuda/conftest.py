@@ -1,5 +1,6 @@
 """A process in which torch believes in eight cards, shared by the tests of this directory."""
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Runs a case (fields of `fake_step.Case`, and its `kind`) there; what it did."""
+    """Runs a case (fields of `fake_step.Case`, and its `kind`) there, once; what it did."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the fake device with")
     directory = tmp_path_factory.mktemp("fake_cuda")
@@ -37,13 +38,14 @@ def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         assert process.stdin is not None and process.stdout is not None
         answers = process.stdout
 
-        def run(**case: Any) -> dict[str, Any]:
-            print(json.dumps(case), file=process.stdin, flush=True)
-            while line := answers.readline():
-                if line.startswith("{"):
-                    found: dict[str, Any] = json.loads(line)
+        @functools.cache
+        def answer(line: str) -> dict[str, Any]:
+            print(line, file=process.stdin, flush=True)
+            while text := answers.readline():
+                if text.startswith("{"):
+                    found: dict[str, Any] = json.loads(text)
                     return found
-            raise AssertionError(f"{case}:\n{errors.read_text()[-4000:]}")
+            raise AssertionError(f"{line}:\n{errors.read_text()[-4000:]}")
 
-        yield run
+        yield lambda **case: answer(json.dumps(case))
         process.stdin.close()

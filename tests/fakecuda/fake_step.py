@@ -60,6 +60,7 @@ class Case:
     lora_rank: int = 0
     num_micro_batches: int = 2
     optimizer: str = "adamw"
+    loss: str = "cross_entropy"
     kept: str = "float32"
     """What moments and parameters are kept in."""
     reads_the_loss: bool = False
@@ -77,6 +78,7 @@ class Case:
             fsdp_size=self.fsdp_size,
             master_dtype=self.kept,
             lora_rank=self.lora_rank,
+            loss=self.loss,
             compile=self.compile,
             ulysses_sequence_parallel_size=self.sequence_size,
         )
@@ -149,10 +151,8 @@ def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
                 torch.device("cpu") if case.offload else world.device,
                 buffer_device=world.device,
             )
-            samples, optim = ToySamples(), {"state_dtype": case.kept}
-            run = toy_run(
-                world, model, samples, total_steps=60, optimizer_name=case.optimizer, optim=optim
-            )
+            samples, optim = ToySamples(), {"name": case.optimizer, "state_dtype": case.kept}
+            run = toy_run(world, model, samples, total_steps=60, optim=optim)
         if case.reads_the_loss:
             _read_every_loss(model)
         limits = Limits(None, 3 if is_packed else 1)

@@ -24,17 +24,11 @@ BYTES = {"float32": 4, "bfloat16": 2}
 CARD = 3
 """The local rank that all cases run as."""
 
-Saves = dict[str, dict[str, Any]]
 
-
-@pytest.fixture(scope="module")
-def saves(fake_runs: Any) -> Saves:
-    class Found(dict[str, dict[str, Any]]):
-        def __missing__(self, name: str) -> dict[str, Any]:
-            self[name] = fake_runs(kind="save", **SAVES[name])
-            return self[name]
-
-    return Found()
+@pytest.fixture
+def saves(fake_runs: Any) -> Any:
+    """What each case did, when it is asked for."""
+    return lambda name: fake_runs(kind="save", **SAVES[name])
 
 
 def called(save: dict[str, Any], *names: str) -> list[dict[str, Any]]:
@@ -43,22 +37,20 @@ def called(save: dict[str, Any], *names: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", SAVES)
 def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(
-    saves: Saves, name: str
+    saves: Any, name: str
 ) -> None:
     """Whether all is finite is known before a thread writes it."""
-    ((where, count),) = saves[name]["reads"].items()
+    ((where, count),) = saves(name)["reads"].items()
     assert "trainer/checkpoint/manager.py:_is_finite" in where and count == 2, "one of each save"
-    assert called(saves[name], "validation")
+    assert called(saves(name), "validation")
 
 
 @pytest.mark.parametrize("name", ON_CARD)
-def test_the_state_goes_to_page_locked_memory_beside_the_computation(
-    saves: Saves, name: str
-) -> None:
+def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Any, name: str) -> None:
     """Parameters and two moments, a step for each tensor; what is no copy of a snapshot is a
     batch or its sums.
     """
-    save, case = saves[name], SAVES[name]
+    save, case = saves(name), SAVES[name]
     copies = [copy for copy in save["copies"] if copy["where"].startswith(SNAPSHOT)]
     assert {(c["way"], c["how"], c["host"], c["stream"] > 0) for c in copies} == {
         ("cuda to cpu", "async", "pinned", True)
@@ -80,10 +72,10 @@ def test_the_state_goes_to_page_locked_memory_beside_the_computation(
 
 @pytest.mark.parametrize("name", ON_CARD)
 def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(
-    saves: Saves, name: str
+    saves: Any, name: str
 ) -> None:
-    in_thread = [call for call in saves[name]["calls"] if call["thread"] == "checkpoint"]
-    ready = _copied(saves[name])
+    in_thread = [call for call in saves(name)["calls"] if call["thread"] == "checkpoint"]
+    ready = _copied(saves(name))
     seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
     kinds = ("set_device", "event.synchronize", "write")
     assert seen == [
@@ -111,11 +103,11 @@ def _copied(save: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("name", [name for name in ON_CARD if name != "replicas, bfloat16"])
 def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer(
-    saves: Saves, name: str
+    saves: Any, name: str
 ) -> None:
-    calls = saves[name]["calls"]
+    calls = saves(name)["calls"]
     updates = [index for index, call in enumerate(calls) if call["name"] == "update"]
-    for event in _copied(saves[name]):
+    for event in _copied(saves(name)):
         recorded = next(
             i
             for i, call in enumerate(calls)
@@ -134,18 +126,18 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_what_is_written_is_a_copy_in_host_memory(saves: Saves, name: str) -> None:
+def test_what_is_written_is_a_copy_in_host_memory(saves: Any, name: str) -> None:
     """All of it page-locked where it comes from a card; offloaded state is in host memory
     already.
     """
-    for written in saves[name]["written"]:
+    for written in saves(name)["written"]:
         assert written["fake"] == 0 and written["bytes"] > 0
         assert (written["unlocked"] == 0) == (name != "offload")
 
 
-def test_offloaded_state_is_copied_by_the_host_alone(saves: Saves) -> None:
-    assert [copy for copy in saves["offload"]["copies"] if "snapshot.py" in copy["where"]] == []
-    checks = [copy for copy in saves["offload"]["copies"] if "_is_finite" in copy["where"]]
+def test_offloaded_state_is_copied_by_the_host_alone(saves: Any) -> None:
+    assert [copy for copy in saves("offload")["copies"] if "snapshot.py" in copy["where"]] == []
+    checks = [copy for copy in saves("offload")["copies"] if "_is_finite" in copy["where"]]
     assert len(checks) == 2, "one number a save, not one for each tensor"
 
 

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"kept": "bfloat16"},
     "one rank": {"num_ranks": 1},
     "muon": {"optimizer": "muon"},
+    "dft": {"loss": "dft"},
     "lora": {"lora_rank": 8},
     "compiled": {"model_type": "llama", "compile": True},
     "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
@@ -71,19 +72,10 @@ WAITS = {"reads", "offload"}
 """A fault to be found, and an optimizer on the host: it cannot go on before gradients are there."""
 
 
-Steps = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def steps(fake_runs: Any) -> Steps:
+@pytest.fixture
+def steps(fake_runs: Any) -> Any:
     """What each case did, when it is asked for."""
-
-    class Found(dict[str, dict[str, Any]]):
-        def __missing__(self, name: str) -> dict[str, Any]:
-            self[name] = fake_runs(**CASES[name])
-            return self[name]
-
-    return Found()
+    return lambda name: fake_runs(kind="step", **CASES[name])
 
 
 def collectives(step: dict[str, Any], kind: str, **wanted: Any) -> list[dict[str, Any]]:
@@ -91,8 +83,8 @@ def collectives(step: dict[str, Any], kind: str, **wanted: Any) -> list[dict[str
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WAITS])
-def test_no_operation_waits_for_the_device(steps: Steps, name: str) -> None:
-    step = steps[name]
+def test_no_operation_waits_for_the_device(steps: Any, name: str) -> None:
+    step = steps(name)
     assert step["is_packed"] and step["num_micro_batches"] == 2
     assert step["reads"] == {} and step["waits"] == {}
     assert [copy for copy in step["copies"] if copy["how"] == "blocking"] == []
@@ -102,9 +94,9 @@ def test_no_operation_waits_for_the_device(steps: Steps, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "two share", "replicas", "lora", "offload"])
-def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Steps, name: str) -> None:
+def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Any, name: str) -> None:
     """The batch does; the handful of numbers that goes into the sum over ranks does not."""
-    to_card = [copy for copy in steps[name]["copies"] if copy["way"] == "cpu to cuda"]
+    to_card = [copy for copy in steps(name)["copies"] if copy["way"] == "cpu to cuda"]
     assert (
         sum("trainer/batch.py" in copy["where"] and copy["host"] == "pinned" for copy in to_card)
         == 2 * 6
@@ -113,27 +105,27 @@ def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Steps, name:
 
 
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
-    steps: Steps,
+    steps: Any,
 ) -> None:
     """As docs/gpu.md and the plan say: few large ones are better."""
     back = [
         copy
-        for copy in steps["offload"]["copies"]
+        for copy in steps("offload")["copies"]
         if copy["way"] == "cuda to cpu" and copy["where"] == "torch"
     ]
     waited = [copy for copy in back if copy["how"] == "blocking"]
-    assert 2 * len(waited) == len(back) and steps["offload"]["num_micro_batches"] == 2
+    assert 2 * len(waited) == len(back) and steps("offload")["num_micro_batches"] == 2
     assert {(copy["host"], copy["how"]) for copy in back} == {
         ("pinned", "async"),
         ("pageable", "blocking"),
     }
 
 
-def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Steps) -> None:
+def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Any) -> None:
     """Float32 shards of the layers twice in each micro-batch, all else once, and gradients
     back: what `plan` counts.
     """
-    step = steps["offload"]
+    step = steps("offload")
     moved = Counter[str]()
     for copy in step["copies"]:
         if not copy["where"].startswith(
@@ -147,11 +139,11 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Steps) -> Non
     }
 
 
-def test_inputs_of_layers_go_and_come_beside_the_step(steps: Steps) -> None:
+def test_inputs_of_layers_go_and_come_beside_the_step(steps: Any) -> None:
     """Three layers and two micro-batches: the last layer's input is still there when the
     backward pass begins.
     """
-    copies = [copy for copy in steps["layer inputs"]["copies"] if LAYER_INPUTS in copy["where"]]
+    copies = [copy for copy in steps("layer inputs")["copies"] if LAYER_INPUTS in copy["where"]]
     assert Counter(
         (copy["way"], copy["how"], copy["host"], copy["stream"] > 0) for copy in copies
     ) == {
@@ -160,14 +152,14 @@ def test_inputs_of_layers_go_and_come_beside_the_step(steps: Steps) -> None:
     }
 
 
-def test_a_value_that_the_host_reads_is_found(steps: Steps) -> None:
-    (where,) = steps["reads"]["reads"]
+def test_a_value_that_the_host_reads_is_found(steps: Any) -> None:
+    (where,) = steps("reads")["reads"]
     assert where.startswith("aten._local_scalar_dense.default at trainer/loop/step.py:accumulate")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_ranks_tell_each_other_is_one_sum(steps: Steps, name: str) -> None:
-    sums = [c for c in steps[name]["collectives"] if c["dtype"] == "float64"]
+def test_what_ranks_tell_each_other_is_one_sum(steps: Any, name: str) -> None:
+    sums = [c for c in steps(name)["collectives"] if c["dtype"] == "float64"]
     assert [(c["kind"], c["ranks"]) for c in sums] == [
         ("allreduce", CASES[name].get("num_ranks", 8))
     ]
@@ -177,9 +169,9 @@ def test_what_ranks_tell_each_other_is_one_sum(steps: Steps, name: str) -> None:
     "name", ["qwen3", "untied", "recompute", "replicas", "qwen3_moe", "lora", "compiled"]
 )
 def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(
-    steps: Steps, name: str
+    steps: Any, name: str
 ) -> None:
-    step = steps[name]
+    step = steps(name)
     assert {c["dtype"] for c in collectives(step, "allgather_base")} == {"bfloat16"}
     assert {c["dtype"] for c in collectives(step, "reduce_scatter_base")} == {"float32"}
     assert {c["ranks"] for c in step["collectives"] if c["dtype"] != "float64"} <= {8, 4}
@@ -188,12 +180,12 @@ def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(
 @pytest.mark.parametrize(
     "name", ["qwen3", "untied", "recompute", "qwen3_moe", "lora", "compiled", "two share"]
 )
-def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: str) -> None:
+def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Any, name: str) -> None:
     """Layers are gathered for the forward and again for the backward pass, embeddings and head
     once; all gradients are reduced once, those of adapters alone where there are any. Counts are
     those of the toy models: every size divides by 8 ranks.
     """
-    step = steps[name]
+    step = steps(name)
     layers, rest = step["layer_numels"], step["num_parameters"] - sum(step["layer_numels"])
     gathered = sum(c["numel"] for c in collectives(step, "allgather_base"))
     assert gathered == step["num_micro_batches"] * (2 * sum(layers) + rest)
@@ -206,14 +198,14 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: st
     [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)],
 )
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
-    steps: Steps, name: str, size: int, num_forward: int
+    steps: Any, name: str, size: int, num_forward: int
 ) -> None:
     """4 query heads and 2 for keys and values of 64, T positions of which a rank holds T_own: each
     layer sends queries, keys and values of T_own positions and all heads, and outputs of all
     positions and its share of heads; the backward pass their gradients, the other way round. Each
     key head is sent twice where there are four ranks. What is computed again is exchanged again.
     """
-    step, heads, head_size, num_layers = steps[name], 4, 64, len(steps[name]["layer_numels"])
+    step, heads, head_size, num_layers = steps(name), 4, 64, len(steps(name)["layer_numels"])
     found, keys, expected = collectives(step, "all_to_all_single"), 2 * max(2, size), 0
     for num_own, num_tokens in zip(step["num_tokens"], SHARED_TOKENS, strict=True):
         there = num_own * (heads + keys) * head_size + num_tokens * heads // size * head_size
@@ -225,15 +217,15 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
 
 
 @pytest.mark.parametrize("name", ["compiled", "compiled, selective"])
-def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Steps, name: str) -> None:
+def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Any, name: str) -> None:
     """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew,
     nothing waits.
     """
-    assert steps[name]["num_graphs"] == 2
+    assert steps(name)["num_graphs"] == 2
 
 
-def test_replicas_add_their_gradients_once_a_step(steps: Steps) -> None:
-    step = steps["replicas"]
+def test_replicas_add_their_gradients_once_a_step(steps: Any) -> None:
+    step = steps("replicas")
     assert len(collectives(step, "reduce_scatter_base", ranks=8)) == 2 * 3, (
         "two layers and the rest, twice"
     )
@@ -242,22 +234,22 @@ def test_replicas_add_their_gradients_once_a_step(steps: Steps) -> None:
     assert sum(c["numel"] for c in found) == step["num_parameters"] // 8
 
 
-def test_one_rank_moves_nothing(steps: Steps) -> None:
-    assert [c["kind"] for c in steps["one rank"]["collectives"]] == ["allreduce"], (
+def test_one_rank_moves_nothing(steps: Any) -> None:
+    assert [c["kind"] for c in steps("one rank")["collectives"]] == ["allreduce"], (
         "the sum over ranks, of one"
     )
 
 
-def test_one_rank_does_not_divide_its_gradients_by_one(steps: Steps) -> None:
+def test_one_rank_does_not_divide_its_gradients_by_one(steps: Any) -> None:
     """A factor, be it 1, makes torch write every gradient buffer once more."""
-    divisions = [steps[name]["operations"]["aten.div.Tensor"] for name in ("one rank", "qwen3")]
+    divisions = [steps(name)["operations"]["aten.div.Tensor"] for name in ("one rank", "qwen3")]
     assert divisions[0] == divisions[1]
 
 
 @pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
 def test_kernels_of_a_layer_stay_within_their_budget(
-    steps: Steps, model_type: str, budget: float
+    steps: Any, model_type: str, budget: float
 ) -> None:
     """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
-    more, less = steps[f"{model_type}, three layers"], steps[model_type]
+    more, less = steps(f"{model_type}, three layers"), steps(model_type)
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget

@@ -25,14 +25,10 @@ CARD = 3
 SHARED = "documents shared, a rollback"
 
 
-@pytest.fixture(scope="module")
-def runs(fake_runs: Any) -> dict[str, dict[str, Any]]:
-    class Found(dict[str, dict[str, Any]]):
-        def __missing__(self, name: str) -> dict[str, Any]:
-            self[name] = fake_runs(kind="run", **RUNS[name])
-            return self[name]
-
-    return Found()
+@pytest.fixture
+def runs(fake_runs: Any) -> Any:
+    """What each case did, when it is asked for."""
+    return lambda name: fake_runs(kind="run", **RUNS[name])
 
 
 def num_shards(name: str) -> int:
@@ -52,7 +48,7 @@ def noted(run: dict[str, Any], kind: str, phase: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
-    run = runs[name]
+    run = runs(name)
     assert run["exit_code"] == 0 and run["exported"] == PARAMETERS
     assert run["checkpoints"] == ([2, 5] if name == SHARED else [2, 3])
     rolled_back = ["guard/rule", "rollback"] if name == SHARED else []
@@ -64,7 +60,7 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> 
     """Evidence, kept in the step of trouble alone, reads a sum and a count for each of a rank's
     four documents.
     """
-    run = runs[name]
+    run = runs(name)
     assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, (
         "the last of the validation"
     )
@@ -83,7 +79,7 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: str) -> None:
-    run = runs[name]
+    run = runs(name)
     for phase in ("train", "validate"):
         assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {
             ("cpu to cuda", "async")
@@ -110,7 +106,7 @@ def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
     """A step of two micro-batches gathers parameters, which stay, once, reduces gradients twice,
     and adds up replicas and one vector of numbers once; a save adds up one number.
     """
-    run, num_ranks = runs[name], RUNS[name].get("num_ranks", 8)
+    run, num_ranks = runs(name), RUNS[name].get("num_ranks", 8)
     for step in range(1, num_steps(name) + 1):
         found = Counter[tuple[str, str, int, str]]()
         for exchange in run["collectives"]:
@@ -141,7 +137,7 @@ def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is
     by the main thread.
     """
     # autograd's: torch's care
-    calls = [call for call in runs[name]["calls"] if not call["thread"].startswith("Dummy")]
+    calls = [call for call in runs(name)["calls"] if not call["thread"].startswith("Dummy")]
     threads = {call["thread"] for call in calls}
     assert threads == {"MainThread", "checkpoint", "gpu-sampler"}
     for thread in threads:
@@ -179,7 +175,7 @@ def test_a_rollback_puts_what_was_saved_on_the_card(runs: Any) -> None:
     """With the state of the generator of this card; ranks that share documents have written
     their shards.
     """
-    run = runs[SHARED]
+    run = runs(SHARED)
     copies = noted(run, "copies", "rollback")
     assert {copy["way"] for copy in copies} == {"cpu to cuda"}
     assert sum(copy["bytes"] for copy in copies) == 12 * PARAMETERS // 8 + 4 * NUM_TENSORS

@@ -22,57 +22,52 @@ from family_trials import REFUSED, first_step, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file
 from support_table import read_results
+from toy import differing
 from transformers import AutoModelForCausalLM, logging
 
 NAMES = (*FAMILIES, *VARIANTS)
 TRIED = read_results()["families"]
 DOZEN = (
-    *(
-        "llama",
-        "gpt2",
-        "gemma3_text",
-        "granite",
-        "qwen3_moe",
-        "deepseek_v3",
-        "gemma2",
-        "gpt_oss",
-        "qwen3_next",
-    ),
-    *("mamba2", "falcon_h1", "lfm2"),
+    "llama",
+    "gpt2",
+    "gemma3_text",
+    "granite",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gemma2",
+    "gpt_oss",
+    "qwen3_next",
+    "mamba2",
+    "falcon_h1",
+    "lfm2",
 )
 CASES = [pytest.param(1, name, id=f"{name}, 1 rank") for name in NAMES]
 CASES += [pytest.param(2, name, id=f"{name}, 2 ranks") for name in DOZEN]
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 FULL_LOGITS = {
-    *(
-        "beam",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "gemma2",
-        "gemma3n_text",
-        "gemma4_text",
-        "granite",
-        "granite_swa",
-    ),
-    *(
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoehybrid attention",
-        "granitemoeshared",
-    ),
-    *(
-        "hyperclovax",
-        "inkling_text",
-        "inkling2_text",
-        "minicpm3",
-        "modernbert-decoder",
-        "nanochat",
-        "recurrent_gemma",
-        "vaultgemma",
-    ),
+    "beam",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hyperclovax",
+    "inkling_text",
+    "inkling2_text",
+    "minicpm3",
+    "modernbert-decoder",
+    "nanochat",
+    "recurrent_gemma",
+    "vaultgemma",
     "xlstm",
+    "granitemoehybrid attention",
 }
 
 
@@ -134,8 +129,7 @@ def test_the_export_is_what_transformers_would_save(
     assert isinstance(results[num_ranks][name], dict), results[num_ranks][name]
     export = root / f"{name}-export-{num_ranks}"
     ours, theirs = (load_file(path / "model.safetensors") for path in (export, root / name))
-    assert ours.keys() == theirs.keys()
-    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    assert differing(ours, theirs) == []
     config, their_config = (
         json.loads((path / "config.json").read_text()) for path in (export, root / name)
     )
@@ -150,9 +144,4 @@ def test_the_export_is_what_transformers_would_save(
         original = AutoModelForCausalLM.from_pretrained(
             root / name, dtype=torch.float32
         ).state_dict()
-        assert original.keys() == model.state_dict().keys()
-        assert [
-            key
-            for key, tensor in model.state_dict().items()
-            if not torch.equal(tensor, original[key])
-        ] == []
+        assert differing(model.state_dict(), original) == []

@@ -2,7 +2,6 @@
 `auto` falls back to.
 """
 
-import logging
 import os
 import pickle
 import re
@@ -16,16 +15,17 @@ import torch
 import torch._dynamo.exc
 import torch._inductor.exc
 import torch.distributed as dist
-from family_trials import family_config
+from family_trials import family_config, heard
 from ranks import run_ranks, started_ranks
 from test_selfcheck import _leaking
-from toy import ToySamples, model_config, write_model_config
+from toy import ToySamples, build, model_config, write_model_config
 from transformers import AutoConfig, PretrainedConfig
+from whole_models import WRAPPERS
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
-from trainer.model.assemble import build_model, design_model
+from trainer.model.assemble import design_model
 from trainer.model.packed_lm import notes
 from trainer.model.pretrained import ModelSource
 from trainer.run import inputs
@@ -33,82 +33,53 @@ from trainer.run.compose import load_config
 from trainer.runtime import seeding
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-
-def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tuple[str, list[str]]:
-    """(how documents run, or why not; what is said) with an attention that leaks on one of the
-    ranks.
-    """
-    logger, lines = logging.getLogger("trainer"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    leaking = (
-        _leaking(attention.packed_attention)
-        if world.rank == faulty_rank
-        else attention.packed_attention
-    )
-    with patch.object(attention, "packed_attention", leaking):
+def outcome(world: Any, source: ModelSource, attend: Any, *, choice: str = "auto") -> str:
+    """How documents run with this attention, `refused: …`, or the type of the error."""
+    with patch.object(attention, "packed_attention", attend):
         try:
-            model: Any = build_model(
-                design_model(model_config(attention=choice), source, max_length=64),
-                world=world,
-                seed=1,
-            )
+            model = build(world, source, attention=choice)
         except ConfigError as error:
-            return f"refused: {error}", lines.lines
-    loss = model(pack(ToySamples(), [0])).loss_sum
-    loss.backward()
-    return "packed" if model.is_packed else "one by one", lines.lines
+            return f"refused: {error}"
+        except Exception as error:
+            return type(error).__name__
+    model(pack(ToySamples(), [0])).loss_sum.backward()
+    return "packed" if model.is_packed else "one by one"
 
 
-def errors(kind: str) -> Exception:
-    found = {
-        "kernel": RuntimeError("varlen_attn needs a head size that divides by 8"),
-        "value": ValueError("head_dim"),
-        "not there": NotImplementedError("varlen_attn on this device"),
-        "memory": torch.OutOfMemoryError("CUDA out of memory"),
-        "device": torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        "peer": dist.DistBackendError("NCCL error"),
-        "compiler": torch._inductor.exc.InductorError(RuntimeError("no C++ compiler"), None),
-        "tracing": torch._dynamo.exc.TorchRuntimeError("a fake tensor"),
-        "mistake": TypeError("packed_attention() got an unexpected keyword argument"),
-    }
-    return found[kind]
-
-
-REFUSALS = ("kernel", "value", "not there")
-
-
-def built_with_errors(
-    world: Any, source: ModelSource, failing_rank: int, kinds: list[str]
-) -> dict[str, str]:
-    """{kind of error that attention raises on a rank: how documents run, or the type of the
-    error that got out}.
-    """
-    found = {}
-    for kind in kinds:
-        error = errors(kind)
-        attend = (
-            attention.packed_attention if world.rank != failing_rank else Mock(side_effect=error)
+def built(world: Any, source: ModelSource, leaking_rank: int, choice: str) -> tuple[str, list[str]]:
+    """The outcome with an attention that leaks on one of the ranks, and what is logged."""
+    attend = attention.packed_attention
+    with heard() as lines:
+        found = outcome(
+            world,
+            source,
+            _leaking(attend) if world.rank == leaking_rank else attend,
+            choice=choice,
         )
-        with patch.object(attention, "packed_attention", attend):
-            try:
-                model = build_model(
-                    design_model(model_config(attention="auto"), source, max_length=64),
-                    world=world,
-                    seed=1,
-                )
-                found[kind] = "packed" if model.is_packed else "one by one"
-            except Exception as raised:
-                found[kind] = type(raised).__name__
-    return found
+    return found, lines
+
+
+REFUSALS: dict[str, Exception] = {
+    "kernel": RuntimeError("varlen_attn needs a head size that divides by 8"),
+    "value": ValueError("head_dim"),
+    "not there": NotImplementedError("varlen_attn on this device"),
+}
+OTHERS: dict[str, Exception] = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "device": torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    "peer": dist.DistBackendError("NCCL error"),
+    "compiler": torch._inductor.exc.InductorError(RuntimeError("no C++ compiler"), None),
+    "tracing": torch._dynamo.exc.TorchRuntimeError("a fake tensor"),
+    "mistake": TypeError("packed_attention() got an unexpected keyword argument"),
+}
+
+
+def built_with_errors(world: Any, source: ModelSource) -> dict[str, str]:
+    """{kind of error that attention raises: outcome}."""
+    return {
+        kind: outcome(world, source, Mock(side_effect=error))
+        for kind, error in (REFUSALS | OTHERS).items()
+    }
 
 
 def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
@@ -117,23 +88,15 @@ def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attenti
     """A card that is full, lost or without a compiler is none of packing: `auto` would train
     several times slower.
     """
-    source = write_model_config(tmp_path)
-    (found,) = run_ranks(built_with_errors, 1, source, 0, kinds := [*REFUSALS, *sorted(OTHERS)])
-    assert found == {
-        kind: "one by one" if kind in REFUSALS else type(errors(kind)).__name__ for kind in kinds
-    }
-
-
-OTHERS = ("memory", "device", "peer", "compiler", "tracing", "mistake")
+    (found,) = run_ranks(built_with_errors, 1, write_model_config(tmp_path))
+    others = {kind: type(error).__name__ for kind, error in OTHERS.items()}
+    assert found == dict.fromkeys(REFUSALS, "one by one") | others
 
 
 def fails_on_one_rank(world: Any, source: ModelSource) -> None:
-    with (
-        patch.object(attention, "packed_attention", Mock(side_effect=errors("memory")))
-        if world.rank
-        else nullcontext()
-    ):
-        build_model(design_model(model_config(), source, max_length=64), world=world, seed=1)
+    failing = patch.object(attention, "packed_attention", Mock(side_effect=OTHERS["memory"]))
+    with failing if world.rank else nullcontext():
+        build(world, source)
 
 
 def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> None:
@@ -151,94 +114,86 @@ def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> N
 def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
     tmp_path: Path,
 ) -> None:
-    found = run_ranks(built, 2, write_model_config(tmp_path), 1, "auto")
-    warning = (
-        "WARNING: packed documents fail the self-check: the loss of Qwen2ForCausalLM differs by"
-    )
-    for outcome, lines in found:
-        assert outcome == "one by one"
+    warning = "packed documents fail the self-check: the loss of Qwen2ForCausalLM differs by"
+    for found, lines in run_ranks(built, 2, write_model_config(tmp_path), 1, "auto"):
+        assert found == "one by one"
         assert any(line.startswith(warning) for line in lines)
-        assert "INFO: documents run one by one (slower): packed ones fail the self-check" in lines
+        assert "documents run one by one (slower): packed ones fail the self-check" in lines
+
+
+def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
+    refusal = "refused: self-check failed: the loss of Qwen2ForCausalLM differs by"
+    for found, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
+        assert found.startswith(refusal) and "model.attention=per_document may help" in found
 
 
 def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
     """What becomes of a model under `trainer.deterministic`, with an operation in it that has
     no such kernel or not.
     """
+    plain = attention.packed_attention
 
     def scattering(*args: Any, **kwargs: Any) -> Any:
         if not is_possible:
             torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
-        return packed(*args, **kwargs)
+        return plain(*args, **kwargs)
 
-    packed = attention.packed_attention
     seeding.use_deterministic_kernels()
-    with patch.object(attention, "packed_attention", scattering):
-        try:
-            build_model(
-                design_model(model_config(attention="packed"), source, max_length=64),
-                world=world,
-                seed=1,
-            )
-        except ConfigError as error:
-            return str(error)
-    return f"built with {os.environ['CUBLAS_WORKSPACE_CONFIG']} {os.environ['NCCL_ALGO']} {os.environ['NCCL_PROTO']}"
+    found = outcome(world, source, scattering, choice="packed")
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
+    return " ".join([found, *(os.environ[name] for name in names)])
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
     tmp_path: Path,
 ) -> None:
     source = write_model_config(tmp_path)
-    assert run_ranks(deterministic, 2, source, True) == ["built with :4096:8 Ring Simple"] * 2
+    assert run_ranks(deterministic, 2, source, True) == ["packed :4096:8 Ring Simple"] * 2
     for refusal in run_ranks(deterministic, 2, source, False):
         assert refusal.startswith(
-            "self-check failed: trainer.deterministic=true is not possible with Qwen2ForCausalLM"
-        )
-        assert (
-            "here: put_ does not have a deterministic implementation; model.attention=per_document "
-            "may" in refusal
+            "refused: self-check failed: trainer.deterministic=true is not possible with "
+            "Qwen2ForCausalLM here: put_ does not have a deterministic implementation; "
+            "model.attention=per_document may"
         )
 
 
-def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
-    for outcome, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
-        assert outcome.startswith(
-            "refused: self-check failed: the loss of Qwen2ForCausalLM differs by"
-        )
-        assert "model.attention=per_document may help" in outcome
-
-
-def test_an_architecture_that_fails_both_ways_is_refused(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path, "granite", logits_scaling=4.0, initializer_range=0.5)
-    (outcome, _), *_ = run_ranks(built_unknown_logits, 1, source)
-    assert outcome.startswith(
-        "refused: self-check failed: the loss of GraniteForCausalLM differs by"
-    )
-    assert outcome.endswith("; it cannot be trained here")
-
-
-def built_unknown_logits(world: Any, source: ModelSource) -> tuple[str, list[str]]:
+def built_unknown_logits(world: Any, source: ModelSource) -> str:
     with patch.object(packed_lm, "_is_head_all", lambda model: True):
-        return built(world, source, -1, "auto")
+        return outcome(world, source, attention.packed_attention)
 
 
-def _encoder(path: Path, model_type: str) -> ModelSource:
-    return write_model_config(path, model_type, pad_token_id=0, tie_word_embeddings=False)
+def built_plainly(world: Any, source: ModelSource) -> str:
+    return outcome(world, source, attention.packed_attention)
 
 
-def test_an_encoder_is_refused_since_its_tokens_see_later_ones(tmp_path: Path) -> None:
-    (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "camembert"), -1, "auto")
-    assert outcome.startswith(
-        "refused: self-check failed: the logits of CamembertForCausalLM change with tokens that"
-    )
+ENCODER = {"pad_token_id": 0, "tie_word_embeddings": False}
 
 
-def test_a_parameter_that_becomes_shared_with_the_head_is_refused(tmp_path: Path) -> None:
-    (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "bert"), -1, "auto")
-    assert (
-        outcome.startswith("refused:")
-        and "BertLMHeadModel shares parameters between layers" in outcome
-    )
+@pytest.mark.parametrize(
+    ("build_it", "family", "changes", "refusal"),
+    [
+        (
+            built_unknown_logits,
+            "granite",
+            {"logits_scaling": 4.0, "initializer_range": 0.5},
+            "self-check failed: the loss of GraniteForCausalLM differs by .*; it cannot be trained "
+            "here$",
+        ),
+        (
+            built_plainly,
+            "camembert",
+            ENCODER,
+            "self-check failed: the logits of CamembertForCausalLM change with tokens that",
+        ),
+        (built_plainly, "bert", ENCODER, ".*BertLMHeadModel shares parameters between layers"),
+    ],
+    ids=["fails both ways", "an encoder", "a bias that the head shares"],
+)
+def test_an_architecture_that_cannot_be_trained_is_refused(
+    tmp_path: Path, build_it: Any, family: str, changes: dict[str, Any], refusal: str
+) -> None:
+    (found,) = run_ranks(build_it, 1, write_model_config(tmp_path, family, **changes))
+    assert re.match(f"refused: {refusal}", found), found
 
 
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
@@ -250,33 +205,54 @@ def test_layers_that_share_parameters_are_refused(tmp_path: Path, family: str) -
         packed_lm.build_on_meta(source, is_packed=False)
 
 
-_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 
 
 @pytest.mark.parametrize(
-    "words", [["t5"], ["llama", "model.attention=packed", "data.max_length=4096"]]
+    ("model_type", "settings", "words", "message"),
+    [
+        ("llama", DYNAMIC, ["model.attention=packed", "data.max_length=4096"], "cannot be packed"),
+        (
+            "qwen3_vl",
+            {},
+            [],
+            r"no language model alone for its text part \('qwen3_vl_text'\)",
+        ),
+        ("t5", {}, [], "an encoder with a decoder; only language models of a decoder alone"),
+        ("gemma3", {"quantization_config": {"quant_method": "fp8"}}, [], "is quantized"),
+        (
+            "gemma3",
+            {"architectures": ["OwnModel"]},
+            [],
+            r"its class \(OwnModel\) is none of transformers' own",
+        ),
+        (
+            "gemma3",
+            WRAPPERS["gemma3"],
+            [],
+            r"model\.random_weights=true: the other parts .* have no weights",
+        ),
+    ],
 )
-def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[str]) -> None:
-    AutoConfig.for_model(words[0], **(_DYNAMIC if words[0] == "llama" else {})).save_pretrained(
-        tmp_path
-    )
+def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], words: list[str], message: str
+) -> None:
+    AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
-    found = [
+    words = [
+        *words,
         f"model.partial_pretrain={tmp_path}",
         "model.random_weights=true",
         f"data.train_files={rows}",
     ]
+    is_read = AssertionError("data is prepared, or a tokenizer is read")
     with (
-        patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
-        patch.object(
-            inputs.AutoTokenizer,
-            "from_pretrained",
-            side_effect=AssertionError("a tokenizer is read"),
-        ),
-        pytest.raises(ConfigError, match=r"an encoder with a decoder|cannot be packed"),
+        patch.object(inputs, "_prepare", side_effect=is_read),
+        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=is_read),
+        pytest.raises(ConfigError, match=message),
     ):
-        inputs.prepare_inputs(load_config([*found, *words[1:]]), progress=lambda: None)
+        inputs.prepare_inputs(load_config(words), progress=lambda: None)
 
 
 @pytest.mark.parametrize(

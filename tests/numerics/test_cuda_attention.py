@@ -16,20 +16,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families import FAMILIES
 from family_trials import MAX_LENGTH, SAMPLES, save_model
 from kernel_terms import insist
 from ranks import run_ranks
-from test_attention import SEQLENS, bounds, errors, inputs
+from test_attention import SEQLENS, bounds, dense, errors, inputs
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from toy import model_config, write_model_config
+from toy import build, write_model_config
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, parallelize
-from trainer.model.assemble import build_model, design_model
 from trainer.model.attention import packed_attention
 from trainer.model.pretrained import ModelSource
 from trainer.run.compose import load_config
@@ -37,26 +35,24 @@ from trainer.tools.plan.memory import plan_memory
 
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
 NAMES = (
-    *[
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma3_text",
-        "phi",
-        "phi3",
-        "olmo2",
-        "granite",
-        "cohere",
-        "qwen3_moe",
-        "deepseek_v3",
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "minicpm3",
-        "nemotron",
-        "stablelm",
-    ],
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "olmo2",
+    "granite",
+    "cohere",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "minicpm3",
+    "nemotron",
+    "stablelm",
     "granitemoehybrid attention",
     "phi3 longrope unreached",
     "llama dynamic unreached",
@@ -78,21 +74,12 @@ class Kernel:
         insist(
             query, key, value, *bounds, window=given["window_size"], enable_gqa=given["enable_gqa"]
         )
-        groups = query.shape[1] // key.shape[1]
         seqlens = given["cu_seq_q"].diff().tolist()
         assert given["max_q"] == given["max_k"] == max(seqlens) and sum(seqlens) == len(query)
         window = None if left == -1 else left + 1
-        outputs = []
-        for q, k, v in zip(
-            *(x.float().transpose(0, 1).split(seqlens, 1) for x in (query, key, value)), strict=True
-        ):
-            distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
-            mask = (distance >= 0) & (distance < (window or len(query)))
-            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-            outputs.append(
-                F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given["scale"])
-            )
-        return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
+        heads = (x.float().transpose(0, 1)[None] for x in (query, key, value))
+        found = dense(*heads, seqlens=seqlens, scaling=given["scale"], window=window)
+        return found[0].to(query.dtype)
 
 
 @contextmanager
@@ -106,17 +93,8 @@ def on_cuda() -> Iterator[Kernel]:
         yield kernel
 
 
-SIZES = [
-    (64, 64),
-    (192, 128),
-    (12, 8),
-    (8, 12),
-    (20, 20),
-    (256, 256),
-    (252, 256),
-    (264, 264),
-    (288, 32),
-]
+SQUARE_SIZES = [(size, size) for size in (20, 64, 256, 264)]
+SIZES = [*SQUARE_SIZES, (192, 128), (12, 8), (8, 12), (252, 256), (288, 32)]
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -150,9 +128,7 @@ def losses(world: Any, root: Path) -> dict[str, Any]:
         save_model(root / name, name)
         with on_cuda() as kernel:
             source = ModelSource(str(root / name))
-            config = model_config(param_dtype="bfloat16")
-            design = design_model(config, source, max_length=MAX_LENGTH)
-            model = build_model(design, world=world, seed=1)
+            model = build(world, source, max_length=MAX_LENGTH, param_dtype="bfloat16")
             batch = pack(SAMPLES, [0, 1, 2, 3])
             with torch.no_grad():
                 packed, num_calls = model(batch).loss_sum.item(), kernel.num_calls
@@ -190,7 +166,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
             match=r"varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document",
         ),
     ):
-        build_model(design_model(model_config(), source, max_length=64), world=world, seed=1)
+        build(world, source)
 
 
 def test_this_torch_has_the_signature() -> None:

@@ -17,12 +17,11 @@ import torch
 from plain_training import AS_DEFINED
 from ranks import run_ranks
 from test_invariance import plain_run
-from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, short_run, toy_run, write_model_config
 from toy_runs import Recipe, Result, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import layout
-from trainer.data.loader import ValidationBatches
 from trainer.loop.fit import fit
 from trainer.model import packed_lm
 from trainer.model.experts import Routers
@@ -43,20 +42,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def train(world: Any, source: Any, **settings: Any) -> dict[str, list[float]]:
-    """Columns of a short run's rows; `settings` of the model but for the limits of a
-    micro-batch.
-    """
-    limits = {
-        name: settings.pop(name) for name in ("max_samples", "max_tokens") if name in settings
-    }
+    """Columns of a short run's rows."""
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
-        model = build_toy_model(world, source, **settings)
-    parts = toy_run(world, model, ToySamples(), total_steps=STEPS, optim=AS_DEFINED, **limits)
-    parts.validation_batches = ValidationBatches(
-        ToySamples(5, seed=1), parts.batches.plan, batch_size=4
-    )
-    assert fit(parts) == 0
-    rows: Any = parts.tracking
+        run = short_run(world, source, total_steps=STEPS, optim=AS_DEFINED, **settings)
+    rows: Any = run.tracking
     return {key: rows.column(key) for key in (*KEYS, "val/loss")}
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import run_ranks
-from toy import ToySamples, model_config, write_model_config
+from toy import ToySamples, build, model_config, plain_loss, write_model_config
 from transformers import AutoModelForCausalLM
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model.assemble import build_model, design_model
+from trainer.model.assemble import design_model
 from trainer.model.pretrained import ModelSource
 
 LIMIT = 16
@@ -62,9 +61,7 @@ def differences(
     """(packed, largest relative difference of a micro-batch's loss from a new plain model for
     each document).
     """
-    model: Any = build_model(
-        design_model(model_config(), source, max_length=max_length), world=world, seed=1
-    )
+    model = build(world, source, max_length=max_length)
     weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
     plain = AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
     plain.load_state_dict(weights, strict=False)
@@ -73,20 +70,11 @@ def differences(
     worst = 0.0
     for first in range(0, len(indices), size):
         members = indices[first : first + size]
-        expected = sum(new_model_loss(copy.deepcopy(plain), index) for index in members)
         with torch.no_grad():
-            worst = max(
-                worst, abs(model(pack(SAMPLES, members)).loss_sum.item() - expected) / expected
-            )
+            expected = sum(plain_loss(copy.deepcopy(plain), SAMPLES, [index]) for index in members)
+            found = model(pack(SAMPLES, members)).loss_sum
+        worst = max(worst, float((found - expected).abs() / expected))
     return model.is_packed, worst
-
-
-@torch.no_grad()
-def new_model_loss(model: Any, index: int) -> float:
-    ids, mask = (torch.from_numpy(array) for array in SAMPLES.sample(index))
-    logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
-    labels = torch.where(mask[1:], ids[1:].long(), -100)
-    return float(F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double())
 
 
 @pytest.mark.parametrize(
@@ -112,9 +100,7 @@ def test_any_batch_equals_its_documents_one_by_one_in_a_new_model(
 
 def loss_after(world: Any, source: ModelSource, earlier: list[int]) -> float:
     """Of a document above the limit, after others."""
-    model: Any = build_model(
-        design_model(model_config(), source, max_length=40), world=world, seed=1
-    )
+    model = build(world, source, max_length=40)
     middle = min(ALL, key=lambda index: abs(SAMPLES.lengths[index] - 25))
     with torch.no_grad():
         for index in [*earlier, middle]:

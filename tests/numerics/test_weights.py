@@ -14,7 +14,7 @@ import torch
 from exports import export_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import model_config, write_model_config
+from toy import differing, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from trainer.checkpoint import export
@@ -57,7 +57,7 @@ def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
             continue
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         ours = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-        results[case] = [name for name in theirs if not torch.equal(theirs[name], ours[name])]
+        results[case] = differing({name: ours[name] for name in theirs}, theirs)
     return results
 
 
@@ -68,98 +68,108 @@ def sharded(world: Any, path: Path) -> Any:
     return design.model
 
 
+def saved(change: Callable[[Files], Files] = dict, **settings: Any) -> Callable[[Path], None]:
+    """Writes a model whose tensors are then changed."""
+
+    def write(path: Path) -> None:
+        save_model(path, **settings)
+        rewrite(path, change)
+
+    return write
+
+
+def in_files(path: Path) -> None:
+    save_model(path, max_shard_size="40KB", tie_word_embeddings=False)
+    assert len(list(path.glob("*.safetensors"))) > 2
+
+
+def old_names(files: Files) -> Files:
+    """gpt2 as its authors wrote it."""
+    return {name.removeprefix("transformer."): tensor for name, tensor in files.items()}
+
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+MASK = {"h.0.attn.bias": torch.ones(1, 1, 4, 4).tril()}
+OTHER_HEAD = {HEAD: torch.ones(160, 64)}
+FORMS: dict[str, Callable[[Path], None]] = {
+    "one file": saved(),
+    "several files": in_files,
+    "head repeated": saved(lambda files: {**files, HEAD: files[EMBEDDING].clone()}),
+    "only the head": saved(lambda files: {HEAD: files.pop(EMBEDDING), **files}),
+    "bfloat16": saved(lambda files: {name: t.bfloat16() for name, t in files.items()}),
+    "old names": saved(lambda files: old_names(files) | MASK, model_type="gpt2"),
+}
+
+
 def test_every_usual_form_loads(tmp_path: Path) -> None:
-    paths = {
-        name: tmp_path / name
-        for name in (
-            "one file",
-            "several files",
-            "head repeated",
-            "only the head",
-            "bfloat16",
-            "old names",
-        )
-    }
-    for name in ("one file", "head repeated", "only the head", "bfloat16"):
-        save_model(paths[name])
-    save_model(paths["several files"], max_shard_size="40KB", tie_word_embeddings=False)
-    assert len(list(paths["several files"].glob("*.safetensors"))) > 2
-    embedding = "model.embed_tokens.weight"
-    rewrite(
-        paths["head repeated"], lambda files: {**files, "lm_head.weight": files[embedding].clone()}
-    )
-    rewrite(paths["only the head"], lambda files: {"lm_head.weight": files.pop(embedding), **files})
-    rewrite(
-        paths["bfloat16"], lambda files: {name: tensor.bfloat16() for name, tensor in files.items()}
-    )
-    save_model(paths["old names"], "gpt2")
-    rewrite(
-        paths["old names"],
-        lambda files: {
-            **{name.removeprefix("transformer."): tensor for name, tensor in files.items()},
-            "h.0.attn.bias": torch.ones(1, 1, 4, 4).tril(),
-        },
-    )
-    found = run_ranks(load_each, 2, paths)
-    assert found[0] == found[1] == {name: [] for name in paths}
+    for name, write in FORMS.items():
+        write(tmp_path / name)
+    found = run_ranks(load_each, 2, {name: tmp_path / name for name in FORMS})
+    assert found[0] == found[1] == {name: [] for name in FORMS}
 
 
-def break_files(root: Path) -> dict[str, tuple[Path, list[str]]]:
-    """{fault: (directory, what the message must name)}."""
-    faults = {
-        "wrong shape": ["model.norm.weight", "(9,)", "(64,)", "model.safetensors"],
-        "missing tensor": ["model.norm.weight", "random_weights=true"],
-        "missing file": ["model-00002-of-", "not there"],
-        "cut file": ["model.safetensors", "cannot be read"],
-        "own head under a config that ties": ["lm_head.weight", "tie_word_embeddings"],
-        "the same, renamed": ["embeddings", "tie_word_embeddings"],
-        "fp8": ["model.norm.weight", "F8_E4M3"],
-        "quantized": ["quantization_config"],
-        "several parts": ["qwen3_vl", "several parts"],
-        "no weights": ["cannot be loaded"],
-    }
-    paths = {fault: root / fault for fault in faults}
-    for fault in faults.keys() - {"missing file", "several parts", "the same, renamed"}:
-        save_model(paths[fault])
-    rewrite(paths["wrong shape"], lambda files: {**files, "model.norm.weight": torch.ones(9)})
-    rewrite(
-        paths["missing tensor"],
-        lambda files: {k: v for k, v in files.items() if k != "model.norm.weight"},
-    )
-    rewrite(
-        paths["own head under a config that ties"],
-        lambda files: {**files, "lm_head.weight": torch.ones(160, 64)},
-    )
-    save_model(paths["the same, renamed"], "gpt2")
-    rewrite(
-        paths["the same, renamed"],
-        lambda files: {
-            **{name.removeprefix("transformer."): tensor for name, tensor in files.items()},
-            "lm_head.weight": torch.ones(160, 64),
-        },
-    )
-    rewrite(
-        paths["fp8"],
-        lambda files: {**files, "model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)},
-    )
-    save_model(paths["missing file"], max_shard_size="40KB")
-    next(paths["missing file"].glob("model-00002-of-*")).unlink()
-    whole = (paths["cut file"] / "model.safetensors").read_bytes()
-    (paths["cut file"] / "model.safetensors").write_bytes(whole[:-100])
-    config = json.loads((paths["quantized"] / "config.json").read_text())
+def without_a_file(path: Path) -> None:
+    save_model(path, max_shard_size="40KB")
+    next(path.glob("model-00002-of-*")).unlink()
+
+
+def cut_short(path: Path) -> None:
+    save_model(path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def quantized(path: Path) -> None:
+    save_model(path)
+    config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
-    (paths["quantized"] / "config.json").write_text(json.dumps(config))
-    paths["several parts"].mkdir()
-    AutoConfig.for_model("qwen3_vl").save_pretrained(paths["several parts"])
-    (paths["no weights"] / "model.safetensors").unlink()
-    return {fault: (paths[fault], words) for fault, words in faults.items()}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def without_weights(path: Path) -> None:
+    write_model_config(path)
+
+
+def of_several_parts(path: Path) -> None:
+    AutoConfig.for_model("qwen3_vl").save_pretrained(path)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "wrong shape": (
+        saved(lambda files: files | {NORM: torch.ones(9)}),
+        [NORM, "(9,)", "(64,)", "model.safetensors"],
+    ),
+    "missing tensor": (
+        saved(lambda files: {name: t for name, t in files.items() if name != NORM}),
+        [NORM, "random_weights=true"],
+    ),
+    "missing file": (without_a_file, ["model-00002-of-", "not there"]),
+    "cut file": (cut_short, ["model.safetensors", "cannot be read"]),
+    "own head under a config that ties": (
+        saved(lambda files: files | OTHER_HEAD),
+        [HEAD, "tie_word_embeddings"],
+    ),
+    "the same, renamed": (
+        saved(lambda files: old_names(files) | OTHER_HEAD, model_type="gpt2"),
+        ["embeddings", "tie_word_embeddings"],
+    ),
+    "fp8": (
+        saved(lambda files: files | {NORM: torch.ones(64).to(torch.float8_e4m3fn)}),
+        [NORM, "F8_E4M3"],
+    ),
+    "quantized": (quantized, ["quantization_config"]),
+    "several parts": (of_several_parts, ["qwen3_vl", "several parts"]),
+    "no weights": (without_weights, ["cannot be loaded"]),
+}
+"""{fault: (what writes such a model, what the message must name)}."""
 
 
 def test_every_fault_is_named(tmp_path: Path) -> None:
-    faults = break_files(tmp_path)
-    found = run_ranks(load_each, 2, {fault: path for fault, (path, _) in faults.items()})
+    for fault, (write, _) in FAULTS.items():
+        write(tmp_path / fault)
+    found = run_ranks(load_each, 2, {fault: tmp_path / fault for fault in FAULTS})
     assert found[0] == found[1]
-    for fault, (_, words) in faults.items():
+    for fault, (_, words) in FAULTS.items():
         message = found[0][fault]
         assert isinstance(message, str), (fault, message)
         assert all(word in message for word in words), (fault, message)
