@@ -85,23 +85,30 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
     path = config.lora_adapter_path
-    settings = _given(path) if path else _configured(config)
+    targets: str | list[str]
+    if path:
+        settings, targets = _given(path), _adapted_in(Path(path) / ADAPTER_WEIGHTS)
+        said = f"model.lora_adapter_path={path}"
+    else:
+        settings = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            use_rslora=config.use_rslora,
+            target_modules=[],
+            task_type="CAUSAL_LM",
+        )
+        targets = config.target_modules
+        said = f"model.target_modules={targets}"
     if config.lora_rank not in (0, settings.r):
         raise ConfigError(
             f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has "
             f"rank {settings.r}: leave model.lora_rank out"
         )
     settings.base_model_name_or_path = _where(config.partial_pretrain)
-    if path:
-        layers = lora_layers.chosen(
-            model, _adapted_in(Path(path) / ADAPTER_WEIGHTS), said=f"model.lora_adapter_path={path}"
-        )
-    else:
-        targets = config.target_modules
-        layers = lora_layers.chosen(model, targets, said=f"model.target_modules={targets}")
+    layers = lora_layers.chosen(model, targets, said=said)
     # the layers are named by the tensors of an adapter: peft gives some names in target_modules
     # another meaning
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
@@ -118,24 +125,10 @@ def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
     settings.target_modules, settings.target_parameters = lora_layers.written(model, layers)
 
 
-def _configured(config: ModelConfig) -> "LoraConfig":
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        use_rslora=config.use_rslora,
-        target_modules=[],
-        task_type="CAUSAL_LM",
-    )
-
-
 def _adapted_in(file: Path) -> list[str]:
     """The layers that the adapter in a file is for."""
-    names = dict.fromkeys(
-        name.removeprefix(peft_name("")).partition(".lora_")[0] for name in stored_in(file)
-    )
-    return list(names)
+    names = (name.removeprefix(peft_name("")) for name in stored_in(file))
+    return list(dict.fromkeys(name.partition(".lora_")[0] for name in names))
 
 
 def _given(path: str) -> "LoraConfig":
@@ -155,12 +148,15 @@ def _given(path: str) -> "LoraConfig":
     # how its first values were drawn says nothing, but for ways that change the base
     if own["init_lora_weights"] in (True, False, "gaussian"):
         known |= {"init_lora_weights"}
-    odd = {key: value for key, value in own.items() if (value or None) != (plain.get(key) or None)}
-    if odd := {key: value for key, value in odd.items() if key not in known}:
-        values = ", ".join(f"{key}={value}" for key, value in odd.items())
+    odd = [
+        f"{key}={value}"
+        for key, value in own.items()
+        if key not in known and (value or None) != (plain.get(key) or None)
+    ]
+    if odd:
         raise ConfigError(
             f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
-            f"{values}"
+            f"{', '.join(odd)}"
         )
     if own["lora_dropout"]:
         logger.info("model.lora_adapter_path: its lora_dropout=%s is not used", own["lora_dropout"])

@@ -94,8 +94,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
         del design.model
         gc.collect()  # modules and their hooks hold each other
         design.model = on_meta(config, source, is_packed=False)
-        prepare(design.model, config, source, world=world, seed=seed)
-        fault = _fault(design.model, config, world)
+        return build_model(design, world=world, seed=seed)
     if fault is not None:
         way_out = "it cannot be trained here"
         if world.sequence_size > 1:

@@ -48,13 +48,14 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     vars(source).pop("weights")  # the files are closed when this function returns
     found.require_all_of(model)
     tensors, embeddings = stored_tensors(model), model.get_input_embeddings().weight
-    grown = [embeddings, *model.get_output_embeddings().parameters()] if source.new_tokens else []
+    grown = {id(tensor) for tensor in (embeddings, *model.get_output_embeddings().parameters())}
     num_stored = 0
     try:
         for group in found.groups:
-            may_grow = any(tensors[group.own[0]] is tensor for tensor in grown)
+            first = tensors[group.own[0]]
+            may_grow = bool(source.new_tokens) and id(first) in grown
             fill(group, tensors, found.files, may_grow=may_grow)
-            if tensors[group.own[0]] is embeddings:
+            if first is embeddings:
                 num_stored = found.files[group.stored[0]].shape[0]
     except ConfigError:
         raise

@@ -6,7 +6,7 @@ another meaning: see `written`.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,15 +79,17 @@ def is_router(name: str) -> bool:
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`,
-    as short ends.
+    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`.
 
     For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or
     down_proj for the experts' stacked weights, even that of a dense MLP or of a shared expert: it
     converts adapters that were trained when each expert had layers of its own. A parameter
     `…gate_proj.weight` is not converted, and has the same adapter.
     """
-    ends = _short_ends([name for name, _ in model.named_modules()], set(names))
+    adapted = set(names)
+    left_out = {_leaf(name) for name, _ in model.named_modules() if name not in adapted}
+    # the last part of a name stands for all layers that end in it
+    ends = {name if _leaf(name) in left_out else _leaf(name) for name in adapted}
     converted = _converted_by_peft(model, {_leaf(end) for end in ends})
     parameters = {end for end in ends if _leaf(end) in converted}
     return sorted(ends - parameters), sorted(f"{end}.weight" for end in parameters)
@@ -100,10 +102,9 @@ def summary(model: PreTrainedModel, *, rank: int) -> str:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted, left_out = Counter[str](), Counter[str]()
     for name, module in model.named_modules():
-        has_matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
         if name.endswith(".base_layer"):
             adapted[_leaf(name.removesuffix(".base_layer"))] += 1
-        elif has_matrix and module not in ends and not is_adapter(f"{name}."):
+        elif _has_matrix(module) and module not in ends and not is_adapter(f"{name}."):
             left_out[_leaf(name)] += 1
     num_all = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -121,20 +122,14 @@ def _counted(names: Counter[str]) -> str:
 def _obstacles(model: PreTrainedModel) -> dict[str, str]:
     """{module: why it cannot have an adapter}; also what targets may call the layers of experts."""
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    mixer_layers = set(_read_by_kernels(model))
     found: dict[str, str] = {}
-    for experts in _experts(model):
-        tensors = [name for name, _ in model.get_submodule(experts).named_parameters(recurse=False)]
-        names = [f"{experts}.{leaf}" for leaf in (*tensors, *_EXPERT_LAYERS)]
-        names += [f"{experts}.0.{leaf}" for leaf in _EXPERT_LAYERS]
-        found |= dict.fromkeys([experts, *names], _NO_EXPERTS)
     for name, module in model.named_modules():
+        found |= dict.fromkeys(_layers_of_experts(name, module), _NO_EXPERTS)
+        found |= dict.fromkeys(_read_by_kernels(name, module), _NO_MIXER)
         if name in found:
             continue
         if module in ends or isinstance(module, nn.Embedding):
             found[name] = _NO_HEAD
-        elif name in mixer_layers:
-            found[name] = _NO_MIXER
         elif not isinstance(module, _LINEAR):
             found[name] = f"it is no linear layer but a {type(module).__name__}"
         elif not _is_one_product(module):
@@ -142,27 +137,34 @@ def _obstacles(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _experts(model: nn.Module) -> Iterator[str]:
-    """Modules that hold the stacked weights of several experts."""
-    for name, module in model.named_modules():
-        has_matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        is_named_so = "expert" in f"{name}.{type(module).__name__}".lower()
-        if has_matrix and is_named_so and not isinstance(module, _LINEAR):
-            yield name
+def _layers_of_experts(name: str, module: nn.Module) -> list[str]:
+    """A module that holds the stacked weights of several experts, and what its layers are called:
+    here, in files and in older versions of transformers.
+    """
+    is_named_so = "expert" in f"{name}.{type(module).__name__}".lower()
+    if not is_named_so or not _has_matrix(module) or isinstance(module, _LINEAR):
+        return []
+    tensors = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+    first = [f"0.{leaf}" for leaf in _EXPERT_LAYERS]
+    return [name, *(f"{name}.{leaf}" for leaf in (*tensors, *_EXPERT_LAYERS, *first))]
 
 
-def _read_by_kernels(model: nn.Module) -> Iterator[str]:
-    """Layers of Mamba mixers but their in_proj.
+def _read_by_kernels(name: str, module: nn.Module) -> list[str]:
+    """Layers of a Mamba mixer but its in_proj.
 
     In training the fused kernels take the weights of these themselves: an adapter around such a
     layer would get no gradient on a GPU. peft refuses out_proj and conv1d of some of these families
     for that reason.
     """
-    for name, module in model.named_modules():
-        if {"A_log", "D"} <= module._parameters.keys():
-            for child, layer in module.named_children():
-                if child != "in_proj" and isinstance(layer, (*_LINEAR, nn.Conv1d)):
-                    yield f"{name}.{child}"
+    if not {"A_log", "D"} <= module._parameters.keys():
+        return []
+    kinds = (*_LINEAR, nn.Conv1d)
+    layers = [child for child, layer in module.named_children() if isinstance(layer, kinds)]
+    return [f"{name}.{child}" for child in layers if child != "in_proj"]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
 def _is_one_product(layer: Any) -> bool:
@@ -181,22 +183,6 @@ def _is_one_product(layer: Any) -> bool:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _short_ends(everything: Iterable[str], names: set[str]) -> set[str]:
-    """For each of `names` the shortest end that no other module of the model has."""
-    others: set[str] = set()
-    for name in everything:
-        if name not in names:
-            others.update(_ends(name))
-    return {next((end for end in _ends(name) if end not in others), name) for name in names}
-
-
-def _ends(name: str) -> Iterator[str]:
-    """`c`, `b.c`, `a.b.c` of `a.b.c`."""
-    parts = name.split(".")
-    for begin in reversed(range(len(parts))):
-        yield ".".join(parts[begin:])
 
 
 def _converted_by_peft(model: PreTrainedModel, leaves: set[str]) -> set[str]:

@@ -80,11 +80,8 @@ def _looks_alike(module: nn.Module) -> bool:
     optional one.
     """
     names = [name for name, _ in module.named_parameters()]
-    return (
-        names == ["weight"]
-        and hasattr(module, "variance_epsilon")
-        and len(inspect.signature(module.forward).parameters) == 1
-    )
+    has_input_alone = len(inspect.signature(module.forward).parameters) == 1
+    return names == ["weight"] and hasattr(module, "variance_epsilon") and has_input_alone
 
 
 def _is_same(module: Any) -> bool:
@@ -93,12 +90,11 @@ def _is_same(module: Any) -> bool:
     do not show.
     """
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(*rows, *module.weight.shape, generator=generator) for rows in ((3,), ())
-    )
+    hidden = 3 * torch.randn(3, *module.weight.shape, generator=generator)
+    weight = torch.randn(module.weight.shape, generator=generator)
     try:
-        theirs = torch.func.functional_call(module, {"weight": weight}, (hidden * 3,))
-        ours = rms_norm(hidden * 3, weight, module.variance_epsilon)
+        theirs = torch.func.functional_call(module, {"weight": weight}, (hidden,))
+        ours = rms_norm(hidden, weight, module.variance_epsilon)
     except Exception:  # another kind of input or weight: not the norm that is meant
         return False
     return theirs.shape == ours.shape and torch.allclose(

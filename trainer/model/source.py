@@ -4,7 +4,8 @@ before torch is there.
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,12 @@ def find_model(
     what a run needs.
     """
     patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
-    return str(_find(name, patterns, partial(_problem, random_weights=random_weights), progress))
+    return _find(name, patterns, partial(_problem, random_weights=random_weights), progress)
 
 
 def find_architecture(name: str) -> str:
     """The same for config.json alone."""
-    return str(_find(name, _ARCHITECTURE, _config_problem, lambda: None))
+    return _find(name, _ARCHITECTURE, _config_problem, lambda: None)
 
 
 def require_model(name: str, *, random_weights: bool) -> None:
@@ -118,12 +119,12 @@ def _find(
     patterns: Sequence[str],
     problem_of: Callable[[Path], str | None],
     progress: Callable[[], None],
-) -> Path:
+) -> str:
     path = (
         _local(name) or _cached(name, patterns, problem_of) or _download(name, patterns, progress)
     )
     _require(name, problem_of(path))
-    return path
+    return str(path)
 
 
 def _require(name: str, problem: str | None) -> None:
@@ -157,10 +158,8 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
             return super().update(n)
 
     _ask_hub(name)
-    try:
+    with _asking(name):
         return Path(snapshot_download(name, allow_patterns=list(patterns), tqdm_class=Telling))
-    except Exception as error:  # the Hub client raises many kinds
-        raise _not_from_hub(name, error) from error
 
 
 def _ask_hub(name: str) -> None:
@@ -169,21 +168,23 @@ def _ask_hub(name: str) -> None:
     """
     from huggingface_hub import HfApi
 
-    try:
+    with _asking(name):
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # the Hub client raises many kinds
-        raise _not_from_hub(name, error) from error
 
 
-def _not_from_hub(name: str, error: Exception) -> ConfigError:
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    """Raise an error of the Hub client, which knows many kinds, as a `ConfigError`."""
     from huggingface_hub import constants
 
-    reason = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
-    return ConfigError(
-        f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache "
-        f"({constants.HF_HUB_CACHE}), and could not be had from the Hub: {reason}; without a "
-        f"network, run 'hf download {name}' where there is one and copy that cache here, or give a "
-        f"local directory"
-    )
+    try:
+        yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        raise ConfigError(
+            f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache "
+            f"({constants.HF_HUB_CACHE}), and could not be had from the Hub: {reason}; without a "
+            f"network, run 'hf download {name}' where there is one and copy that cache here, or "
+            f"give a local directory"
+        ) from error

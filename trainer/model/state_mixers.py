@@ -29,6 +29,7 @@ from trainer.model.attention import DocumentLengths
 from trainer.model.cpu_attention import group_by_length
 
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
+_IS_LOOPED = "_is_looped_over_documents"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
 """Not handed to a looped module: its own kernels might read some of them and its fallbacks
 others.
@@ -50,19 +51,13 @@ def loop_over_documents(model: PreTrainedModel) -> bool:
     for module in looped:
         loop = functools.partial(_forward, forward=module.forward, is_alone=_attends(module))
         module.forward = types.MethodType(loop, module)
+        setattr(module, _IS_LOOPED, True)
     return attends_packed
 
 
 def looped_kinds(model: nn.Module) -> list[str]:
     """Names of the classes that are looped."""
-    loops = ((module, vars(module).get("forward")) for module in model.modules())
-    return sorted(
-        {
-            type(m).__name__
-            for m, f in loops
-            if getattr(getattr(f, "__func__", None), "func", None) is _forward
-        }
-    )
+    return sorted({type(m).__name__ for m in model.modules() if hasattr(m, _IS_LOOPED)})
 
 
 def _looped(module: nn.Module) -> Iterator[nn.Module]:

@@ -26,12 +26,10 @@ class AdamW(torch.optim.AdamW, Optimizer):
         dimensions.
         """
         named = list(parameters)
+        decays = {True: config.weight_decay, False: 0.0}
         groups = [
-            {
-                "params": [p for name, p in named if is_decayed(name, p)],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},
+            {"params": [p for name, p in named if is_decayed(name, p) == is_one], "weight_decay": d}
+            for is_one, d in decays.items()
         ]
         super().__init__(
             # torch wants one, be it empty

@@ -40,22 +40,21 @@ class Muon(AdamW):
         }
         super().__init__([(name, p) for name, p in parameters if p not in self._matrices], config)
         own = {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
-        self._adamw_groups = self.param_groups
-        self._matrix_group = {"params": list(self._matrices), **own}
         dtype: torch.dtype = getattr(torch, config.state_dtype)
         for parameter in self._matrices:
             momentum = torch.zeros_like(parameter, requires_grad=False, dtype=dtype)
             self.state[parameter] = {"momentum_buffer": momentum}
-        self.param_groups = [self._matrix_group, *self._adamw_groups]
+        self.param_groups = [{"params": list(self._matrices), **own}, *self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Collective: every matrix is gathered once."""
-        everything, self.param_groups = self.param_groups, self._adamw_groups
+        of_matrices, *of_adamw = everything = self.param_groups
+        self.param_groups = of_adamw
         super().step()
         self.param_groups = everything
         for parameter, name in self._matrices.items():
-            self._step_matrix(parameter, name, self._matrix_group)
+            self._step_matrix(parameter, name, of_matrices)
 
     def _step_matrix(self, parameter: nn.Parameter, name: str, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
