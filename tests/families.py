@@ -513,3 +513,10 @@ LEFT_OUT = {
         "xmod",
     ],
 }
+
+
+def family_settings(name: str, **changes: Any) -> dict[str, Any]:
+    """What the configuration of a family or variant is made with."""
+    settings = {**COMMON, **(FAMILIES | VARIANTS)[name], **changes}
+    removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
+    return {key: value for key, value in settings.items() if key not in removed}

@@ -3,7 +3,6 @@ exported.
 """
 
 import json
-import os
 import random
 import signal
 from functools import partial
@@ -88,20 +87,6 @@ def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
     )
 
 
-def kill_in_step(number: int) -> None:
-    """Let this rank die by SIGKILL when it begins that step. For `before` of `whole_runs`."""
-    from trainer.loop import fit
-
-    train = fit.training_step
-
-    def until(run: Any, batch: Any) -> Any:
-        if batch.step == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train(run, batch)
-
-    fit.training_step = until
-
-
 def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
     """What differs between a run in one go and one that was killed and started again; `root` is
     the model's own.
@@ -112,7 +97,10 @@ def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
     )
     if code != EXIT_DONE:
         return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
-    kill, words = partial(kill_in_step, KILLED_IN_STEP), words_of_run(root, model, killed)
+    kill, words = (
+        partial(whole_runs.stop_in_step, KILLED_IN_STEP, signal.SIGKILL),
+        words_of_run(root, model, killed),
+    )
     code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
     assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
     code, output = whole_runs.run(NUM_RANKS, *words, log=root / "resumed.log")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from exports import export_model
-from families import COMMON, FAMILIES, VARIANTS
+from families import family_settings
 from toy import ToySamples, build, differing, plain_loss
-from toy_runs import Recipe, run
+from toy_runs import Recipe, StopsAfter, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint.export import ExportSource
@@ -22,8 +22,6 @@ from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import flops
 from trainer.model.pretrained import ModelSource
-from trainer.optim.clip import local_square_sum
-from trainer.runtime.signals import StopRequest
 
 PACKED, PER_DOCUMENT, REFUSED = "packed", "per document", "refused"
 SAMPLES = ToySamples()
@@ -34,15 +32,9 @@ NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
 
 def family_config(name: str, **changes: Any) -> Any:
     """The configuration of the tiny model of a family or variant."""
-    settings = {**COMMON, **(FAMILIES | VARIANTS)[name], **changes}
-    removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
-    config = AutoConfig.for_model(
-        name.split()[0], **{k: v for k, v in settings.items() if k not in removed}
-    )
+    config = AutoConfig.for_model(name.split()[0], **family_settings(name, **changes))
     for key in vars(config):
-        if key.endswith(
-            ("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")
-        ):
+        if key.endswith(("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "noise")):
             setattr(config, key, 0.0)
     return config
 
@@ -90,17 +82,11 @@ def dealt(world: Any, *, together: bool) -> list[list[int]]:
     rank that has none left.
     """
     first, second, third = DOCUMENTS
+    if world.size == 1:
+        return [[first, second, third]] if together else [[first], [second], [third]]
     if together:
-        return (
-            [[first, second, third]]
-            if world.size == 1
-            else [[[first, second], []], [[], [third]]][world.rank]
-        )
-    return (
-        [[first], [second], [third]]
-        if world.size == 1
-        else [[[first], [second]], [[third], []]][world.rank]
-    )
+        return [[[first, second], []], [[], [third]]][world.rank]
+    return [[[first], [second]], [[third], []]][world.rank]
 
 
 def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
@@ -178,27 +164,9 @@ def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]
     """What differs after six steps between a run in one go, `root`/straight, and one that stopped
     after the fourth and was built anew from its checkpoint. Collective.
     """
-    source, form = (
-        ModelSource(str(path)),
-        {"is_packed": is_packed},
-    )
+    source, form = ModelSource(str(path)), {"is_packed": is_packed}
     straight = run(world, root / "straight", source, Recipe(), model=form)
-    stop, steps = StopRequest(), iter(range(1, 7))
-
-    def stopping_sum(*args: Any, **kwargs: Any) -> Any:
-        if next(steps) == 3:
-            stop.signal_name = "SIGTERM"
-        return local_square_sum(*args, **kwargs)
-
-    run(
-        world,
-        root / "stopped",
-        source,
-        Recipe(),
-        model=form,
-        stop=stop,
-        local_square_sum=stopping_sum,
-    )
+    run(world, root / "stopped", source, Recipe(), model=form, stop=StopsAfter(4))
     again = run(world, root / "stopped", source, Recipe(), model=form)
     assert (
         straight.exit_code == again.exit_code == 0 and 0 < again.start_step < Recipe().total_steps

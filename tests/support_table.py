@@ -2,8 +2,8 @@
 came of it.
 
 `python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python
-tests/support_table.py lfm2 zamba` tries these anew, `--write` only renders the table of
-docs/models.md again. The families run in processes of their own with a time limit; what fails is
+tests/support_table.py lfm2 zamba` tries these anew; both render the table of docs/models.md. The
+families run in processes of their own with a time limit; what fails is
 recorded with its reason. The product's own parts train each on one and two
 ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass,
 document by document; then six steps on two ranks, in one go, and stopped and built anew from a
@@ -64,18 +64,11 @@ def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
 
 
 def attempt(root: Path, names: list[str]) -> list[dict[str, Any]]:
-    """The entries of families tried in the same processes; each in its own if one brings these
-    down.
-    """
+    """The entries of families tried in the same processes."""
     limit_s = STARTED_WITHIN_S + TRIED_WITHIN_S * len(names)
-    try:
-        alone, together = (
-            run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS)
-        )
-    except AssertionError as error:
-        if len(names) == 1:
-            return [{"failed": str(error)[-600:]}]
-        return [entry for name in names for entry in attempt(root / f"{name} alone", [name])]
+    alone, together = (
+        run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS)
+    )
     return [_entry(*pair) for pair in zip(alone, together, strict=True)]
 
 
@@ -83,14 +76,10 @@ def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
     for found in (alone, together):
         if "failed" in found or found["how"] == REFUSED:
             return {key: found[key] for key in ("how", "reason", "failed") if key in found}
-    measured = {"1 rank": errors(alone), f"{NUM_RANKS} ranks": errors(together)}
-    return {
-        key: together[key] for key in ("how", "reason", "resume faults", "export faults")
-    } | measured
-
-
-def errors(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in (*LIMITS, "gradients missing") if key in found}
+    entry = {key: together[key] for key in ("how", "reason", "resume faults", "export faults")}
+    for place, found in zip(PLACES, (alone, together), strict=True):
+        entry[place] = {key: found[key] for key in (*LIMITS, "gradients missing")}
+    return entry
 
 
 def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
@@ -119,34 +108,31 @@ def faults(entry: dict[str, Any]) -> list[str]:
     """Why a family is not all that the table promises. A refusal is as promised."""
     if "failed" in entry:
         return [f"failed: {entry['failed']}"]
-    return (
-        []
-        if entry["how"] == REFUSED
-        else [mark for mark, shown in marks(entry).items() if not shown]
-    )
+    if entry["how"] == REFUSED:
+        return []
+    return [mark for mark, shown in marks(entry).items() if not shown]
 
 
 def table(results: dict[str, Any]) -> str:
     """The part of docs/models.md between the markers."""
     entries = {name: results["families"][name] for name in sorted(results["families"])}
     columns = list(marks({}))
+    families = {name.split()[0] for name in entries}
     hows = [entry.get("how") for entry in entries.values()]
+    counts = ", ".join(f"{hows.count(how)} {how}" for how in (PACKED, PER_DOCUMENT, REFUSED))
+    num_looped = sum(e.get("how") == PACKED and bool(e["reason"]) for e in entries.values())
+    versions = results["versions"]
     lines = [
-        f"{len(entries)} configurations of {len({name.split()[0] for name in entries})} families: "
-        + ", ".join(f"{hows.count(how)} {how}" for how in (PACKED, PER_DOCUMENT, REFUSED))
-        + f" ({sum(entry.get('how') == PACKED and bool(entry['reason']) for entry in entries.values())} with loops)"
-        + f". transformers {results['versions']['transformers']}, torch "
-        f"{results['versions']['torch']}.",
+        f"{len(entries)} configurations of {len(families)} families: {counts} ({num_looped} with "
+        f"loops). transformers {versions['transformers']}, torch {versions['torch']}.",
         "",
         f"| family | documents | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",
     ]
     for name, entry in entries.items():
-        reason = (
-            f"{LOOPED if entry['how'] == PACKED else ':'} {entry['reason']}"
-            if entry.get("reason")
-            else ""
-        )
+        reason = entry.get("reason", "")
+        if reason:
+            reason = f"{LOOPED if entry['how'] == PACKED else ':'} {reason}"
         cells = ["yes" if shown else "no" for shown in marks(entry).values()]
         if entry.get("how") == REFUSED:
             cells = ["" for _ in cells]
@@ -177,13 +163,10 @@ def main(argv: list[str]) -> int:
     """1 if a family shows less than the table promises."""
     parser = argparse.ArgumentParser(prog="python tests/support_table.py", allow_abbrev=False)
     parser.add_argument("names", nargs="*", choices=[[], *NAMES], metavar="FAMILY")
-    parser.add_argument(
-        "--write", action="store_true", help="render the page from the results that are there"
-    )
     arguments = parser.parse_args(argv)
     results = read_results()
     names = arguments.names or [name for name in NAMES if name not in results["families"]]
-    for begin in range(0, 0 if arguments.write else len(names), TOGETHER):
+    for begin in range(0, len(names), TOGETHER):
         group = list(names[begin : begin + TOGETHER])
         with tempfile.TemporaryDirectory(prefix="families-") as root:
             entries = attempt(Path(root), group)

@@ -291,3 +291,9 @@ def plain_loss(model: Any, samples: ToySamples, indices: Iterable[int]) -> torch
         labels = torch.where(mask[1:], ids[1:].long(), -100)
         total = total + F.cross_entropy(logits, labels, reduction="sum").double()
     return total
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference."""
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))

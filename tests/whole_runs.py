@@ -34,21 +34,7 @@ def tiny_model(root: Path) -> tuple[str, ...]:
     """
     if not (root / "model").exists():
         shutil.copytree(MODEL_DIR, root / "model")
-        config = json.loads((root / "model" / "config.json").read_text())
-        small = {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "intermediate_size": 64,
-            "num_attention_heads": 2,
-        }
-        small |= {
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "layer_types": ["full_attention"],
-            "max_window_layers": 1,
-        }
-        config |= {key: value for key, value in small.items() if key in config or key == "head_dim"}
-        (root / "model" / "config.json").write_text(json.dumps(config))
+        shrink(root / "model", hidden_size=32, intermediate_size=64)
     return (
         f"data.cache_dir={root}/cache",
         f"model.partial_pretrain={root}/model",
@@ -59,6 +45,14 @@ def tiny_model(root: Path) -> tuple[str, ...]:
         "data.train_batch_size=4",
         "data.val_ratio=0.1",
     )
+
+
+def shrink(model: Path, **sizes: Any) -> None:
+    """Let a directory with the quickstart's config.json describe one small layer."""
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small["head_dim"] = 16
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | small | sizes))
 
 
 @dataclass
@@ -189,13 +183,17 @@ def run(
 
 
 def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
-    """In this process: the signal comes within the step, counted from 1."""
+    """In this process: the signal comes within the step, counted from 1; before a SIGKILL the
+    saves of earlier steps are made whole.
+    """
     from trainer.loop import fit
 
     whole = fit.training_step
 
     def training_step(run: Any, batch: Any) -> Any:
         if batch.step == step:
+            if number == signal.SIGKILL:
+                run.checkpoints.finish()
             os.kill(os.getpid(), number)
         return whole(run, batch)
 

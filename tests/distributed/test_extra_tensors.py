@@ -4,6 +4,7 @@ exports carry them.
 
 import json
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import pytest
 import torch
 from exports import export_model
 from families import VOCAB
-from family_runs import kill_in_step, prepare, words_of_run
+from family_runs import prepare, words_of_run
 from family_trials import heard, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from toy import model_config
 from transformers import AutoModelForCausalLM
-from whole_runs import run
+from whole_runs import run, stop_in_step
 
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource
 from trainer.checkpoint.model_files import ModelFiles
@@ -181,7 +182,10 @@ def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(
     source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     root, added = source
-    assert train(root, tmp_path / "run", before=partial(kill_in_step, 4)) not in (0, None)
+    assert train(root, tmp_path / "run", before=partial(stop_in_step, 4, signal.SIGKILL)) not in (
+        0,
+        None,
+    )
     assert train(root, tmp_path / "run") == 0
     checkpoint = tmp_path / "run" / "global_step_4"
     tensors = stored(checkpoint / "huggingface")

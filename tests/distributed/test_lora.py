@@ -19,9 +19,10 @@ from family_runs import prepare, words_of_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
+from toy import relative
 from transformers import AutoConfig, AutoModelForCausalLM
 from whole_equality import compare_runs
-from whole_runs import run, tiny_model
+from whole_runs import run, stop_in_step, tiny_model
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.offline_export import export_from_shards
@@ -85,28 +86,6 @@ def curve(run_dir: Path, key: str = "train/loss") -> list[float]:
     return [row[key] for row in read_metrics(run_dir / "metrics.jsonl") if key in row]
 
 
-def relative(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def kill_in_step(step: int) -> None:
-    """In every rank: it dies within the step, without a word."""
-    import os
-
-    from trainer.loop import fit
-
-    whole = fit.training_step
-
-    def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == step:
-            run.checkpoints.finish()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(run, batch)
-
-    fit.training_step = training_step
-
-
 @pytest.mark.parametrize("kind", ["lora", "freeze"])
 def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: str) -> None:
     expected = straight[f"{kind} 1"]
@@ -131,7 +110,7 @@ def test_killed_and_started_again_is_bit_equal(
     changes: tuple[str, ...],
 ) -> None:
     run_dir = tmp_path / "run"
-    start(run_dir, 2, *words, *changes, code=None, before=partial(kill_in_step, 4))
+    start(run_dir, 2, *words, *changes, code=None, before=partial(stop_in_step, 4, signal.SIGKILL))
     assert "continuing at step 3 of 4" in start(run_dir, 2, *words, *changes)
     found = compare_runs(straight[f"{kind} 2"], run_dir, steps=4)
     assert found.num_equal > 10 and not found.differences, found.differences
@@ -150,7 +129,14 @@ def test_another_number_of_ranks_continues(
     ranks: tuple[int, int],
 ) -> None:
     run_dir = tmp_path / "run"
-    start(run_dir, ranks[0], *words, *changes, code=None, before=partial(kill_in_step, 3))
+    start(
+        run_dir,
+        ranks[0],
+        *words,
+        *changes,
+        code=None,
+        before=partial(stop_in_step, 3, signal.SIGKILL),
+    )
     start(run_dir, ranks[1], *words, *changes)
     assert relative(curve(run_dir), curve(straight[f"{kind} 1"])) < 1e-6
 

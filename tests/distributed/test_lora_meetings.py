@@ -3,16 +3,19 @@ rollback.
 """
 
 import math
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_lora import LORA, curve, kill_in_step, relative, start
+from test_lora import LORA, curve, start
 from test_lora import root as root
 from test_lora import words as words
-from toy import differing
+from toy import differing, relative
 from whole_equality import compare_runs
+from whole_runs import stop_in_step
 
 from trainer.checkpoint.shards import read_torch
 
@@ -68,14 +71,10 @@ def test_bfloat16_states_and_adapters_go_on_bit_equal(
 ) -> None:
     assert {value.dtype for value in adapters(runs["low"]).values()} == {torch.bfloat16}
     run_dir = tmp_path / "run"
-    start(run_dir, 2, *words, *LOW, code=None, before=kill_in_fourth)
+    start(run_dir, 2, *words, *LOW, code=None, before=partial(stop_in_step, 4, signal.SIGKILL))
     start(run_dir, 2, *words, *LOW)
     found = compare_runs(runs["low"], run_dir, steps=4)
     assert found.num_equal > 10 and not found.differences, found.differences
-
-
-def kill_in_fourth() -> None:
-    kill_in_step(4)
 
 
 def spoil_a_gradient() -> None:

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from toy import build_toy_model, differing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from whole_runs import run, tiny_model
+from whole_runs import run, shrink, tiny_model
 
 from trainer.config import ConfigError
 from trainer.model import new_tokens
@@ -29,20 +29,7 @@ TEMPLATE = (
 def pretrained(target: Path, *, is_tied: bool, **changes: Any) -> Path:
     """The quickstart's tokenizer with weights of one small layer, rows far from zero on average."""
     shutil.copytree(MODEL_DIR, target)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    tree = (
-        json.loads((target / "config.json").read_text())
-        | sizes
-        | {"num_key_value_heads": 1, "head_dim": 16}
-    )
-    (target / "config.json").write_text(
-        json.dumps(tree | {"tie_word_embeddings": is_tied} | changes)
-    )
+    shrink(target, hidden_size=32, intermediate_size=48, tie_word_embeddings=is_tied, **changes)
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(target), dtype=torch.float32

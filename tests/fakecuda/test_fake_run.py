@@ -31,18 +31,19 @@ def saves(fake_runs: Any) -> Any:
     return lambda name: fake_runs(kind="save", **SAVES[name])
 
 
-def called(save: dict[str, Any], *names: str) -> list[dict[str, Any]]:
-    return [call for call in save["calls"] if call["name"] in names]
-
-
 @pytest.mark.parametrize("name", SAVES)
 def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(
     saves: Any, name: str
 ) -> None:
-    """Whether all is finite is known before a thread writes it."""
+    """Whether all is finite is known before a thread writes it: a copy in host memory, page-locked
+    where it comes from a card.
+    """
     ((where, count),) = saves(name)["reads"].items()
     assert "trainer/checkpoint/manager.py:_is_finite" in where and count == 2, "one of each save"
-    assert called(saves(name), "validation")
+    assert [call for call in saves(name)["calls"] if call["name"] == "validation"]
+    for written in saves(name)["written"]:
+        assert written["fake"] == 0 and written["bytes"] > 0
+        assert (written["unlocked"] == 0) == (name != "offload")
 
 
 @pytest.mark.parametrize("name", ON_CARD)
@@ -123,16 +124,6 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
     wrote = [index for index, call in enumerate(calls) if call["name"] == "write"]
     copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
     assert max(copies[: len(copies) // 2]) < wrote[0] < min(copies[len(copies) // 2 :]) < wrote[1]
-
-
-@pytest.mark.parametrize("name", SAVES)
-def test_what_is_written_is_a_copy_in_host_memory(saves: Any, name: str) -> None:
-    """All of it page-locked where it comes from a card; offloaded state is in host memory
-    already.
-    """
-    for written in saves(name)["written"]:
-        assert written["fake"] == 0 and written["bytes"] > 0
-        assert (written["unlocked"] == 0) == (name != "offload")
 
 
 def test_offloaded_state_is_copied_by_the_host_alone(saves: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from plain_training import AS_DEFINED, Definition, Document
 from ranks import each, run_ranks
 from sweeps import short_or_full
-from toy import ToySamples, differing, full_parameters, short_run, write_model_config
+from toy import ToySamples, differing, full_parameters, relative, short_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch_plan import Schedule
@@ -79,11 +79,6 @@ def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  
     )
     rows = plain_training.train(definition).train.values()
     return {key: [row[key] for row in rows if key in row] for row in rows for key in row}
-
-
-def relative(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

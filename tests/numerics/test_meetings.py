@@ -1,20 +1,22 @@
-"""Features that meet in one run: a sample of the rows of meetings.py, or all of them with
-`--full`.
+"""Features that meet in one run: every pair of their values meets at least once in the rows of
+tiny runs. A sample of the rows is tried, or all of them with `--full`.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import meetings
 import pytest
 from command_ranks import CommandRanks
-from covering import all_pairs, pairs_of
-from meeting_features import EXCLUDED, FEATURES, Places, ranks_of
-from meeting_trials import Found, compare, defined
+from covering import all_pairs, covering_rows, pairs_of
+from meeting_features import EXCLUDED, FEATURES, Places, ranks_of, refused_rows
+from meeting_trials import Found, compare, defined, refused, tried
 from plain_training import train
 from sweeps import is_full, some
 
-TRIALS = meetings.trials(meetings.SEED)
+SEED = 1
+TRIALS = [(row, "") for row in covering_rows(FEATURES, excluded=EXCLUDED, seed=SEED)]
+TRIALS += refused_rows()
+"""Rows with the reason for which they are refused; first those that train."""
 TRAINED = [number for number, (row, reason) in enumerate(TRIALS) if not reason]
 CHEAP = [
     n for n in TRAINED if max(ranks_of(TRIALS[n][0])) == 2 and TRIALS[n][0]["states"] == "float32"
@@ -36,7 +38,11 @@ def ranks() -> Iterator[CommandRanks]:
 @pytest.mark.parametrize("number", TRIED)
 def test_a_meeting_is_exact_or_refused(places: Places, ranks: CommandRanks, number: int) -> None:
     row, reason = TRIALS[number]
-    found = meetings.attempt(row, reason, places, places.root / str(number), ranks)
+    run_dir = places.root / str(number)
+    if reason:
+        found = refused(row, reason, places, run_dir, ranks)
+    else:
+        found = tried(row, places, run_dir, ranks)
     assert found.faults == [], row
 
 

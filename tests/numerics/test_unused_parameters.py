@@ -9,8 +9,8 @@ from typing import Any
 
 from ranks import run_ranks
 from sweeps import short_or_full
-from test_invariance import relative, train
-from toy import write_model_config
+from test_invariance import train
+from toy import relative, write_model_config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 

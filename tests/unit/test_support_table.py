@@ -18,4 +18,4 @@ def test_every_causal_language_model_of_transformers_is_tried_or_left_out_with_a
 
 def test_the_page_says_what_the_results_say(repository: Path) -> None:
     written = (repository / "docs" / "models.md").read_text(encoding="utf-8")
-    assert written == page(RESULTS, written), "run: python tests/support_table.py --write"
+    assert written == page(RESULTS, written), "run: python tests/support_table.py"
