@@ -31,6 +31,7 @@ from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 
 VOCAB = 160
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 class OneSource:

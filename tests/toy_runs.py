@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,13 @@ def run(
         exit_code=code,
         rows=recorder.rows,
     )
+
+
+def begun(run_dir: Path, target: Path, step: int) -> Path:
+    """The run as it was after this step, in `target`: what comes later is not there."""
+    shutil.copytree(run_dir / step_dir_name(step), target / step_dir_name(step))
+    (target / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return target
 
 
 def moments_of(parts: Run) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 from family_runs import prepare, words_of_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from test_offline_export import contents
 from torch.distributed.tensor import Shard
 from toy import relative
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -236,22 +237,16 @@ def test_an_export_afterwards_is_that_of_the_save(
     other = straight["lora 2"] / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "merged", dtype="float32")
     export_from_shards(other, tmp_path / "adapter", dtype="float32", lora="adapter")
-    assert files(tmp_path / "merged") == files(checkpoint / "huggingface")
-    assert files(tmp_path / "adapter") == files(other / "huggingface")
+    assert contents(tmp_path / "merged") == contents(checkpoint / "huggingface")
+    assert contents(tmp_path / "adapter") == contents(other / "huggingface")
     shutil.copytree(root / "model", moved)
     export_from_shards(checkpoint, tmp_path / "of another place", dtype="float32", base=moved)
-    assert files(tmp_path / "of another place") == files(tmp_path / "merged")
+    assert contents(tmp_path / "of another place") == contents(tmp_path / "merged")
     change(moved / "model.safetensors")
     with pytest.raises(
         Exception, match=r"not hold the weights that the adapters in .* were trained for"
     ):
         export_from_shards(checkpoint, tmp_path / "never", dtype="float32", base=moved)
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
-    }
 
 
 def change(file: Path) -> None:

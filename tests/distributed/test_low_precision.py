@@ -1,6 +1,5 @@
 """Runs with moments and parameters in bfloat16, and with the layers' inputs in host memory."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import differing, full_parameters, short_run, write_model_config
-from toy_runs import Recipe, Result, run
+from toy_runs import Recipe, Result, begun, run
 from transformers import AutoModelForCausalLM
 
 STATES: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
@@ -30,14 +29,6 @@ def whole(source: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe(STEPS), **LOW)[0]
 
 
-def begun(run_dir: Path, target: Path, step: int = 4) -> Path:
-    """The run as it was after this step: what comes later is not there."""
-    target.mkdir()
-    shutil.copytree(run_dir / f"global_step_{step}", target / f"global_step_{step}")
-    (target / "latest_checkpointed_iteration.txt").write_text(str(step))
-    return target
-
-
 def test_interrupted_equals_uninterrupted_bit_for_bit(
     source: Any, whole: tuple[Path, Result], tmp_path: Path
 ) -> None:
@@ -45,7 +36,9 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
     assert {value.dtype for value in expected.parameters.values()} == {torch.bfloat16}
     kinds = {value.dtype for name, value in expected.moments.items() if not name.endswith(".step")}
     assert kinds == {torch.bfloat16}
-    found = run_ranks(run, 2, begun(run_dir, tmp_path / "again"), source, Recipe(STEPS), **LOW)[0]
+    found = run_ranks(run, 2, begun(run_dir, tmp_path / "again", 4), source, Recipe(STEPS), **LOW)[
+        0
+    ]
     assert found.start_step == 4
     assert found.losses == {step: expected.losses[step] for step in (5, 6)}
     assert differing(found.parameters, expected.parameters) == []
@@ -57,9 +50,9 @@ def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
     source: Any, whole: tuple[Path, Result], tmp_path: Path, world_size: int
 ) -> None:
     run_dir, expected = whole
-    same = run_ranks(run, 2, begun(run_dir, tmp_path / "same"), source, Recipe(STEPS), **LOW)[0]
+    same = run_ranks(run, 2, begun(run_dir, tmp_path / "same", 4), source, Recipe(STEPS), **LOW)[0]
     found = run_ranks(
-        run, world_size, begun(run_dir, tmp_path / "other"), source, Recipe(STEPS), **LOW
+        run, world_size, begun(run_dir, tmp_path / "other", 4), source, Recipe(STEPS), **LOW
     )[0]
     assert differing(found.loaded, same.loaded) == []
     assert differing(found.loaded_moments, same.loaded_moments) == []
@@ -88,7 +81,7 @@ def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(
     """Widening is exact. What narrowing would lose is not lost: refused, with the key that goes
     on.
     """
-    widened = run_ranks(run, 1, begun(whole[0], tmp_path / "wide"), source, Recipe(STEPS))[0]
+    widened = run_ranks(run, 1, begun(whole[0], tmp_path / "wide", 4), source, Recipe(STEPS))[0]
     assert widened.start_step == 4
     assert {value.dtype for value in (widened.loaded | widened.loaded_moments).values()} == {
         torch.float32
@@ -97,7 +90,7 @@ def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(
         (STATES, "optim.state_dtype"),
         ({"model": LOW["model"]}, "model.master_dtype"),
     ):
-        again = begun(tmp_path / "wide", tmp_path / key, step=STEPS)
+        again = begun(tmp_path / "wide", tmp_path / key, STEPS)
         with pytest.raises(BaseException, match=rf"ConfigError.* set {key}=float32"):
             run_ranks(run, 1, again, source, Recipe(STEPS + 2), **changes)
 

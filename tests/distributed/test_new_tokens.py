@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import build_toy_model, differing
+from toy_runs import begun
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from whole_runs import run, shrink, tiny_model
 
@@ -123,8 +124,7 @@ def test_a_base_model_learns_a_template_and_its_export_has_it(
     for name in ("whole", "again"):
         run_dir = tmp_path / name
         if name == "again":
-            shutil.copytree(tmp_path / "whole" / "global_step_2", run_dir / "global_step_2")
-            (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
+            begun(tmp_path / "whole", run_dir, 2)
         code, output = run(
             2, *own, f"trainer.default_local_dir={run_dir}", log=tmp_path / f"{name}.log"
         )

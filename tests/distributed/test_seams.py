@@ -2,13 +2,13 @@
 only this file knows.
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_trials import heard
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -172,11 +172,6 @@ def train_averaged(
     the log).
     """
     made: list[WeightAverage] = []
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer").addHandler(handler)
-    logging.getLogger("trainer").setLevel(logging.INFO)
 
     def make(run: Run) -> WeightAverage:
         assert kind is not None
@@ -186,7 +181,8 @@ def train_averaged(
     if kind is not None:
         PARTS["average"] = make
     recipe = Recipe(total_steps=4, **({"save_freq": -1} | settings))
-    result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps))
+    with heard() as lines:
+        result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps))
     averages = {
         name: average.full_tensor() if isinstance(average, DTensor) else average
         for name, average in (made[0].averages if made else {}).items()

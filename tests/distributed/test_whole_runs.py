@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_offline_export import NO_WEIGHTS, contents, flip, run_with
-from toy_runs import Recipe, run
+from toy_runs import Recipe, begun, run
 from transformers import AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
@@ -41,7 +41,7 @@ def test_a_resumed_run_exports_what_an_uninterrupted_one_does(
     straight: tuple[Path, Any], source: ModelSource, tmp_path: Path, num_ranks: int
 ) -> None:
     run_dir, whole = straight
-    shutil.copytree(run_dir / "global_step_2", tmp_path / "run" / "global_step_2")
+    begun(run_dir, tmp_path / "run", 2)
     resumed = run_ranks(run, num_ranks, tmp_path / "run", source, FOUR_STEPS)[0]
     assert resumed.start_step == 2 and resumed.losses.keys() == {3, 4}
     for step, (loss, norm) in resumed.losses.items():
@@ -94,9 +94,7 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(
 def test_other_parts_that_are_damaged_are_refused(
     straight: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    checkpoint = Path(
-        shutil.copytree(straight[0] / "global_step_4", tmp_path / "run" / "global_step_4")
-    )
+    checkpoint = begun(straight[0], tmp_path / "run", 4) / "global_step_4"
     flip(checkpoint / "huggingface" / OTHER_PARTS)
     with pytest.raises(ConfigError, match=f"is damaged: huggingface/{OTHER_PARTS} changed"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")

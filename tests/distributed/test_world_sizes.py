@@ -4,7 +4,6 @@ included.
 All pairs of few numbers of ranks; of many with `pytest --full`.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from toy import (
     toy_run,
     write_model_config,
 )
-from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
+from toy_runs import Recipe, Result, begun, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
 
@@ -98,10 +97,10 @@ def test_the_same_samples_follow_on_any_number_of_ranks(
     """From 2 steps on `first` ranks through 3 ranks and back: losses as on one rank throughout,
     within rounding.
     """
-    shutil.copytree(saved[str(first)][0] / "global_step_2", tmp_path / "there" / "global_step_2")
-    there = run_ranks(run, 3, tmp_path / "there", source, Recipe())[0]
-    shutil.copytree(tmp_path / "there" / "global_step_4", tmp_path / "back" / "global_step_4")
-    back = run_ranks(run, first, tmp_path / "back", source, Recipe())[0]
+    there_dir = begun(saved[str(first)][0], tmp_path / "there", 2)
+    there = run_ranks(run, 3, there_dir, source, Recipe())[0]
+    back_dir = begun(there_dir, tmp_path / "back", 4)
+    back = run_ranks(run, first, back_dir, source, Recipe())[0]
     assert (there.start_step, back.start_step) == (2, 4)
     losses = saved[str(first)][1].losses | there.losses | back.losses
     for step, (loss, norm) in saved["1"][1].losses.items():

@@ -5,10 +5,10 @@ of a step.
 from typing import Any
 
 import pytest
+from toy import EXPERTS
 
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SAVES: dict[str, dict[str, Any]] = {
-    "experts": {"model_type": "qwen3_moe", "changes": _EXPERTS},
+    "experts": {"model_type": "qwen3_moe", "changes": EXPERTS},
     "replicas, bfloat16": {"num_ranks": 32, "fsdp_size": 8, "kept": "bfloat16"},
     "lora": {"lora_rank": 8},
     "offload": {"offload": True},
@@ -58,7 +58,7 @@ def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Any,
     }
     num_shards = case.get("fsdp_size", case.get("num_ranks", 8))
     element_bytes = BYTES[case.get("kept", "float32")]
-    fractions = 8 * _EXPERTS["num_experts"] * (name == "experts")
+    fractions = 8 * EXPERTS["num_experts"] * (name == "experts")
     state = (
         3 * element_bytes * save["num_trained"] // num_shards + 4 * save["num_tensors"] + fractions
     )

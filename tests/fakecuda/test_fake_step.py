@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from sweeps import some
+from toy import EXPERTS
 
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SLIDING = {
     "sliding_window": 4,
     "query_pre_attn_scalar": 64,
@@ -37,9 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "arcee": {},
     "gpt2": {},
-    "qwen3_moe": _EXPERTS,
+    "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": _EXPERTS,
+    "olmoe": EXPERTS,
 }
 TRIED = dict.fromkeys(("llama", "qwen3", "gemma3_text", "gpt2", "qwen3_moe", *some(FAMILIES, 4)))
 """What a family has of its own is transformers' code; all of them with `pytest --full`."""
@@ -187,6 +187,10 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Any, name: str)
     """
     step = steps(name)
     layers, rest = step["layer_numels"], step["num_parameters"] - sum(step["layer_numels"])
+    num_calls = step["operations"]["torch_attn._varlen_attn.default"]
+    assert num_calls == step["num_micro_batches"] * len(layers) * (1 + (name == "recompute")), (
+        "a mask over the whole batch would give the same numbers"
+    )
     gathered = sum(c["numel"] for c in collectives(step, "allgather_base"))
     assert gathered == step["num_micro_batches"] * (2 * sum(layers) + rest)
     reduced = sum(c["numel"] for c in collectives(step, "reduce_scatter_base"))

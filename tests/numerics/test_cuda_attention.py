@@ -21,6 +21,7 @@ from family_trials import MAX_LENGTH, SAMPLES, save_model
 from kernel_terms import insist
 from ranks import run_ranks
 from test_attention import SEQLENS, bounds, dense, errors, inputs
+from test_rope import DYNAMIC, LONGROPE
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from toy import build, write_model_config
@@ -173,20 +174,20 @@ def test_this_torch_has_the_signature() -> None:
     attention.require_kernel()
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
-    "rope_theta": 1e4,
-}
 ODD: list[tuple[str, dict[str, Any]]] = [
     ("minicpm3", {**FAMILIES["minicpm3"], "num_attention_heads": 4}),
     ("llama", {"head_dim": 320}),
     (
         "llama",
-        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 4.0}},
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    ("llama", {"rope_parameters": {**DYNAMIC, "rope_theta": 1e4}}),
     ("llama", {"attention_dropout": 0.1}),
 ]
 

@@ -5,7 +5,6 @@ The loss is compared with a plain loop over transformers' own model, one documen
 float64, to the tolerances of `test_invariance.py`.
 """
 
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 from plain_training import AS_DEFINED
 from ranks import run_ranks
 from test_invariance import plain_run
-from toy import ToySamples, build_toy_model, short_run, toy_run, write_model_config
-from toy_runs import Recipe, Result, checkpoint_manager, run
+from toy import EXPERTS, ToySamples, build_toy_model, short_run, toy_run, write_model_config
+from toy_runs import Recipe, Result, begun, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import layout
@@ -27,8 +26,8 @@ from trainer.model import packed_lm
 from trainer.model.experts import Routers
 from trainer.runtime import seeding
 
-STEPS, EXPERTS, CHOSEN, COEFFICIENT = 4, 8, 2, 0.5
-SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
+STEPS, COEFFICIENT = 4, 0.5
+NUM_EXPERTS, CHOSEN = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 RECIPE = Recipe(total_steps=4)
 KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_mean")
 
@@ -37,7 +36,7 @@ KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_m
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("model")
     return write_model_config(
-        path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **SIZES
+        path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **EXPERTS
     )
 
 
@@ -106,7 +105,7 @@ def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
 
 def continued(run_dir: Path, whole: Path, source: Any, world_size: int) -> Result:
     """From the second step's checkpoint on."""
-    shutil.copytree(whole / "global_step_2", run_dir / "global_step_2")
+    begun(whole, run_dir, 2)
     result: Result = run_ranks(run, world_size, run_dir, source, RECIPE)[0]
     assert result.start_step == 2
     return result
@@ -144,20 +143,20 @@ def test_what_the_router_loss_looks_back_to_is_saved(source: Any, tmp_path: Path
         assert elsewhere[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
 
 
-_LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+_LOCAL = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": CHOSEN}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {**SIZES, "shared_expert_intermediate_size": 48},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48},
     "mixtral": _LOCAL,
-    "olmoe": SIZES,
+    "olmoe": EXPERTS,
     "gpt_oss": {**_LOCAL, "sliding_window": 8},
     "jamba": {
-        "num_experts": EXPERTS,
+        "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": CHOSEN,
         "attn_layer_period": 1,
         "attn_layer_offset": 0,
     },
     "ernie4_5_moe": {
-        "moe_num_experts": EXPERTS,
+        "moe_num_experts": NUM_EXPERTS,
         "moe_k": CHOSEN,
         "moe_intermediate_size": 32,
         "moe_layer_start_index": 1,
@@ -191,7 +190,7 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
         for layer in zip(*(output.router_logits for output in outputs), strict=True)
     )
     formula = sys.modules[type(plain).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
-    expected = formula(logits, EXPERTS, CHOSEN)
+    expected = formula(logits, NUM_EXPERTS, CHOSEN)
     (COEFFICIENT * expected).backward()
     errors = [
         float((ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm())
@@ -215,10 +214,10 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: st
     [
         (
             "qwen3_moe",
-            {**SIZES, "router_aux_loss_coef": 0.25},
+            {**EXPERTS, "router_aux_loss_coef": 0.25},
             "(coefficient 0.25 in config.json) is trained",
         ),
-        ("qwen3_moe", SIZES, "(coefficient 0.001 in config.json) is trained"),
+        ("qwen3_moe", EXPERTS, "(coefficient 0.001 in config.json) is trained"),
         (
             "deepseek_v4",
             {"router_aux_loss_coef": 0.1},
@@ -226,10 +225,10 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: st
         ),
         (
             "hy_v3",
-            {**SIZES, "router_aux_loss_coef": 0.1},
+            {**EXPERTS, "router_aux_loss_coef": 0.1},
             "left out of the loss: transformers has none for this",
         ),
-        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.0}, ""),
+        ("qwen3_moe", {**EXPERTS, "router_aux_loss_coef": 0.0}, ""),
         ("qwen3", {}, ""),
     ],
 )

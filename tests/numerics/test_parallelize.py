@@ -14,6 +14,7 @@ from test_adapters import plain_model, write_adapter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import (
+    EXPERTS,
     ToySamples,
     build_toy_model,
     differing,
@@ -280,11 +281,7 @@ def backward_costs(
     ("model_type", "changes", "products"),
     [
         ("qwen2", {}, ("mm", "addmm")),
-        (
-            "qwen3_moe",
-            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-            ("_grouped_mm",),
-        ),
+        ("qwen3_moe", EXPERTS, ("_grouped_mm",)),
     ],
 )
 def test_selective_recomputation_repeats_no_matrix_product(
@@ -363,30 +360,6 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert abs(rounded[0] - exact[0]) / exact[0] < 5e-3
     assert 0 < worst(rounded, exact) < 5e-2
     assert {grad.dtype for grad in rounded[1]} == {torch.float32}
-
-
-def attention_calls(world: Any, source: Any, is_packed: bool) -> int:
-    """How often a training step calls the packed attention."""
-    calls = []
-    original = attention.packed_attention
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    with patch.object(attention, "packed_attention", counted):
-        model = build_toy_model(world, source, is_packed=is_packed)
-        loss_and_gradients(model, [0, 1] if is_packed else [0])
-    return len(calls)
-
-
-def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> None:
-    """A dense mask over the whole batch would give the same numbers, at a cost that grows with
-    its square.
-    """
-    source = write_model_config(tmp_path)
-    variants = {is_packed: {"is_packed": is_packed} for is_packed in (True, False)}
-    assert run_ranks(each, 1, attention_calls, source, variants) == [{True: 2, False: 0}]
 
 
 def refusal(world: Any, source: Any) -> str:

@@ -15,6 +15,7 @@ from families import FAMILIES, VARIANTS
 from family_trials import PACKED, REFUSED, save_model
 from ranks import run_ranks
 from support_table import read_results
+from test_rope import DYNAMIC, LONGROPE
 from toy import build_toy_model, write_model_config
 from transformers import PretrainedConfig
 
@@ -179,16 +180,9 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
     not change.
     """
     granite = {"logits_scaling": 4.0, "initializer_range": 0.5}
-    longrope = {
-        "rope_theta": 1e4,
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "factor": 4.0,
-    }
+    longrope = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     dynamic = {
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+        "rope_parameters": {**DYNAMIC, "rope_theta": 1e4},
         "initializer_range": 0.3,
         "max_position_embeddings": 16,
     }

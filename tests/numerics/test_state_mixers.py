@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from families import FAMILIES
 from ranks import each, run_ranks
 from test_parallelize import Calls, worst
 from toy import ToySamples, build, build_toy_model, model_config, write_model_config
@@ -18,13 +19,7 @@ from trainer.model.assemble import build_model, design_model, how_documents_run
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-HYBRID = ("qwen3_5_text", {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]})
+HYBRID = ("qwen3_5_text", FAMILIES["qwen3_5_text"])
 MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
 
 

@@ -14,7 +14,7 @@ import torch
 from exports import export_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import differing, model_config, write_model_config
+from toy import EXPERTS, differing, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from trainer.checkpoint import export
@@ -198,10 +198,8 @@ def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tu
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_of_several_files_loads(tmp_path: Path, model_type: str, dtype: str) -> None:
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    model = save_model(
-        tmp_path / "source", model_type, **(experts if model_type == "qwen3_moe" else {})
-    )
+    experts = EXPERTS if model_type == "qwen3_moe" else {}
+    model = save_model(tmp_path / "source", model_type, **experts)
     target = tmp_path / "export" / "huggingface"
     target.parent.mkdir()
     written = run_ranks(export_in_parts, 2, tmp_path / "source", target, dtype)
