@@ -1,4 +1,4 @@
-"""What the parameters of a model with LoRA adapters are called: by peft inside it, in its base, in
+"""Names of the parameters of a model with LoRA adapters: inside peft's model, in its base and in
 files (floor 1).
 
 peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and
@@ -15,15 +15,15 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Of a parameter of the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def adapted_name(name: str) -> str:
-    """The parameter of the base that an adapter's parameter adds to."""
+    """Return the name of the base's parameter that an adapter's parameter adds to."""
     return name.partition(".lora_")[0] + ".weight"
 
 
 def peft_name(name: str) -> str:
-    """Of an adapter's parameter in `adapter_model.safetensors`."""
+    """Return the name of an adapter's parameter in `adapter_model.safetensors`."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")

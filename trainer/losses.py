@@ -1,4 +1,4 @@
-"""What is trained: a loss of logits and labels, by name (floor 1, imports no torch).
+"""Trained losses of logits and labels, by name (floor 1, imports no torch).
 
 A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position
 by itself: then the step's loss, their sum over the global count, depends on no chunk, micro-batch
@@ -22,9 +22,9 @@ V], cross-entropy float32 [C] where the losses are something else, otherwise Non
 
 @dataclass(frozen=True)
 class Loss:
-    """What is meant, and optionally how it is computed with fewer passes over the logits.
+    """A formula, and optionally an implementation with fewer passes over the logits.
 
-    Calling it gives what `LossAndGradient` describes.
+    Calling it returns what `LossAndGradient` describes.
     """
 
     formula: Formula
@@ -32,13 +32,13 @@ class Loss:
     torch.
     """
     fused: LossAndGradient | None = None
-    """The same with its gradient; the start of every run compares it with autograd of the
+    """The losses with their gradient; the start of every run compares them with autograd of the
     formula.
     """
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the trained loss is the one that is logged as `train/loss`."""
+        """True if the trained loss is the one that is logged as `train/loss`."""
         return self.formula is cross_entropy
 
     def __call__(

@@ -1,7 +1,6 @@
-"""What of a model is trained, if not all: LoRA adapters, which peft makes and names, or what
-`model.freeze` leaves.
+"""Train a part of a model: LoRA adapters, which peft makes and names, or what `model.freeze` leaves.
 
-What is frozen is held in the dtype it is computed in.
+Frozen parameters are stored in the compute dtype.
 """
 
 import logging
@@ -54,7 +53,7 @@ def choose_trained(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Of the adapters of a model, as they stand in `adapter_config.json`."""
+    """Return the content of `adapter_config.json` for the adapters of a model."""
     own: Any = model
     tree: dict[str, Any] = own.peft_config[NAME].to_dict() | {"inference_mode": True}
     return {key: sorted(value) if isinstance(value, set) else value for key, value in tree.items()}
@@ -126,14 +125,14 @@ def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _adapted_in(file: Path) -> list[str]:
-    """The layers that the adapter in a file is for."""
+    """Return the names of the layers that the adapter in a file belongs to."""
     names = (name.removeprefix(peft_name("")) for name in stored_in(file))
     return list(dict.fromkeys(name.partition(".lora_")[0] for name in names))
 
 
 def _given(path: str) -> "LoraConfig":
-    """The settings of an adapter to start from. Raises `ConfigError` for what is more than
-    plain LoRA.
+    """Return the settings of an adapter to start from. Raises `ConfigError` unless it is plain
+    LoRA.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -164,7 +163,7 @@ def _given(path: str) -> "LoraConfig":
 
 
 def _where(name: str) -> str:
-    """As an adapter names its base: a Hub id, or a directory that is found from everywhere."""
+    """Return the name of the base for `adapter_config.json`: a Hub id or an absolute directory."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 

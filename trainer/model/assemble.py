@@ -31,7 +31,7 @@ class Design:
     config: ModelConfig
     source: ModelSource
     reason: str | None
-    """Why documents run one by one, None if they share forward passes."""
+    """The reason why documents run one by one; None if they share forward passes."""
     model: PreTrainedModel
     """On meta, with adapters and frozen parameters."""
 
@@ -189,7 +189,7 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether it may be what a kernel says of its arguments, which another attention need not say.
+    """Return True if a kernel may have refused its arguments, so that another attention may work.
 
     A card that is full or lost, a peer that is gone and a missing compiler fail with any attention.
     """

@@ -24,7 +24,7 @@ from trainer.model.head_exchange import HeadExchange
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
-"""What FlashAttention 2, the kernel behind `varlen_attn`, takes."""
+"""Limits of FlashAttention 2, the kernel behind `varlen_attn`."""
 
 
 class DocumentLengths:
@@ -64,8 +64,8 @@ def running() -> DocumentLengths | None:
 
 @contextmanager
 def documents(lengths: DocumentLengths | None) -> Iterator[None]:
-    """Around a forward pass over these. Not by thread: the backward pass computes layers again
-    in one of its own.
+    """Set the documents of a forward pass. The setting holds for all threads: the backward pass
+    recomputes layers in a thread of its own.
     """
     global _running
     outside, _running = _running, lengths
@@ -79,8 +79,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(make: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """For `torch.utils.checkpoint`, around what `make` gives: of a layer's forward pass, and of its
-    second in the backward pass, which must find the documents of the first.
+    """Return contexts for `torch.utils.checkpoint` around those of `make`: for a layer's forward
+    pass, and for its recomputation, which must find the same documents.
     """
     first, second = make()
     return first, _computed_again(second, _running)
@@ -161,7 +161,7 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
 
 
 def _has_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether torch's packed kernel computes this."""
+    """Return True if torch's packed kernel can compute this attention."""
     has_extras = scoring.dropout or scoring.softcap is not None or scoring.sinks is not None
     fits = _kernel_head_size(query, value) <= MAX_HEAD_SIZE and query.dtype in KERNEL_DTYPES
     return fits and not has_extras

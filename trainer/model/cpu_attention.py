@@ -31,7 +31,7 @@ computed again: memory stays linear in the length."""
 
 @dataclass(frozen=True)
 class Scoring:
-    """What becomes of the products of queries and keys before they weigh values."""
+    """Settings that turn products of queries and keys into weights of values."""
 
     scaling: float
     sliding_window: int | None = None
@@ -43,7 +43,7 @@ class Scoring:
 
 
 class DocumentGroups:
-    """Where the rows (token * M + key head) of a micro-batch are placed in padded batches."""
+    """The places of the rows (token * M + key head) of a micro-batch in padded batches."""
 
     def __init__(
         self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device
@@ -71,7 +71,7 @@ class DocumentGroups:
         self.rows = rows_P.clamp(max=num_rows - 1)
         """The row at each place. A padded place repeats the last row, and nothing sees it."""
         self.rows_or_zero = rows_P.clamp(max=num_rows)
-        """The same with padded places one row further, where a row of zeros is put."""
+        """The row at each place; padded places take the row after the last, which holds zeros."""
 
     def split(self, *placed: Tensor) -> Iterator[list[Tensor]]:
         """Views of each group: [D * M, L * G, K] of queries [P, G, K], [D * M, L, K] of keys."""

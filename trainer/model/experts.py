@@ -61,8 +61,8 @@ def num_chosen(config: PretrainedConfig) -> int | None:
 
 
 class Routers:
-    """What the routers of a model do in training, over the global batch; of a model without experts
-    nothing.
+    """Statistics and auxiliary loss of the routers of a model, over the global batch. For a model
+    without experts all methods return empty results.
 
     The loss is that of transformers' `load_balancing_loss_func`, E * sum over experts of f * P: P
     is the mean probability of this step's tokens in all layers, f the share of tokens that went to

@@ -1,4 +1,4 @@
-"""What samples cost, from the shapes of a model."""
+"""Costs of samples in operations, from the shapes of a model."""
 
 from collections import Counter
 from typing import Any
@@ -94,7 +94,8 @@ def _first_reached_layer(model: PreTrainedModel) -> int:
 
 
 def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> int | None:
-    """How many tokens each token of a layer sees at most, itself included; None: all before it.
+    """Return how many tokens each token of a layer sees at most, itself included; None: all
+    before it.
 
     Where config.json has no types of layers, a window is that of all layers.
     """
@@ -109,7 +110,7 @@ def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> i
 
 
 def _width(layer: PretrainedConfig) -> int:
-    """Of all heads of a layer's attention together, keys and values."""
+    """Return the total size of keys and values over all heads of a layer."""
     num_heads: int = getattr(layer, "num_attention_heads", None) or 0
     head_size = (
         (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads) if num_heads else 0

@@ -34,7 +34,7 @@ class LossHead(nn.Linear):
     """
 
     loss: LossAndGradient
-    """What is trained, or its compiled form: one pass over the logits instead of several."""
+    """The trained loss, or its compiled form: one pass over the logits instead of several."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, loss: Loss) -> "LossHead":
@@ -87,7 +87,7 @@ def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
 
 
 def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """Whether no token is likelier than the label; a maximum costs a tenth of its place."""
+    """Return where no token is likelier than the label. A maximum costs a tenth of an argmax."""
     return logits_SV.gather(1, labels_S[:, None])[:, 0] >= logits_SV.amax(dim=-1)
 
 

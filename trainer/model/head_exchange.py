@@ -34,7 +34,7 @@ def require_divisible(num_query_heads: int, size: int) -> None:
 
 
 class HeadExchange:
-    """Of the packed tokens of one micro-batch, among the ranks of `group`."""
+    """Exchange heads and positions of one micro-batch among the ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_tokens: int) -> None:
         self._group, self._size, self._rank = group, group.size(), group.rank()
@@ -59,7 +59,7 @@ class HeadExchange:
         return self._to_positions(attention(self._to_heads(query), key, value, scoring))
 
     def _repeated(self, key: Tensor) -> Tensor:
-        """As often as every rank needs one of its own: its queries' neighbours have the same."""
+        """Repeat key heads until every rank has one; neighbouring query heads share a key head."""
         return key.repeat_interleave(self._size // gcd(self._size, key.shape[1]), dim=1)
 
     def _to_heads(self, heads: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What the layers start from, kept in host memory between their forward and their backward pass.
+"""Keep the inputs of layers in host memory between their forward and backward passes.
 
-With every layer computed again, its input is all that a micro-batch keeps of it: tokens x hidden
-size for each layer.
+When layers are recomputed, their inputs are all that a micro-batch keeps: tokens x hidden size for
+each layer.
 """
 
 import weakref
@@ -80,7 +80,7 @@ class HostInputs:
 
     @property
     def newest(self) -> HostCopy | None:
-        """What was put away last, None when it is no longer needed."""
+        """The tensor put away last; None when it is no longer needed."""
         return None if self._newest is None else self._newest()
 
     def checkpoint(self, function: Callable[..., T], *args: object) -> T:

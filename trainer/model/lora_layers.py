@@ -1,4 +1,4 @@
-"""Which layers get LoRA adapters, and why others cannot have one.
+"""Choose the layers that get LoRA adapters, and say why others cannot have one.
 
 Layers are chosen here by their full names, because peft gives some names in `target_modules`
 another meaning: see `written`.
@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)
 _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""What files, and older versions of transformers, call the layers of one expert."""
+"""Names of the layers of one expert in files and in older versions of transformers."""
 
 _NO_EXPERTS = "it takes in experts, whose weights are stacked in one tensor, which cannot have an adapter here"
 _NO_HEAD = (
@@ -74,7 +74,7 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
 
 
 def is_router(name: str) -> bool:
-    """Whether a module decides which experts compute a token, or by how much they count."""
+    """Return True for a module that chooses or weighs the experts of a token."""
     return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 
@@ -96,8 +96,8 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
 
 
 def summary(model: PreTrainedModel, *, rank: int) -> str:
-    """Which layers have adapters and which do not, by the last part of their names, and how many
-    parameters train.
+    """Return a line with the layers that have adapters and those that do not, by the last part of
+    their names, and with the number of trained parameters.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted, left_out = Counter[str](), Counter[str]()
@@ -120,7 +120,9 @@ def _counted(names: Counter[str]) -> str:
 
 
 def _obstacles(model: PreTrainedModel) -> dict[str, str]:
-    """{module: why it cannot have an adapter}; also what targets may call the layers of experts."""
+    """Return {module: why it cannot have an adapter}, with the names that targets may use for
+    layers of experts.
+    """
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -168,7 +170,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _is_one_product(layer: Any) -> bool:
-    """Whether a linear layer with a forward pass of its own still turns each row into one row."""
+    """Return True if a linear layer, also one with its own forward, maps each row to one row."""
     if isinstance(layer, Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     try:
@@ -186,7 +188,7 @@ def _leaf(name: str) -> str:
 
 
 def _converted_by_peft(model: PreTrainedModel, leaves: set[str]) -> set[str]:
-    """Which of these target modules peft would turn into experts of this architecture."""
+    """Return the target modules that peft would take for experts of this architecture."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

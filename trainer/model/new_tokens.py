@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
 """Rows of a vocabulary that grows: matrix products are fast at multiples of it."""
 NOISE = 0.1
-"""Of the rows' own spread: new tokens begin alike, as an average token, but not equal."""
+"""Share of the rows' spread: new tokens begin near the average token, but not equal."""
 _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 

@@ -32,9 +32,7 @@ _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
-    """What training does with this architecture that its user should know, from its
-    configuration.
-    """
+    """Yield notes for the user on how training treats this architecture."""
     drawn = [
         f"{name}={value:g}"
         for name, value in sorted(vars(config).items())
@@ -47,8 +45,8 @@ def notes(config: PretrainedConfig) -> Iterator[str]:
 
 
 def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | None:
-    """Why documents of up to `max_length` tokens cannot lie side by side in one forward pass,
-    or None.
+    """Return the reason why documents of up to `max_length` tokens cannot share a forward pass, or
+    None.
     """
     limit = rope.length_limit(config)
     if limit is not None and max_length > limit:
@@ -165,8 +163,8 @@ class _BaseOutput(list[Tensor]):
 
 
 def _is_head_all(model: PreTrainedModel) -> bool:
-    """Whether the logits are what the output head makes of the base model's last hidden states: no
-    scale, no cap, no other layer, no shorter vocabulary. Asks the architecture's own forward, with
+    """Return True if the logits are the output head applied to the last hidden states: no scale, no
+    cap, no other layer, no shorter vocabulary. The architecture's own forward runs once with
     stand-ins for base model and head.
     """
     head: Any = model.get_output_embeddings()
@@ -219,7 +217,7 @@ def run_plain(
 
 
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
-    """What the architecture's forward is called with: a document alone needs neither positions
+    """Return the arguments of the architecture's forward. A document alone needs neither positions
     nor bounds.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
@@ -245,8 +243,8 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
 
 
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
-    """The same for models that transform their logits: their own forward, asked for the
-    supervised positions.
+    """Return the loss of a model that transforms its logits: its own forward computes those of
+    the supervised positions.
     """
     plain: Any = self.original_forward
     if "logits_to_keep" in inspect.signature(plain).parameters:

@@ -1,5 +1,5 @@
-"""What is done to a model on meta before it gets weights, in the only order that works:
-recompute, compile, shard.
+"""Prepare a model on meta before it gets weights, in the only order that works: recompute, compile,
+shard.
 """
 
 from collections.abc import Callable
@@ -171,7 +171,7 @@ def _used_in_place(
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
-    """Whether all layers, gathered, take so much that gathering them twice is the lesser evil."""
+    """Return True if all layers, gathered, take more memory than is worth a second gather."""
     numel = sum(
         parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()
     )
@@ -193,7 +193,7 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
-    """What once a step is enough for is done behind its last backward pass.
+    """Do what a step needs only once after its last backward pass.
 
     Replicas of the shards add their gradients: until then each keeps its own sum, in the dtype of
     reductions, of the same parameters each time. Parameters that stay gathered between forward and

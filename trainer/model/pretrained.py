@@ -26,8 +26,8 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where architecture and weights come from. `path` is a local directory (Hub ids are
-    resolved before). Each file is read once.
+    """Source of architecture and weights. `path` is a local directory (Hub ids are resolved
+    before). Each file is read once.
     """
 
     path: str

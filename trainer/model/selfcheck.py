@@ -8,7 +8,7 @@ or a backward pass of ours that is not that of its forward pass shows here, for 
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ layers, and 0.2 where it changes which experts a token goes to; half a gradient,
 document beside it, is more.
 """
 LEAST_SHARE = 1e-3
-"""Of the whole gradient's norm, added to that of each kind: some gradients are rounding alone,
-as a key's bias.
+"""Share of the whole gradient's norm that is added to the norm of each kind: some gradients, such as
+those of a key's bias, are rounding alone.
 """
 
 
@@ -47,9 +47,9 @@ class Errors(NamedTuple):
 
     loss: float
     gradients: dict[str, float]
-    """By kind of parameter: its name without the numbers of layers."""
+    """{kind of parameter, its name without the numbers of layers: relative difference}."""
     foresight: float = 0.0
-    """Of logits when a later token is another."""
+    """Relative change of logits when a later token is another."""
 
 
 def compare(
@@ -198,8 +198,8 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _forgotten(model: PreTrainedModel) -> Iterator[None]:
-    """What modules without parameters keep of a forward pass, such as rotary frequencies, is
-    undone after it.
+    """Undo afterwards what modules without parameters keep of a forward pass, such as rotary
+    frequencies.
     """
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if not [*m.parameters()]]
     try:
@@ -225,24 +225,14 @@ def _influence(
         behind = sum(batch.seqlens) - batch.start - len(own_TV)
         return _whole(model, F.pad(own_TV, (0, 0, batch.start, behind)))
 
-    with _forward_replaced(model, logits):
-        expected_TV, *found = (
-            model(_packed(model, form).to(device))[tokens].float() for form in forms
-        )
-    return [((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found]
-
-
-@contextmanager
-def _forward_replaced(model: PreTrainedModel, forward: Callable[..., Any]) -> Iterator[None]:
-    """Sharding hooks belong to the module's call, so another forward has to be called through
-    the module.
-    """
     ours: Any = model.forward
-    model.forward = forward
+    model.forward = logits  # sharding hooks belong to the module's call
     try:
-        yield
+        batches = [_packed(model, form).to(device) for form in forms]
+        expected_TV, *found = (model(batch)[tokens].float() for batch in batches)
     finally:
         model.forward = ours
+    return [((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found]
 
 
 def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:

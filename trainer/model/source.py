@@ -1,5 +1,5 @@
-"""Where a model comes from: a local directory, or the Hub once. What is wrong with it is said
-before torch is there.
+"""Find a model in a local directory, or download it from the Hub once. Faults are named before
+torch is imported.
 """
 
 import importlib.util
@@ -35,12 +35,12 @@ def find_model(
 
 
 def find_architecture(name: str) -> str:
-    """The same for config.json alone."""
+    """Return the local directory of `model.partial_pretrain` with its config.json at least."""
     return _find(name, _ARCHITECTURE, _config_problem, lambda: None)
 
 
 def require_model(name: str, *, random_weights: bool) -> None:
-    """Raises the `ConfigError` of `find_model` as far as it is known without a download."""
+    """Raise the `ConfigError` of `find_model` as far as it is known without a download."""
     problem_of = partial(_problem, random_weights=random_weights)
     path = _local(name) or _cached(name, _FILES, problem_of)
     if path is None:
@@ -50,7 +50,7 @@ def require_model(name: str, *, random_weights: bool) -> None:
 
 
 def require_adapters(model: ModelConfig) -> None:
-    """Raises `ConfigError` if there is no peft for the adapters asked for, or nothing to start
+    """Raise `ConfigError` if adapters are configured without peft, or without the files to start
     them from.
     """
     if model.has_adapters and importlib.util.find_spec("peft") is None:
@@ -81,7 +81,7 @@ def _local(name: str) -> Path | None:
 
 
 def _problem(path: Path, *, random_weights: bool) -> str | None:
-    """What a directory lacks to be trained from."""
+    """Return what a directory lacks to be trained from, or None."""
     if problem := _config_problem(path):
         return problem
     if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):

@@ -1,10 +1,10 @@
-"""Modules that would mix packed documents run on each document by itself; the rest of their layer
+"""Run modules that would mix packed documents on each document by itself; the rest of their layer
 stays packed.
 
-What looks from one token to another takes a cache in transformers, or it could not generate: that
-tells such modules from all others, whatever they are called. Attention through `AttentionInterface`
-knows the bounds of documents; linear attention, Mamba, short convolutions and attention of an own
-kind (ALiBi, indexers) do not, and are looped over them.
+A module that passes information between tokens takes a cache in transformers, because it could not
+generate without one. This identifies such modules, whatever they are called. Attention through
+`AttentionInterface` knows the bounds of documents. Linear attention, Mamba, short convolutions and
+special attention (ALiBi, indexers) do not, and are looped over documents.
 
 Shape suffixes: T packed tokens, D documents of a group, L its padded length.
 """
@@ -37,8 +37,8 @@ others.
 
 
 def loop_over_documents(model: PreTrainedModel) -> bool:
-    """Loop what must be, in place. Returns whether some attention stays packed; else masks tell all
-    of it what it sees, those of the longest document.
+    """Loop modules over documents in place, where they need it. Returns True if some attention stays
+    packed; otherwise all attention is looped and uses the mask of the longest document.
     """
     looped = list(_looped(model))
     attends_packed = any(map(_attends, model.modules())) and not any(
@@ -98,9 +98,10 @@ def _code(module: nn.Module) -> types.CodeType:
 def _forward(
     self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any
 ) -> Any:
-    """Documents of similar length go side by side, padded behind: what carries state forward never
-    looks back there. One by one where something else comes with them, a mask or biases, or where
-    attention is packed inside. What else than rows of tokens comes out is that of the last call.
+    """Run documents of similar length side by side, padded at their ends: state is carried forward
+    alone, so padding reaches no token. Run them one by one if a mask or biases come
+    with them, or if attention is packed inside. Outputs without a row for each token are those of
+    the last call.
     """
     lengths = attention.running()
     if lengths is None:
@@ -131,7 +132,7 @@ def _forward(
 
 
 def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
-    """What has a row for each token, [1, T, ...], document by document; all else as it is."""
+    """Split a tensor with a row for each token, [1, T, ...], by document; return all else unchanged."""
     is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, sum(seqlens))
     return value[0].split(seqlens) if is_of_tokens else value
 

@@ -64,11 +64,11 @@ class AdamW(torch.optim.AdamW, Optimizer):
     def _step_rounded(
         self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]
     ) -> None:
-        """What the fused kernel does, in float32 and in parts; what is kept in bfloat16 is rounded
-        at random.
+        """Update as the fused kernel does, in float32 and in parts; values kept in bfloat16 are
+        rounded at random.
 
-        Products, sums, quotients and roots alone, each correctly rounded: no result depends on
-        where a shard begins.
+        It uses products, sums, quotients and roots alone, each correctly rounded: no result depends
+        on where a shard begins.
         """
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         is_skipped = self.found_inf > 0

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What training asks of an optimizer beyond torch's own interface.
+    """The interface that training needs beyond torch's own.
 
     `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by
     `grad_scale`, and where `found_inf` is not 0 nothing changes, the momentum and the step counts

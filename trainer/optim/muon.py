@@ -23,8 +23,8 @@ from trainer.runtime import seeding
 MOMENTUM = 0.95
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose slope at zero is largest: five iterations bring singular values to
-between 0.7 and 1.2.
+"""Coefficients of the quintic with the largest slope at zero: five iterations bring singular values
+to between 0.7 and 1.2.
 """
 UPDATE_RMS = 0.2
 """Root mean square of AdamW's usual updates, which Muon's are given too."""

@@ -36,8 +36,8 @@ def wsd(progress: float) -> float:
 
 
 DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "constant": constant, "wsd": wsd}
-"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them)
-to the rate as a share of the peak, before `min_lr_ratio`."""
+"""{`optim.lr_scheduler`: function from the share of the steps after warm-up (0 at the first of them)
+to the rate as a share of the peak, before `min_lr_ratio`}."""
 
 
 @dataclass(frozen=True)
