@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from toy import ToySamples, differing, write_model_config
-from toy_runs import Recipe, run, trainer_config
+from toy_runs import Recipe, StopsAfter, run, trainer_config
 
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
-from trainer.config import ConfigError
+from trainer.config import ConfigError, TrainerConfig
 from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
@@ -80,13 +80,16 @@ def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_comp
     assert again.start_step == 4 and again.losses == {step: whole.losses[step] for step in (5, 6)}
 
 
-def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
-    config = replace(
-        trainer_config(run_dir, Recipe()),
-        resume_mode="resume_path",
-        resume_from_path=str(checkpoint),
+def of_weights_alone(run_dir: Path, **changes: Any) -> TrainerConfig:
+    """The configuration of a run that loads the parameters of a checkpoint and nothing else."""
+    config = trainer_config(run_dir, Recipe())
+    return replace(
+        config, checkpoint=replace(config.checkpoint, load_contents=["model"]), **changes
     )
-    config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
+
+
+def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
+    config = of_weights_alone(run_dir, resume_mode="resume_path", resume_from_path=str(checkpoint))
     found = start.decide_start(config, Lineage({}), world, total_steps=lambda position: 3)
     return found.is_complete, found.position.step
 
@@ -94,10 +97,7 @@ def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
-    config = trainer_config(run_dir, Recipe())
-    config = replace(
-        config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto"
-    )
+    config = of_weights_alone(run_dir, resume_mode="auto")
     begun = start.decide_start(config, Lineage({}), world, total_steps=lambda position: total_steps)
     if begun.lock is not None:
         begun.lock.release()
@@ -127,19 +127,6 @@ def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(
     )
 
 
-class StopsInValidation(StopRequest):
-    """Asks for the stop at its `count`-th question, which falls into a validation."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self._count = count
-
-    @property
-    def is_set(self) -> bool:
-        self._count -= 1
-        return self._count < 0
-
-
 def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
     """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after`
     steps and batches.
@@ -147,7 +134,7 @@ def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> An
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.01)
     batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
     changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
-    return run(world, run_dir, source, Recipe(), stop=StopsInValidation(stop_after), **changes)
+    return run(world, run_dir, source, Recipe(), stop=StopsAfter(stop_after + 1), **changes)
 
 
 def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(

@@ -130,11 +130,10 @@ def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
         ]
         if row % 2:
             pairs[0] = (f"{NEW_TOKENS[0]} note {NEW_TOKENS[1]}", pairs[0][1])
-        both = (("user", "assistant") for _ in pairs)
         return [
             {"role": role, "content": content}
-            for roles, pair in zip(both, pairs, strict=True)
-            for role, content in zip(roles, pair, strict=True)
+            for pair in pairs
+            for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
 
     return [turns(row) for row in range(first, first + count)]

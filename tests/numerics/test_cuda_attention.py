@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import FAMILIES
+from families import family_settings
 from family_trials import MAX_LENGTH, SAMPLES, save_model
 from kernel_terms import insist
 from ranks import run_ranks
@@ -175,7 +175,7 @@ def test_this_torch_has_the_signature() -> None:
 
 
 ODD: list[tuple[str, dict[str, Any]]] = [
-    ("minicpm3", {**FAMILIES["minicpm3"], "num_attention_heads": 4}),
+    ("minicpm3", family_settings("minicpm3")),
     ("llama", {"head_dim": 320}),
     (
         "llama",

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from families import SIZES, family_settings
 from plain_training import AS_DEFINED
 from ranks import run_ranks
 from test_invariance import plain_run
@@ -27,7 +28,6 @@ from trainer.model.experts import Routers
 from trainer.runtime import seeding
 
 STEPS, COEFFICIENT = 4, 0.5
-NUM_EXPERTS, CHOSEN = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 RECIPE = Recipe(total_steps=4)
 KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_mean")
 
@@ -143,25 +143,13 @@ def test_what_the_router_loss_looks_back_to_is_saved(source: Any, tmp_path: Path
         assert elsewhere[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
 
 
-_LOCAL = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": CHOSEN}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48},
-    "mixtral": _LOCAL,
-    "olmoe": EXPERTS,
-    "gpt_oss": {**_LOCAL, "sliding_window": 8},
-    "jamba": {
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": CHOSEN,
-        "attn_layer_period": 1,
-        "attn_layer_offset": 0,
-    },
-    "ernie4_5_moe": {
-        "moe_num_experts": NUM_EXPERTS,
-        "moe_k": CHOSEN,
-        "moe_intermediate_size": 32,
-        "moe_layer_start_index": 1,
-        "moe_num_shared_experts": 1,
-    },
+    "qwen2_moe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "gpt_oss": {},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "ernie4_5_moe": {"moe_layer_start_index": 1},
 }
 
 
@@ -190,7 +178,7 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
         for layer in zip(*(output.router_logits for output in outputs), strict=True)
     )
     formula = sys.modules[type(plain).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
-    expected = formula(logits, NUM_EXPERTS, CHOSEN)
+    expected = formula(logits, SIZES["num_experts"], SIZES["num_experts_per_tok"])
     (COEFFICIENT * expected).backward()
     errors = [
         float((ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm())
@@ -203,7 +191,8 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: str) -> None:
     """Where the fractions of the step before are those of this step's batch."""
-    source = write_model_config(tmp_path, name, router_aux_loss_coef=COEFFICIENT, **FAMILIES[name])
+    settings = family_settings(name, router_aux_loss_coef=COEFFICIENT, **FAMILIES[name])
+    source = write_model_config(tmp_path, name, **settings)
     ours, theirs, error = run_ranks(router_losses, 1, source)[0]
     assert ours == pytest.approx(theirs, rel=1e-6) and ours > 1
     assert error < 1e-4

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import FAMILIES
+from families import family_settings
 from ranks import each, run_ranks
 from test_parallelize import Calls, worst
 from toy import ToySamples, build, build_toy_model, model_config, write_model_config
@@ -19,7 +19,7 @@ from trainer.model.assemble import build_model, design_model, how_documents_run
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
-HYBRID = ("qwen3_5_text", FAMILIES["qwen3_5_text"])
+HYBRID = ("qwen3_5_text", family_settings("qwen3_5_text"))
 MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
 
 
