@@ -296,12 +296,12 @@ def test_selective_recomputation_repeats_no_matrix_product(
     assert least < most / 2
 
 
-def gathers_of_a_step(world: Any, source: Any) -> tuple[int, int]:
+def gathers_of_a_step(world: Any, source: Any, members: tuple[int, ...] = (0,)) -> tuple[int, int]:
     """How often parameters are gathered in the forward and in the backward pass."""
     model = build_toy_model(world, source, reshard_after_forward=True)
     model.train()
     with Calls(torch.ops.c10d._allgather_base_.default) as gathers:
-        loss = model(pack(ToySamples(), [0])).loss_sum
+        loss = model(pack(SAMPLES, members)).loss_sum
         num_forward = gathers.count
         loss.backward()
     return num_forward, gathers.count - num_forward

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import family_settings
 from ranks import each, run_ranks
-from test_parallelize import Calls, worst
+from test_parallelize import gathers_of_a_step, worst
 from toy import ToySamples, build, build_toy_model, model_config, write_model_config
 
 from trainer.data.loader import pack
@@ -59,20 +59,11 @@ def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
         assert worst(packed, one_by_one) < 1e-5, how
 
 
-def gathers(world: Any, source: Any, members: list[int]) -> int:
-    """All-gathers of a training step on one micro-batch."""
-    model = build_toy_model(world, source, reshard_after_forward=True)
-    with Calls(torch.ops.c10d._allgather_base_.default) as calls:
-        model(pack(SAMPLES, members)).loss_sum.backward()
-    assert calls.count
-    return calls.count
-
-
 def test_shards_are_gathered_once_per_micro_batch_not_per_document(tmp_path: Path) -> None:
     source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
     variants = {len(members): {"members": members} for members in (DOCUMENTS, DOCUMENTS[:1])}
-    for of_rank in run_ranks(each, 2, gathers, source, variants):
-        assert len(set(of_rank.values())) == 1
+    for of_rank in run_ranks(each, 2, gathers_of_a_step, source, variants):
+        assert len(set(of_rank.values())) == 1 and all(next(iter(of_rank.values())))
 
 
 def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:

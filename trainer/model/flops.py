@@ -51,10 +51,8 @@ def _flops(model: PreTrainedModel) -> StepFlops:
     config = model.config.get_text_config()
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     head: Any = model.get_output_embeddings()
-    outside = {
-        head.weight,
-        *(module.weight for module in model.modules() if isinstance(module, nn.Embedding)),
-    }
+    lookups = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    outside = {head.weight, *(lookup.weight for lookup in lookups)}
     shares, per_token, is_reached = _met_shares(model), 0.0, False
     for parameter in model.parameters():  # in the order they are used in
         is_reached |= parameter.requires_grad
@@ -112,9 +110,9 @@ def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> i
 def _width(layer: PretrainedConfig) -> int:
     """Return the total size of keys and values over all heads of a layer."""
     num_heads: int = getattr(layer, "num_attention_heads", None) or 0
-    head_size = (
-        (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads) if num_heads else 0
-    )
+    if not num_heads:
+        return 0
+    head_size = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
     qk_size: int = getattr(layer, "qk_head_dim", None) or head_size
     v_size: int = getattr(layer, "v_head_dim", None) or head_size
     return num_heads * (qk_size + v_size)
