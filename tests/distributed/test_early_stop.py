@@ -12,8 +12,8 @@ from toy import ToySamples, guard_config, write_model_config
 from toy_runs import Recipe
 
 from trainer.checkpoint import layout
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, ValidationBatches
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE
 from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import StopsAfter
 
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, ValidationBatches
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.loop.fit import fit, validate
 from trainer.runtime.heartbeat import Heartbeat

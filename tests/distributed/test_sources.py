@@ -15,8 +15,8 @@ from toy import build_toy_model, write_model_config
 from toy_runs import Recipe, Result, run
 
 from trainer.batch import document_sums
-from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import RankPlan, ValidationBatches, pack
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
+from trainer.data.loader import ValidationBatches, pack
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE
 from trainer.loop.run import Cadence

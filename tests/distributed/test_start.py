@@ -15,8 +15,8 @@ from toy_runs import Recipe, StopsAfter, run, trainer_config
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
 from trainer.config import ConfigError, TrainerConfig
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, ValidationBatches
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
 from trainer.loop.run import Cadence
 from trainer.runtime.signals import StopRequest

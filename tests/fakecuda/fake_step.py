@@ -35,8 +35,8 @@ from toy import ToySamples, model_config, toy_run, write_model_config
 
 from trainer.batch import StepBatch
 from trainer.config import ModelConfig
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, build_step
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import build_step
 from trainer.loop.run import Run
 from trainer.loop.step import training_step
 from trainer.model import assemble, load, packed_lm, parallelize

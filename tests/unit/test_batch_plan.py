@@ -3,13 +3,12 @@ batches.
 """
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, Schedule, split_batch
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.order import Share
 
 NUM_CASES = 150
@@ -47,9 +46,7 @@ def case(request: pytest.FixtureRequest) -> tuple[np.ndarray, int, Limits, float
         f"seed {request.param}: {len(lengths)} samples, {world_size} ranks, {limits}, quadratic "
         f"{quadratic_cost}"
     )
-    dealt = split_batch(
-        lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
-    )
+    dealt = RankPlan(0, world_size, limits, quadratic_cost).deal(lengths)
     return lengths, world_size, limits, quadratic_cost, dealt
 
 
@@ -67,9 +64,7 @@ def test_split_keeps_every_promise(case: tuple[np.ndarray, int, Limits, float, D
     for members in micro_batches:
         assert limits.max_tokens is None or lengths[members].sum() <= limits.max_tokens
         assert limits.max_samples is None or len(members) <= limits.max_samples
-    again = split_batch(
-        lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
-    )
+    again = RankPlan(0, world_size, limits, quadratic_cost).deal(lengths)
     assert again == dealt, "ranks plan alone and must come to the same plan"
 
 
@@ -83,9 +78,7 @@ def test_split_balances_the_ranks(case: tuple[np.ndarray, int, Limits, float, De
 def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
     for seed in range(NUM_CASES):
         lengths, world_size, limits, quadratic_cost = random_case(seed)
-        dealt = split_batch(
-            lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost
-        )
+        dealt = RankPlan(0, world_size, limits, quadratic_cost).deal(lengths)
         by_tokens = lengths.sum() / limits.max_tokens if limits.max_tokens else 1
         by_samples = len(lengths) / limits.max_samples if limits.max_samples else 1
         least = max(1, np.ceil(max(by_tokens, by_samples) / world_size))
@@ -96,10 +89,8 @@ def test_a_sample_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
     ):
-        split_batch(
-            np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(8, None), quadratic_cost=0.0
-        )
-    split_batch(np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(9, None), quadratic_cost=0.0)
+        RankPlan(0, 2, Limits(8, None), 0.0).deal(np.array([3, 9, 4]))
+    RankPlan(0, 2, Limits(9, None), 0.0).deal(np.array([3, 9, 4]))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +142,7 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
 def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:
     """Of 300 tokens with a window of 100 as much as five of 100, not as nine."""
     lengths = np.array([300, *[100] * 7])
-    settings: dict[str, Any] = {"num_data_ranks": 2, "limits": Limits(None, None)}
-    windowed = split_batch(lengths, quadratic_cost=0.0, window_costs={100: 1.0}, **settings)
-    whole = split_batch(lengths, quadratic_cost=1.0, **settings)
+    windowed = RankPlan(0, 2, Limits(None, None), 0.0, {100: 1.0}).deal(lengths)
+    whole = RankPlan(0, 2, Limits(None, None), 1.0).deal(lengths)
     assert sorted(len(batch) for (batch,) in windowed) == [2, 6]
     assert sorted(len(batch) for (batch,) in whole) == [1, 7]

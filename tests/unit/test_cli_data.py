@@ -57,7 +57,7 @@ def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
     assert main(["stats", "--json", *given]) == 0
     tree = json.loads(capsys.readouterr().out)
     refuse = mock.Mock(side_effect=AssertionError("a run finds its tokens prepared"))
-    monkeypatch.setattr("trainer.data.token_cache._fill", refuse)
+    monkeypatch.setattr("trainer.data.token_cache._make_whole", refuse)
     trained = prepare_inputs(
         load_config([*given, "model.random_weights=true"]), progress=lambda: None
     )
@@ -105,7 +105,7 @@ def test_counts_by_source_and_what_was_left_out(
     assert (read["num_rows"], read["num_bad_rows"], read["num_dropped"]) == (NUM_ANSWERS + 2, 1, 1)
     assert read["bad_rows_by_kind"] == {"empty prompt": 1} and len(tree["read"]) == 2
     assert main(["stats", *given, *more]) == 0
-    assert "  bad_rows_by_kind: empty prompt 1\n" in capsys.readouterr().out
+    assert "      empty prompt: 1\n" in capsys.readouterr().out
 
 
 def test_duplicates_are_found_inside_train_and_in_validation(

@@ -10,8 +10,7 @@ from prepared import run, write_rows
 
 from trainer.config import RowKeys
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import RankPlan
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.order import Share
 from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import Samples

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from prepared import good_rows, run, write_rows
 
-from trainer.data import readers, token_cache
-from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
+from trainer.data import readers
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
+from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.prepare import ROWS, TOKENS
 from trainer.data.samples import Samples, TokenDataset
 from trainer.errors import DataError, ResumableError
@@ -103,7 +103,7 @@ def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path: Path) -> N
 def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache, "_state_of", lambda path: (0, 0, 0))
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     with pytest.raises(DataError, match="changed while its rows were prepared"):
         run(path, cache=tmp_path / "cache", progress=ActsAt({2: lambda: overwrite(path)}))

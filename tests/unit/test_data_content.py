@@ -359,7 +359,7 @@ def test_reasoning_that_is_left_out_is_counted(
     result, encoder = encode(
         make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight}
     )
-    assert isinstance(result, Encoded) and encoder.seen.counts["num_without_reasoning"] == count
+    assert isinstance(result, Encoded) and encoder.seen.num_without_reasoning == count
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted() -> None:

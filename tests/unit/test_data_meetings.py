@@ -15,8 +15,7 @@ from source_files import chats, words, write_sources
 from trainer.cli.data import main
 from trainer.config import RowKeys
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import RankPlan
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.errors import DataError

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 
 import psutil
@@ -15,7 +15,7 @@ import tokenizer_fixtures as fixtures
 from prepared import OPTIONS, run, write_rows
 
 from trainer.config import RowKeys
-from trainer.data import prepare, readers
+from trainer.data import readers
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, RowEncoder, prepare_blocks
 from trainer.data.readers import RowBlock
 
@@ -27,7 +27,6 @@ OPTIONS = dataclasses.replace(
 
 @pytest.fixture(autouse=True)
 def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "ROWS_HERE", 3)
     monkeypatch.setattr(readers, "BLOCK_ROWS", 4)
 
 
@@ -66,6 +65,14 @@ def test_the_number_of_processes_changes_nothing(
     summary = found[0][0]
     assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (38, 2, 1)
     assert summary.num_conversations == 37 and summary.unread_keys == {"mood": 1}
+
+
+def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing gives it no children."""
+    with_cpus(monkeypatch, 2)
+    monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    blocks = itertools.islice(endless(), 20)
+    assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), blocks))) == 20
 
 
 def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,7 @@ def test_totals_by_source_count_what_the_whole_run_trains() -> None:
 
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
     """Samples without tokens: lengths and ids tell them apart."""
-    summary = SimpleNamespace(
-        fingerprint=changes.get("fingerprint", name), end_token_ids=changes.get("ends", [7])
-    )
+    summary = SimpleNamespace(fingerprint=changes.get("fingerprint", name), end_token_ids={7})
     bounds = changes.get("bounds")
     dataset: Any = SimpleNamespace(
         summary=summary,

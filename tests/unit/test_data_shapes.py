@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import RowParser, vocabulary_digest
-from trainer.data.rows import Row, Seen, UnusableError
+from trainer.data.rows import Row, Summary, UnusableError
 from trainer.data.show import preview
 
 TEXT = RowKeys(text_key="text")
@@ -169,7 +169,7 @@ def test_a_column_that_only_rows_of_another_shape_have_is_named(
     record: dict[str, Any], unread: dict[str, int]
 ) -> None:
     """Each was lost without a word."""
-    seen = Seen()
+    seen = Summary()
     item = RowParser(RowKeys(), TOKENIZER, seen=seen).parse(Row(Path("a"), 1, record))
     assert not isinstance(item, UnusableError) and seen.unread_columns == unread
 
@@ -247,7 +247,7 @@ def test_rows_of_tokens_are_prepared(tmp_path: Path) -> None:
     dataset = run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
     ids, mask = dataset.sample(0)
     assert ids.tolist() == IDS and mask.tolist() == [False] + [True] * (len(IDS) - 1)
-    assert dataset.summary.end_token_ids == [TOKENIZER.eos_token_id]
+    assert dataset.summary.end_token_ids == {TOKENIZER.eos_token_id}
     text = run(
         write_rows(tmp_path / "t.jsonl", {"text": "a"}), replace(OPTIONS, keys=TEXT), cache=tmp_path
     )

@@ -1,6 +1,7 @@
 """The token cache: prepared once per content, whole or not at all, every row accounted for."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             yield result
 
     monkeypatch.setattr(ChatEncoder, "encode", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # no other process encodes
     return calls
 
 
@@ -56,7 +58,7 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
     assert summary.num_tokens == dataset.rows["num_tokens"].sum() == len(dataset.tokens)
     assert summary.num_loss_tokens == dataset.rows["num_loss_tokens"].sum()
-    assert summary.end_token_ids == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert summary.end_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -> None:

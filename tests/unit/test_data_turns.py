@@ -166,9 +166,9 @@ def test_what_a_server_makes_the_model_generate_is_supervised(
         found = [stretch for sample in samples for stretch in shown(sample, tokenizer)]
         assert found == expected
         num_apart += len(samples) > 1
-    assert encoder.seen.counts["num_unlike_prompt"] == 0
+    assert encoder.seen.num_unlike_prompt == 0
     if family.together and turns != "apart":
-        assert encoder.seen.counts["num_apart"] == num_apart == 0
+        assert encoder.seen.num_apart == num_apart == 0
     elif train_on == "all":
         assert num_apart > 0
     stops = {tokenizer.convert_tokens_to_ids(stop) for stop in family.stops}
@@ -234,7 +234,7 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
     encoder = ChatEncoder(fixtures.make_tokenizer(opens), template_kwargs={})
     assert (
         list(encoder.encode([Conversation([ASK, ONE, ASK, TWO], None)]))
-        and encoder.seen.counts["num_unlike_prompt"] == 2
+        and encoder.seen.num_unlike_prompt == 2
     )
 
 

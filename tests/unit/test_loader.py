@@ -17,8 +17,8 @@ from torch import Tensor
 from toy import OneSource, ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
-from trainer.data.batch_plan import START, Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
+from trainer.data.batch_plan import START, Limits, RankPlan, Schedule
+from trainer.data.loader import TrainLoader, ValidationBatches, build_step, pack
 from trainer.data.order import Share
 from trainer.errors import CannotWriteError
 from trainer.progress import Position

@@ -15,8 +15,8 @@ from toy import OneSource, guard_config
 
 from trainer import metrics
 from trainer.batch import StepFlops
-from trainer.data.batch_plan import Limits, deal_facts, length_facts
-from trainer.data.loader import RankPlan, build_step
+from trainer.data.batch_plan import Limits, RankPlan, deal_facts, length_facts
+from trainer.data.loader import build_step
 from trainer.guard.guard import Guard
 from trainer.loop import meter as meter_module
 from trainer.loop.meter import Meter, Plan

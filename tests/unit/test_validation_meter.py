@@ -10,8 +10,8 @@ from ranks import run_ranks
 from toy import OneSource
 
 from trainer.batch import LossOutput
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, build_step
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import build_step
 from trainer.metrics import find as lookup
 from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World

@@ -9,6 +9,8 @@ cannot write, 130 interrupted.
 import json
 import sys
 
+import yaml
+
 from trainer.cli.arguments import Parser, as_command, at_least, read_words
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
 
@@ -39,13 +41,13 @@ def main(argv: list[str]) -> int:
     data = prepare_data_alone(config)
     if arguments.command == "stats":
         tree = show.stats(data.train, data.validation)
-        lines = [json.dumps(tree, indent=1)] if arguments.json else show.stats_lines(tree)
+        as_json = json.dumps(tree, indent=1)
+        # YAML escapes characters that drive a terminal, as JSON does
+        print(as_json if arguments.json else yaml.safe_dump(json.loads(as_json), sort_keys=False))
     else:
-        lines = show.shown(
-            data.train, data.tokenizer, num_each=arguments.samples, seed=config.trainer.seed
-        )
-    for line in lines:
-        print(line)
+        number, seed = arguments.samples, config.trainer.seed
+        for line in show.shown(data.train, data.tokenizer, num_each=number, seed=seed):
+            print(line)
     return EXIT_DONE
 
 

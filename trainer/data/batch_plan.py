@@ -8,8 +8,7 @@ Splitting a batch into micro-batches and ranks only decides who computes what.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -98,39 +97,49 @@ class Schedule:
         return first_ids[sources] + rows
 
 
-def split_batch(
-    lengths: np.ndarray,
-    *,
-    num_data_ranks: int,
-    limits: Limits,
-    quadratic_cost: float,
-    window_costs: Mapping[int, float] = MappingProxyType({}),
-) -> list[list[list[int]]]:
-    """Deal the samples of one global batch to data ranks as micro-batches within `limits`, balanced
-    by cost.
+@dataclass(frozen=True)
+class RankPlan:
+    """How this rank takes its part of every global batch."""
 
-    `lengths` [samples] are token counts. Returns, for each data rank, the same number of
-    micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
-    costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times `n**2
-    - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window. Raises `ConfigError`
-      when one sample exceeds `limits.max_tokens`.
+    data_rank: int
+    num_data_ranks: int
+    limits: Limits
+    quadratic_cost: float
+    window_costs: Mapping[int, float] = field(default_factory=dict)
+    """Cost of the layers that have a sliding window, by window."""
+    pin_memory: bool = False
+    share: tuple[int, int] = (0, 1)
+    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the
+    data rank holds.
     """
-    max_tokens, max_samples = limits.max_tokens or math.inf, limits.max_samples or math.inf
-    if lengths.size and lengths.max() > max_tokens:
-        raise ConfigError(
-            f"a sample of {int(lengths.max())} tokens exceeds "
-            f"data.max_token_len_per_gpu={limits.max_tokens}; raise it, or lower data.max_length"
-        )
-    squares = lengths.astype(np.float64) ** 2
-    costs = lengths + quadratic_cost * squares
-    for window, cost in window_costs.items():
-        beyond = np.maximum(lengths - window, 0).astype(np.float64)
-        costs += cost * (squares - beyond**2)
-    num_bins = max(math.ceil(lengths.sum() / max_tokens), math.ceil(len(lengths) / max_samples), 1)
-    num_bins = math.ceil(num_bins / num_data_ranks) * num_data_ranks
-    while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
-        num_bins += num_data_ranks
-    return _deal(bins, costs, num_data_ranks)
+
+    def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
+        """Deal the samples of one global batch to data ranks as micro-batches within the limits,
+        balanced by cost.
+
+        `lengths` [samples] are token counts. Returns, for each data rank, the same number of
+        micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
+        costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times
+        `n**2 - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window. Raises
+        `ConfigError` when one sample exceeds `limits.max_tokens`.
+        """
+        max_tokens = self.limits.max_tokens or math.inf
+        max_samples = self.limits.max_samples or math.inf
+        if lengths.size and lengths.max() > max_tokens:
+            raise ConfigError(
+                f"a sample of {int(lengths.max())} tokens exceeds "
+                f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
+            )
+        squares = lengths.astype(np.float64) ** 2
+        costs = lengths + self.quadratic_cost * squares
+        for window, cost in self.window_costs.items():
+            beyond = np.maximum(lengths - window, 0).astype(np.float64)
+            costs += cost * (squares - beyond**2)
+        least = max(lengths.sum() / max_tokens, len(lengths) / max_samples, 1)
+        num_bins = math.ceil(math.ceil(least) / self.num_data_ranks) * self.num_data_ranks
+        while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
+            num_bins += self.num_data_ranks
+        return _deal(bins, costs, self.num_data_ranks)
 
 
 def _fill(

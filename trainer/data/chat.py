@@ -16,7 +16,7 @@ from trainer.data.content import REASONING_KEYS, StructuralTokens, count_missing
 from trainer.data.formats import Continuation, Conversation, Item
 from trainer.data.masks import AUTO, Renderings
 from trainer.data.plain_text import TextEncoder
-from trainer.data.rows import TOO_DEEP, Seen, UnusableError
+from trainer.data.rows import TOO_DEEP, Summary, UnusableError
 from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder
 from trainer.errors import DataError
@@ -42,7 +42,7 @@ class ChatEncoder:
         special_in_content: str = "error",
         turns: str = AUTO,
         train_on: str = "all",
-        seen: Seen | None = None,
+        seen: Summary | None = None,
     ) -> None:
         """The options are keys of `data`; `seen` counts what the items hold."""
         if not tokenizer.is_fast:
@@ -53,9 +53,10 @@ class ChatEncoder:
             )
         self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._special_in_content, self._turns = special_in_content, turns
-        self._train_on, self.seen = train_on, Seen() if seen is None else seen
+        self._train_on, self.seen = train_on, Summary() if seen is None else seen
         self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
-        self._finders: dict[frozenset[str], TokenFinder] = {}
+        # made before processes are forked, which share its memory
+        self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
 
     def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
@@ -121,12 +122,12 @@ class ChatEncoder:
         renderings = Renderings(template, messages, tools)
         asked = renderings.turns[-1:] if self._train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
-        parts = renderings.divide(trained, self._turns, self.seen.counts)
+        parts = renderings.divide(trained, self._turns, self.seen)
         for part in parts:
             num_missing = count_missing_reasoning(
                 template, part.messages, tools, part.marked, part.turns
             )
-            self.seen.counts["num_without_reasoning"] += num_missing
+            self.seen.num_without_reasoning += num_missing
         for message in messages:
             if not READ_KEYS.issuperset(message):
                 self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)

@@ -3,19 +3,19 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Seen, UnusableError
+from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Summary, UnusableError
 from trainer.data.tokens import Encoded
 
 Message = dict[str, Any]
+Record = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = ("weight", "train", "trainable", "loss_mask")
@@ -35,9 +35,9 @@ ALPACA = ("instruction", "input", "output", "history", "system")
 TRL = ("prompt", "completion")
 TOKENS = ("input_ids", "loss_mask", "labels", "vocabulary_digest")
 UNSUPERVISED = -100
-CHAT_NAMES = ("messages", "conversation", "conversations", "dialog", "dialogue", "chat")
-PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user", "source")
-RESPONSE_NAMES = (
+CHAT_NAMES = ["messages", "conversation", "conversations", "dialog", "dialogue", "chat"]
+PROMPT_NAMES = ["prompt", "question", "query", "instruction", "problem", "input", "user", "source"]
+RESPONSE_NAMES = [
     "completion",
     "response",
     "answer",
@@ -46,10 +46,8 @@ RESPONSE_NAMES = (
     "assistant",
     "target",
     "chosen",
-)
-TEXT_NAMES = ("text", "content")
-EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
-"""Values of columns that may be there for the sake of other rows."""
+]
+TEXT_NAMES = ["text", "content"]
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,11 @@ class RowParser:
     """Turns rows into items by `keys` and the names of their columns."""
 
     def __init__(
-        self,
-        keys: RowKeys,
-        tokenizer: PreTrainedTokenizerBase,
-        seen: Seen | None = None,
+        self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary | None = None
     ) -> None:
         """`seen` counts formats and unread columns."""
         self._keys, self._tokenizer = keys, tokenizer
-        self._seen = Seen() if seen is None else seen
+        self._seen = Summary() if seen is None else seen
 
     def parse(self, row: Row) -> Item:
         if row.problem is not None:
@@ -115,13 +110,14 @@ class RowParser:
         except RecursionError:
             return UnusableError(TOO_DEEP)
         self._seen.rows_by_shape[name] += 1
-        read = _with_outer_names(*columns)
+        read = {outer for column in columns for outer in (column, column.partition(".")[0])}
+        # empty values may be there for the sake of other rows
         unread = [
             column
             for column, value in row.record.items()
-            if column not in read and value not in EMPTY_VALUES
+            if column not in read and value not in (None, "", [], {})
         ]
-        self._seen.add_columns(dict.fromkeys([*unread, *row.unread][:NUM_COLUMNS], 1))
+        self._seen.unread_columns.update([*unread, *row.unread][:NUM_COLUMNS])
         return item
 
     def _recognised(self, row: Row) -> Recognised:
@@ -154,8 +150,7 @@ class RowParser:
             )
             return name, TRL, Continuation(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
-            messages = [*prompt, *completion]
-            conversation = self._conversation(record, messages, num_given=len(prompt))
+            conversation = self._conversation(record, prompt + completion, num_given=len(prompt))
             name = "messages in 'prompt' and 'completion'"
             return name, (*TRL, keys.tools_key), conversation
         if keys.messages_key in record:
@@ -166,43 +161,57 @@ class RowParser:
             f"{_proposal(row)}"
         )
 
-    def _conversation(
-        self, record: Mapping[str, Any], given: list[Any], num_given: int = 0
-    ) -> Conversation:
+    def _conversation(self, record: Record, given: list[Any], num_given: int = 0) -> Conversation:
         """Check messages; the first `num_given` are not trained. Raises `UnusableError`."""
         messages = [_checked_message(message, index) for index, message in enumerate(given)]
-        turns = set[int]()
-        untrained = set(range(num_given))
+        turns, untrained = set[int](), set[int]()
         for index, message in enumerate(messages):
+            is_trained = _is_trained(message, index)
             if message["role"] == "assistant":
                 turns.add(index)
-            if not _is_trained(message, index):
-                untrained.add(index)
+                if index < num_given or not is_trained:
+                    untrained.add(index)
         if not turns:
             raise UnusableError(
                 f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
             )
-        key = self._keys.tools_key
-        return Conversation(
-            messages, _tools(_lookup(record, key), key), frozenset(turns & untrained)
-        )
+        tools = _tools(_lookup(record, self._keys.tools_key), self._keys.tools_key)
+        return Conversation(messages, tools, frozenset(untrained))
 
-    def _tokens(self, record: Mapping[str, Any]) -> Encoded:
+    def _tokens(self, record: Record) -> Encoded:
         """Check ids and mask that were made elsewhere. Raises `UnusableError`."""
-        num_ids = self._num_ids(record.get("vocabulary_digest"))
+        digest, num_ids = self._vocabulary
+        if record.get("vocabulary_digest") is None:
+            raise UnusableError(
+                f"unknown vocabulary: nothing says which tokenizer made the ids; if this model's "
+                f"tokenizer made them, add a column vocabulary_digest with '{digest}'"
+            )
+        if record["vocabulary_digest"] != digest:
+            raise UnusableError(
+                f"other vocabulary: the ids were made with another tokenizer (vocabulary_digest "
+                f"{record['vocabulary_digest']!r}, this model's is {digest!r}); tokenize the texts "
+                f"again"
+            )
         ids = _integers(record, "input_ids")
         if not len(ids):
             raise UnusableError("bad tokens: 'input_ids' is an empty list")
         masks = []
-        if record.get("loss_mask") is not None:
-            mask = _integers(record, "loss_mask", len(ids))
-            _require("loss_mask", mask, (mask == 0) | (mask == 1), "0 and 1")
-            masks.append(mask == 1)
-        if record.get("labels") is not None:
-            labels = _integers(record, "labels", len(ids))
-            known = "the id at the same place (not that of the next token) and -100"
-            _require("labels", labels, (labels == UNSUPERVISED) | (labels == ids), known)
-            masks.append(labels != UNSUPERVISED)
+        for key in ("loss_mask", "labels"):
+            if record.get(key) is None:
+                continue
+            values = _integers(record, key)
+            if len(values) != len(ids):
+                raise UnusableError(
+                    f"bad tokens: '{key}' has {len(values)} values for {len(ids)} of 'input_ids'"
+                )
+            if key == "loss_mask":
+                masks.append(values == 1)
+                is_known, known = (values == 0) | masks[-1], "0 and 1"
+            else:
+                masks.append(values != UNSUPERVISED)
+                is_known = ~masks[-1] | (values == ids)
+                known = "the id at the same place (not that of the next token) and -100"
+            _require(key, values, is_known, known)
         if not masks:
             raise UnusableError("bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'")
         if not np.array_equal(masks[0], masks[-1]):
@@ -216,30 +225,11 @@ class RowParser:
         """(Digest, number of ids) of the tokenizer's vocabulary."""
         return vocabulary_digest(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1
 
-    def _num_ids(self, digest: object) -> int:
-        own, num_ids = self._vocabulary
-        if digest is None:
-            raise UnusableError(
-                f"unknown vocabulary: nothing says which tokenizer made the ids; if this model's "
-                f"tokenizer made them, add a column vocabulary_digest with '{own}'"
-            )
-        if digest != own:
-            raise UnusableError(
-                f"other vocabulary: the ids were made with another tokenizer (vocabulary_digest "
-                f"{digest!r}, this model's is {own!r}); tokenize the texts again"
-            )
-        return num_ids
-
 
 # Columns
 
 
-@cache
-def _with_outer_names(*columns: str) -> frozenset[str]:
-    return frozenset([*columns, *(column.partition(".")[0] for column in columns)])
-
-
-def _lookup(record: Mapping[str, Any], key: str) -> Any:
+def _lookup(record: Record, key: str) -> Any:
     """Return a column; `a.b` may be nested."""
     if key in record:
         return record[key]
@@ -260,7 +250,7 @@ def _column(row: Row, key: str, name: str) -> Any:
     return value
 
 
-def _column_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _column_names(record: Record, prefix: str = "") -> Iterator[str]:
     """Yield names of columns, nested ones as `a.b`."""
     for name, value in record.items():
         if isinstance(value, dict) and value:
@@ -279,22 +269,24 @@ def _proposal(row: Row) -> str:
     """Return the override that reads columns which look like a known format."""
     columns = [*_column_names(row.record), *row.unread]
     by_name = {name.rpartition(".")[2].lower(): name for name in reversed(columns)}
-
-    def first(names: tuple[str, ...]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
-
-    chats = (name for name in columns if _is_chat(_lookup(row.record, name)))
-    if chat := next(chats, None) or first(CHAT_NAMES):
-        return f"a column of messages is read with data.messages_key={chat}"
-    prompt, response, text = first(PROMPT_NAMES), first(RESPONSE_NAMES), first(TEXT_NAMES)
-    if prompt is not None and response is not None:
+    chats = [name for name in columns if _is_chat(_lookup(row.record, name))]
+    chats += _known(by_name, CHAT_NAMES)
+    if chats:
+        return f"a column of messages is read with data.messages_key={chats[0]}"
+    prompts, responses = _known(by_name, PROMPT_NAMES), _known(by_name, RESPONSE_NAMES)
+    if prompts and responses:
         return (
-            f"single-turn columns are read with data.prompt_key={prompt} "
-            f"data.response_key={response}"
+            f"single-turn columns are read with data.prompt_key={prompts[0]} "
+            f"data.response_key={responses[0]}"
         )
-    if text is not None and isinstance(_lookup(row.record, text), str | None):
-        return f"a column of plain text is read with data.text_key={text}"
+    texts = _known(by_name, TEXT_NAMES)
+    if texts and isinstance(_lookup(row.record, texts[0]), str | None):
+        return f"a column of plain text is read with data.text_key={texts[0]}"
     return "for single-turn columns set data.prompt_key and data.response_key"
+
+
+def _known(by_name: dict[str, str], names: list[str]) -> list[str]:
+    return [by_name[name] for name in names if name in by_name]
 
 
 def _is_chat(value: Any) -> bool:
@@ -306,40 +298,41 @@ def _is_chat(value: Any) -> bool:
 # Formats of conversations
 
 
+def _message(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
 def _from_pair(prompt: Any, response: Any, prompt_key: str, response_key: str) -> list[Any]:
     if not isinstance(prompt, list):
-        prompt = [{"role": "user", "content": _text(prompt, f"'{prompt_key}'")}]
-    answer = {"role": "assistant", "content": _text(response, f"'{response_key}'")}
-    return [*prompt, answer]
+        prompt = [_message("user", _text(prompt, f"'{prompt_key}'"))]
+    return [*prompt, _message("assistant", _text(response, f"'{response_key}'"))]
 
 
-def _from_turns(
-    record: Mapping[str, Any], key: str, turns: Any
-) -> tuple[list[Any], tuple[str, ...]]:
+def _from_turns(record: Record, key: str, turns: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Return messages with roles or ShareGPT's, and the further columns they are made of."""
-    if isinstance(turns, str):
-        with suppress(ValueError):
-            turns = json.loads(turns)
+    turns = _json(turns) if isinstance(turns, str) else turns
     if not isinstance(turns, list):
         raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
     if not turns:
         raise UnusableError(f"no messages: '{key}' is an empty list")
     if not (isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]):
         return turns, ()
-    system = record.get("system")
-    head = [{"role": "system", "content": system}] if system else []
-    return head + [_from_sharegpt(turn, index) for index, turn in enumerate(turns)], ("system",)
+    messages = [_from_sharegpt(turn, f"message {i}") for i, turn in enumerate(turns, start=1)]
+    return _system(record) + messages, ("system",)
 
 
-def _from_sharegpt(turn: Any, index: int) -> Message:
-    where = f"message {index + 1}"
+def _system(record: Record) -> list[Message]:
+    return [_message("system", record["system"])] if record.get("system") else []
+
+
+def _from_sharegpt(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise UnusableError(f"message not an object: {where} is {_type(turn)}")
-    speaker, value = turn.get("from"), turn.get("value")
+    message = dict(turn)
+    speaker, value = message.pop("from", None), message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise UnusableError(f"unknown role: {where} is from {speaker!r}, known are {known}")
-    message = {key: item for key, item in turn.items() if key not in ("from", "value")}
     message["role"] = SHAREGPT_ROLES[speaker]
     if speaker != "function_call":
         return {**message, "content": value}
@@ -349,30 +342,22 @@ def _from_sharegpt(turn: Any, index: int) -> Message:
         raise UnusableError(
             f"broken tool_calls: function_call in {where} must be an object written as JSON"
         )
-    calls = [{"type": "function", "function": call} for call in calls]
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
-def _from_alpaca(record: Mapping[str, Any]) -> list[Any]:
-    messages: list[Any] = []
-    if record.get("system"):
-        messages.append({"role": "system", "content": record["system"]})
+def _from_alpaca(record: Record) -> list[Any]:
+    messages = _system(record)
     for turn in record.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2):
             raise UnusableError(
                 f"wrong content type: 'history' must hold pairs of user and assistant text, got "
                 f"{_type(turn)}"
             )
-        user, assistant = turn
-        messages += [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": assistant},
-        ]
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     prompt = _text(record["instruction"], "'instruction'")
     if record.get("input"):
-        lines = [prompt, _text(record["input"], "'input'")]
-        prompt = "\n".join(filter(None, lines))
-    return [*messages, *_from_pair(prompt, record["output"], "instruction", "output")]
+        prompt = "\n".join(filter(None, [prompt, _text(record["input"], "'input'")]))
+    return messages + _from_pair(prompt, record["output"], "instruction", "output")
 
 
 # Messages
@@ -396,12 +381,12 @@ def _checked_message(message: Any, index: int) -> Message:
     if content is None and role == "assistant" and calls:
         content = ""
     content = _content_text(content, f"content of {where} ({role})")
-    if role == "assistant" and not content.strip() and not calls:
-        raise UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
-    if role == "user" and not content.strip():
-        raise UnusableError(f"empty prompt: {where} (user) has no text")
-    message["content"] = content
-    return message
+    if not content.strip():
+        if role == "assistant" and not calls:
+            raise UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
+        if role == "user":
+            raise UnusableError(f"empty prompt: {where} (user) has no text")
+    return {**message, "content": content}
 
 
 def _is_trained(message: Message, index: int) -> bool:
@@ -416,7 +401,7 @@ def _is_trained(message: Message, index: int) -> bool:
                 f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true"
             )
     given = " and ".join(f"{name}={value}" for name, value in flags.items())
-    if len({bool(value) for value in flags.values()}) > 1:
+    if len(set(flags.values())) > 1:
         raise UnusableError(f"bad flag: {where} has {given}, which contradict each other")
     is_on = all(flags.values())
     if is_on and message["role"] != "assistant":
@@ -478,7 +463,7 @@ def _type(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _integers(record: Mapping[str, Any], key: str, length: int | None = None) -> np.ndarray:
+def _integers(record: Record, key: str) -> np.ndarray:
     """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
     values = record[key]
     try:
@@ -487,10 +472,6 @@ def _integers(record: Mapping[str, Any], key: str, length: int | None = None) ->
         found = np.asarray(None)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
         raise UnusableError(f"bad tokens: '{key}' is not a list of integers")
-    if length is not None and len(found) != length:
-        raise UnusableError(
-            f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
-        )
     if found.size and (found.max() >= 2**31 or found.min() < -(2**31)):
         raise UnusableError(f"bad tokens: '{key}' has integers of more than 32 bits")
     return found.astype(np.int32)

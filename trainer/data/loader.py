@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from multiprocessing import context, popen_fork
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,38 +18,11 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
-from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
+from trainer.data.batch_plan import RankPlan, Schedule, deal_facts, length_facts
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.progress import Position
 from trainer.runtime.signals import become_worker
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """How this rank takes its part of every global batch."""
-
-    data_rank: int
-    num_data_ranks: int
-    limits: Limits
-    quadratic_cost: float
-    window_costs: Mapping[int, float] = field(default_factory=dict)
-    """{sliding window: the same of the layers that have it}."""
-    pin_memory: bool = False
-    share: tuple[int, int] = (0, 1)
-    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the
-    data rank holds.
-    """
-
-    def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
-        """Deal the samples of a global batch to all data ranks, as `split_batch` does."""
-        return split_batch(
-            lengths,
-            num_data_ranks=self.num_data_ranks,
-            limits=self.limits,
-            quadratic_cost=self.quadratic_cost,
-            window_costs=self.window_costs,
-        )
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:

@@ -1,13 +1,12 @@
 """Which characters of a conversation the assistant generates, and how it becomes samples."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.data.formats import Message
-from trainer.data.rows import UnusableError
+from trainer.data.rows import Summary, UnusableError
 from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import MarkedText, Span
 
@@ -35,14 +34,14 @@ class Renderings:
         ]
         self._made: dict[tuple[int, bool], str] = {}
 
-    def divide(self, trained: list[int], mode: str, counts: Counter[str]) -> list[Part]:
+    def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
         """Return the samples that supervise the turns `trained`; `mode` is `data.turns`.
 
         `together` makes the whole conversation one sample, `apart` makes one of each turn, `auto`
         does so only where the whole shows some turn differently than inference does. Raises
         `UnusableError`.
         """
-        counts["num_conversations"] += 1
+        seen.num_conversations += 1
         if not trained:
             return [Part(self._messages, [], MarkedText(self._whole[0], []))]
         if mode == TOGETHER:
@@ -67,10 +66,10 @@ class Renderings:
                     f"data.chat_template, or set data.turns=together"
                 )
         if len(parts) == len(trained):
-            counts["num_apart"] += 1
+            seen.num_apart += 1
             return parts
         assert together is not None
-        counts["num_unlike_prompt"] += len(trained) - len(parts)
+        seen.num_unlike_prompt += len(trained) - len(parts)
         return [together]
 
     # Renderings

@@ -1,20 +1,20 @@
-"""Files to prepared samples: rows are encoded, cut to length and counted, a few in this process,
-many in one process for each CPU, and appended to the files of a directory.
+"""Rows to prepared samples: rows are encoded, cut to length and counted, few of them in this
+process, many in one process for each CPU, and appended to the files of a directory.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from itertools import chain, islice
+from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import RowParser, columns_of
 from trainer.data.readers import RowBlock, iter_blocks
-from trainer.data.rows import Row, Seen, UnusableError, excerpt, location
+from trainer.data.rows import Row, Summary, UnusableError, excerpt
 from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
@@ -43,11 +43,9 @@ ROW = np.dtype(
         ("end", "<i8"),
     ]
 )
-"""Of a sample: index of its file and its line there, tokens, how many of them are labels (the first
+"""A sample: index of its file and its line there, tokens, how many of them are labels (the first
 never is: nothing predicts it), where it ends."""
-ROWS_HERE = 500  # starting processes takes longer than preparing so few rows
 NUM_BLOCKS_AHEAD = 2  # for each process
-NUM_REASONS, NUM_PLACES = 20, 3  # listed in an error; the file has all
 
 Result = list[Encoded] | UnusableError
 Located = tuple[int, RowBlock]
@@ -70,15 +68,6 @@ class PrepareOptions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class BadRow(NamedTuple):
-    """A row that cannot be trained on."""
-
-    file: Path
-    line: int
-    reason: str
-    excerpt: str
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
     """The samples of a block of rows, and the rows that have none or were cut."""
@@ -87,16 +76,16 @@ class PreparedRows:
     """As `TOKEN`."""
     samples: np.ndarray
     """As `ROW`; `end` counts from the first of these tokens."""
-    bad: list[BadRow]
+    bad: list[dict[str, object]]
     over_long: list[dict[str, object]]
-    seen: Seen
+    summary: Summary
 
 
 class RowEncoder:
     """Turns rows into samples. Raises `DataError` as `ChatEncoder` does."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
-        self._options, self._seen = options, Seen()
+        self._options, self._seen = options, Summary()
         self._chats = ChatEncoder(
             tokenizer,
             template_kwargs=options.template_kwargs,
@@ -113,58 +102,54 @@ class RowEncoder:
 
     def prepare(self, file_index: int, block: RowBlock) -> PreparedRows:
         """Encode a block, and cut, drop or list as bad the rows that do not fit."""
-        bad: list[BadRow] = []
+        bad: list[dict[str, object]] = []
         over_long: list[dict[str, object]] = []
         kept: list[Encoded] = []
-        places: list[tuple[int, int]] = []
-        rows = list(block.rows())
+        lines: list[int] = []
+        rows, seen = list(block.rows()), self._seen
         for row, result in zip(rows, self.encode(rows), strict=True):
+            place = {"file": str(row.file), "line": row.line}
             try:
-                samples, action = self._fitted(result)
+                samples, num_tokens, action = self._fitted(result)
             except UnusableError as error:
-                bad.append(BadRow(row.file, row.line, str(error), excerpt(row.record)))
+                bad.append(place | {"reason": str(error), "excerpt": excerpt(row.record)})
+                seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
                 continue
             if action:
-                assert isinstance(result, list)
-                num_tokens = max(len(sample.input_ids) for sample in result)
-                entry = {"line": row.line, "num_tokens": num_tokens, "action": action}
-                over_long.append({"file": str(row.file), **entry})
+                over_long.append(place | {"num_tokens": num_tokens, "action": action})
             kept += samples
-            places += [(file_index, row.line)] * len(samples)
+            lines += [row.line] * len(samples)
         found = np.zeros(len(kept), dtype=ROW)
-        tokens = np.zeros(0, dtype=TOKEN)
-        if kept:
-            ids = np.concatenate([sample.input_ids for sample in kept], dtype=TOKEN)
-            mask = np.concatenate([sample.loss_mask for sample in kept])
-            tokens = np.where(mask, ids | SUPERVISED, ids)
-            found["file"], found["line"] = np.array(places).T
-            found["num_tokens"] = [len(sample.input_ids) for sample in kept]
-            found["num_loss_tokens"] = [_num_labels(sample) for sample in kept]
-            found["end"] = np.cumsum(found["num_tokens"], dtype=np.int64)
-        self._seen.counts.update(
-            num_rows=len(rows),
-            num_bad_rows=len(bad),
-            num_samples=len(found),
-            num_tokens=len(tokens),
-            num_loss_tokens=int(found["num_loss_tokens"].sum()),
-        )
-        return PreparedRows(tokens, found, bad, over_long, self._seen.take())
+        found["file"], found["line"] = file_index, lines
+        found["num_tokens"] = [len(sample.input_ids) for sample in kept]
+        found["num_loss_tokens"] = [_num_labels(sample) for sample in kept]
+        found["end"] = np.cumsum(found["num_tokens"], dtype=np.int64)
+        nothing = Encoded(np.zeros(0, dtype=TOKEN), np.zeros(0, dtype=bool))
+        ids = np.concatenate([sample.input_ids for sample in (nothing, *kept)], dtype=TOKEN)
+        mask = np.concatenate([sample.loss_mask for sample in (nothing, *kept)])
+        seen.num_rows += len(rows)
+        seen.num_bad_rows += len(bad)
+        seen.num_samples += len(kept)
+        seen.num_tokens += len(ids)
+        seen.num_loss_tokens += int(found["num_loss_tokens"].sum())
+        tokens = np.where(mask, ids | SUPERVISED, ids)
+        return PreparedRows(tokens, found, bad, over_long, seen.take())
 
-    def _fitted(self, result: Result) -> tuple[list[Encoded], str]:
-        """Return samples of at most the longest length, and what was done to over-long ones.
-        Raises `UnusableError`.
+    def _fitted(self, samples: Result) -> tuple[list[Encoded], int, str]:
+        """Return samples of at most the longest length, the longest length there was, and what was
+        done to an over-long row. Raises `UnusableError`.
         """
-        if isinstance(result, UnusableError):
-            raise result
+        if isinstance(samples, UnusableError):
+            raise samples
         max_length, truncation = self._options.max_length, self._options.truncation
-        num_tokens = max(len(sample.input_ids) for sample in result)
+        num_tokens = max(len(sample.input_ids) for sample in samples)
+        fitting, action, when = samples, "", ""
         if num_tokens > max_length and truncation == "drop":
-            self._seen.counts["num_dropped"] += 1
-            return [], "dropped"
-        samples, when = result, ""
+            self._seen.num_dropped += 1
+            return [], num_tokens, "dropped"
         if num_tokens > max_length and truncation in ("left", "right"):
             part = slice(-max_length, None) if truncation == "left" else slice(max_length)
-            samples = [_part(sample, part) for sample in result]
+            fitting, action = [_part(sample, part) for sample in samples], "cut"
             when = f" after data.truncation={truncation} to data.max_length {max_length}"
         elif num_tokens > max_length:
             if truncation != "split" or self._options.keys.text_key is None:
@@ -172,22 +157,25 @@ class RowEncoder:
                 raise UnusableError(
                     f"over-long: {num_tokens} tokens > data.max_length {max_length}{hint}"
                 )
-            samples = _pieces(result[0], max_length)
-        trained = [sample for sample in samples if _num_labels(sample)]
+            fitting = _pieces(samples[0], max_length)
+        trained = [sample for sample in fitting if _num_labels(sample)]
         if not trained:
-            num_tokens = min(num_tokens, max_length)
             raise UnusableError(
-                f"nothing supervised: none of {num_tokens} tokens carries a label{when}"
+                f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a "
+                f"label{when}"
             )
-        if not when:
-            return trained, ""
-        before, after = (sum(len(s.input_ids) for s in part) for part in (result, samples))
-        self._seen.counts.update(num_truncated=1, num_cut_tokens=before - after)
-        return trained, "cut"
+        if action:
+            self._seen.num_truncated += 1
+            self._seen.num_cut_tokens += _num_tokens(samples) - _num_tokens(fitting)
+        return trained, num_tokens, action
 
 
 def _num_labels(sample: Encoded) -> int:
     return int(np.count_nonzero(sample.loss_mask[1:]))
+
+
+def _num_tokens(samples: list[Encoded]) -> int:
+    return sum(len(sample.input_ids) for sample in samples)
 
 
 def _part(sample: Encoded, part: slice) -> Encoded:
@@ -211,19 +199,19 @@ def prepare_blocks(
     """Prepare blocks in their order; a bounded number is read ahead. Raises `DataError` as the
     encoder does.
     """
-    blocks, num_rows = iter(blocks), 0
+    blocks = iter(blocks)
+    first = list(islice(blocks, 2))
     num_processes = len(os.sched_getaffinity(0))
-    for file_index, block in blocks:
-        yield encoder.prepare(file_index, block)
-        num_rows += len(block)
-        if num_rows >= ROWS_HERE and num_processes > 1:
-            break
-    yield from _in_processes(encoder, blocks, num_processes)
+    # multiprocessing gives a daemonic process no children
+    is_alone = len(first) < 2 or num_processes == 1 or current_process().daemon
+    if is_alone:
+        return (encoder.prepare(*located) for located in chain(first, blocks))
+    return _in_processes(encoder, chain(first, blocks), num_processes)
 
 
 def _in_processes(
     encoder: RowEncoder, blocks: Iterator[Located], num_processes: int
-) -> Iterator[PreparedRows]:
+) -> Generator[PreparedRows, None, None]:
     """Fork processes, which spares each of them the imports; they do not touch a device."""
     running: deque[Future[PreparedRows]] = deque()
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (encoder, os.getpid()))
@@ -262,150 +250,62 @@ def _prepare(file_index: int, block: RowBlock) -> PreparedRows:
 # Files
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What became of all rows: `num_rows` = kept rows + bad rows + dropped ones."""
+def write_samples(
+    directory: Path,
+    encoder: RowEncoder,
+    files: list[Path],
+    options: PrepareOptions,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[Summary, bool]:
+    """Prepare every row of `files` in order, and append samples and lists of bad and over-long rows
+    to files of `directory`; `progress` is called after each block.
 
-    num_rows: int
-    num_samples: int
-    num_bad_rows: int
-    bad_rows_by_kind: dict[str, int]
-    num_dropped: int
-    num_truncated: int
-    num_tokens: int
-    num_loss_tokens: int
-    num_cut_tokens: int
-    num_without_reasoning: int
-    """Supervised turns whose reasoning the template leaves out; this count and the next three
-    include unused rows."""
-    num_conversations: int
-    num_apart: int
-    """Conversations of which each supervised turn became a sample."""
-    num_unlike_prompt: int
-    """Supervised turns that are not rendered as their generation prompt begins."""
-    rows_by_shape: dict[str, int]
-    """Number of rows by format; bad rows are included where the format was recognised."""
-    unread_keys: dict[str, int]
-    """Keys of messages that nothing reads, with the number of messages."""
-    unread_columns: dict[str, int]
-    """Columns that the format of a row does not read, with the number of rows."""
-    end_token_ids: list[int]
-    fingerprint: str
-
-    @property
-    def num_kept_rows(self) -> int:
-        """Number of rows that have one sample or more."""
-        return self.num_rows - self.num_bad_rows - self.num_dropped
-
-
-class SampleWriter:
-    """Fills a directory with tokens, rows and lists of bad and over-long rows; complete when
-    left.
+    Where one bad row ends the run, reading stops after a first block without any good row. Returns
+    what became of the rows, and whether some were not read for that reason.
     """
+    summary = Summary()
+    # of ids, mask and bounds of samples in their order; checkpoints name their digest
+    digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
+    is_cut = False
+    with closing(prepare_blocks(encoder, _blocks(files, options))) as parts:
+        for part in parts:
+            part.samples["end"] += summary.num_tokens
+            summary.add(part.summary)
+            contents = {
+                TOKENS: part.tokens.tobytes(),
+                ROWS: part.samples.tobytes(),
+                BAD_ROWS: _json_lines(part.bad),
+                OVER_LONG_ROWS: _json_lines(part.over_long),
+            }
+            for name, content in contents.items():
+                with (directory / name).open("ab") as file:
+                    file.write(content)
+            arrays = part.tokens & ~SUPERVISED, part.tokens < 0, part.samples["end"]
+            for digest, array in zip(digests, arrays, strict=True):
+                digest.update(array.tobytes())
+            progress()
+            if options.on_bad_row == "error" and summary.num_bad_rows == summary.num_rows:
+                is_cut = next(parts, None) is not None
+                break
+    joined = "".join(digest.hexdigest() for digest in digests)
+    summary.fingerprint = hashlib.sha256(joined.encode()).hexdigest()
+    return summary, is_cut
 
-    def __init__(self, directory: Path, options: PrepareOptions) -> None:
-        self._options, self._seen = options, Seen()
-        self._end = 0
-        # of ids, mask and bounds of samples in their order; checkpoints name their digest
-        self._digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
-        self._kinds: Counter[str] = Counter()
-        self._places: dict[str, list[str]] = {}
-        """Where the first rows are, for each of the first reasons."""
-        self.is_cut = False
-        """Whether the rest of the rows was not read, because all before are bad."""
-        with ExitStack() as stack:
-            binary = [stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS)]
-            # lone surrogates, as in the name of a file that is not UTF-8, become JSON's escapes
-            text = [
-                stack.enter_context(
-                    (directory / name).open("w", encoding="utf-8", errors="backslashreplace")
-                )
-                for name in (BAD_ROWS, OVER_LONG_ROWS)
-            ]
-            (self._tokens, self._rows), (self._bad, self._over_long) = binary, text
-            self._files = stack.pop_all()
 
-    def __enter__(self) -> "SampleWriter":
-        return self
+def _blocks(files: list[Path], options: PrepareOptions) -> Iterator[Located]:
+    """Yield the rows of all files up to `max_samples`."""
+    num_left = options.max_samples
+    for file_index, path in enumerate(files):
+        for block in iter_blocks(path, columns_of(options.keys)):
+            if options.max_samples >= 0:
+                block = block.head(num_left)
+                num_left -= len(block)
+            if not len(block):
+                return
+            yield file_index, block
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._files.close()
 
-    def write(
-        self, encoder: RowEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
-    ) -> None:
-        """Prepare every row of `files` in order; `progress` is called after each block.
-
-        Where one bad row ends the run, rows are read only until the first good one is found
-        missing: after a block without any.
-        """
-        with closing(prepare_blocks(encoder, self._blocks(files))) as parts:
-            for part in parts:
-                self.add(part)
-                progress()
-                counts = self._seen.counts
-                if self._options.on_bad_row == "error" and (
-                    counts["num_bad_rows"] == counts["num_rows"] > 0
-                ):
-                    self.is_cut = next(parts, None) is not None
-                    break
-
-    def _blocks(self, files: list[Path]) -> Iterator[Located]:
-        """Yield the rows of all files up to `max_samples`."""
-        num_left = self._options.max_samples
-        for file_index, path in enumerate(files):
-            for block in iter_blocks(path, columns_of(self._options.keys)):
-                if self._options.max_samples >= 0:
-                    block = block.head(num_left)
-                    num_left -= len(block)
-                if not len(block):
-                    return
-                yield file_index, block
-
-    def add(self, part: PreparedRows) -> None:
-        """Append samples, and list the rows that have none or were cut."""
-        part.samples["end"] += self._end
-        self._end += len(part.tokens)
-        self._tokens.write(part.tokens.data)
-        self._rows.write(part.samples.data)
-        arrays = part.tokens & ~SUPERVISED, part.tokens < 0, part.samples["end"]
-        for digest, array in zip(self._digests, arrays, strict=True):
-            digest.update(array.tobytes())
-        self._seen.add(part.seen)
-        for row in part.bad:
-            self._kinds[row.reason.partition(":")[0]] += 1
-            if row.reason in self._places or len(self._places) < NUM_REASONS:
-                self._places.setdefault(row.reason, []).append(location(row.file, row.line))
-                del self._places[row.reason][NUM_PLACES + 1 :]
-        bad = [row._asdict() | {"file": str(row.file)} for row in part.bad]
-        for file, entries in ((self._bad, bad), (self._over_long, part.over_long)):
-            file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-
-    def bad_row_lines(self) -> list[str]:
-        """Return the first reasons with their first places, and the counts by kind."""
-        lines = []
-        for reason, places in self._places.items():
-            more = ", …" if len(places) > NUM_PLACES else ""
-            lines.append(f"  {', '.join(places[:NUM_PLACES])}{more}: {reason}")
-        if self.is_cut:
-            lines.append("  the rows after these were not read")
-        kinds = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
-        return [*lines, f"by reason: {kinds}"]
-
-    def summary(self) -> Summary:
-        seen = self._seen
-        counts = {
-            field.name: seen.counts[field.name]
-            for field in dataclasses.fields(Summary)
-            if field.type is int
-        }
-        digests = "".join(digest.hexdigest() for digest in self._digests)
-        return Summary(
-            **counts,
-            bad_rows_by_kind=dict(self._kinds.most_common()),
-            rows_by_shape=dict(seen.rows_by_shape),
-            unread_keys=dict(seen.unread_keys.most_common()),
-            unread_columns=dict(seen.unread_columns.most_common()),
-            end_token_ids=sorted(seen.end_token_ids),
-            fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
-        )
+def _json_lines(entries: list[dict[str, object]]) -> bytes:
+    text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    # lone surrogates, as in the name of a file that is not UTF-8, become JSON's escapes
+    return text.encode("utf-8", "backslashreplace")

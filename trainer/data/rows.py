@@ -1,10 +1,10 @@
-"""Rows of data files, good and bad."""
+"""Rows of data files, good and bad, and what became of them."""
 
-import copy
 import reprlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundr
 
 
 class UnusableError(Exception):
-    """Why a row cannot be trained on, as `kind: detail`; on its way from row to sample it
-    stands for the row.
+    """Why a row cannot be trained on, as `kind: detail`; it stands for the row on its way to
+    samples.
     """
 
 
@@ -31,7 +31,7 @@ class Row:
     file: Path
     line: int
     record: Any
-    """Columns by name; of a row that cannot be read what stands there instead."""
+    """Columns by name; the raw content of a row that cannot be read."""
     unread: tuple[str, ...] = ()
     """Names of columns that the file has besides those in `record`."""
     problem: UnusableError | None = None
@@ -39,46 +39,64 @@ class Row:
 
 
 @dataclass
-class Seen:
-    """What was met in rows on their way to samples."""
+class Summary:
+    """What became of rows: `num_rows` = kept rows + bad rows + dropped ones."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    """`num_*` of `Summary`."""
+    num_rows: int = 0
+    num_samples: int = 0
+    num_bad_rows: int = 0
+    bad_rows_by_kind: Counter[str] = field(default_factory=Counter)
+    num_dropped: int = 0
+    num_truncated: int = 0
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    num_cut_tokens: int = 0
+    num_without_reasoning: int = 0
+    """Supervised turns whose reasoning the template leaves out; this count and the next three
+    include unused rows."""
+    num_conversations: int = 0
+    num_apart: int = 0
+    """Conversations of which each supervised turn became a sample."""
+    num_unlike_prompt: int = 0
+    """Supervised turns that are not rendered as their generation prompt begins."""
     rows_by_shape: Counter[str] = field(default_factory=Counter)
-    """By what rows were taken for."""
+    """Number of rows by format; bad rows are included where the format was recognised."""
     unread_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages that neither the template nor this package reads, with the number of
-    messages.
-    """
+    """Keys of messages that nothing reads, with the number of messages."""
     unread_columns: Counter[str] = field(default_factory=Counter)
-    """Columns that no shape of row has, the first `NUM_COLUMNS` that are met, with the number
-    of rows.
-    """
+    """Columns that the format of a row does not read, with the number of rows; only the first
+    `NUM_COLUMNS` that are met."""
     end_token_ids: set[int] = field(default_factory=set)
-    """That close an assistant turn or a text: what generation must stop at."""
+    """Tokens that end an assistant turn or a text: generation must stop at them."""
+    fingerprint: str = ""
 
-    def add(self, other: "Seen") -> None:
-        self.counts.update(other.counts)
-        self.rows_by_shape.update(other.rows_by_shape)
-        self.unread_keys.update(other.unread_keys)
-        self.end_token_ids.update(other.end_token_ids)
-        self.add_columns(other.unread_columns)
+    @property
+    def num_kept_rows(self) -> int:
+        """Number of rows that have one sample or more."""
+        return self.num_rows - self.num_bad_rows - self.num_dropped
 
-    def add_columns(self, unread: Mapping[str, int]) -> None:
-        for name, count in unread.items():
-            if name in self.unread_columns or len(self.unread_columns) < NUM_COLUMNS:
-                self.unread_columns[name] += count
+    def add(self, other: "Summary") -> None:
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            setattr(self, name, own | value if isinstance(value, set) else own + value)
+        self.unread_columns = Counter(dict(islice(self.unread_columns.items(), NUM_COLUMNS)))
 
-    def take(self) -> "Seen":
-        """All that was met since this was called last."""
-        found = copy.deepcopy(self)
-        for part in vars(self).values():
-            part.clear()
-        return found
+    def take(self) -> "Summary":
+        """Return these counts, and begin again without any."""
+        taken = replace(self)
+        vars(self).update(vars(Summary()))
+        return taken
+
+    def as_json(self) -> Mapping[str, object]:
+        return vars(self) | {"end_token_ids": sorted(self.end_token_ids)}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Summary":
+        return cls(**found | {"end_token_ids": set(found["end_token_ids"])})
 
 
 def location(file: Path, line: int) -> str:
-    """Where a row is found: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
+    """Return where a row is found: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
     unit = UNITS.get(file.suffix)
     return f"{file}: {unit} {line}" if unit else f"{file}:{line}"
 

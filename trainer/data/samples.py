@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.order import Share, held_out_rows
-from trainer.data.prepare import ROW, ROWS, SUPERVISED, TOKEN, TOKENS, Summary
-from trainer.data.rows import location
+from trainer.data.prepare import ROW, ROWS, SUPERVISED, TOKEN, TOKENS
+from trainer.data.rows import Summary, location
 from trainer.errors import DataError, ResumableError
 
-CHECKSUMS = "SHA256SUMS"
-"""Lists every other file of a prepared directory, in the format of `sha256sum`."""
+SUMMARY, CHECKSUMS = "summary.json", "SHA256SUMS"
+"""What became of the rows, and a list of every other file in the format of `sha256sum`."""
 
 
 class MappedFile:
@@ -106,7 +106,7 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
     mapped = MappedFile(directory / TOKENS, TOKEN), MappedFile(directory / ROWS, ROW)
     tokens, rows = (file.array for file in mapped)
-    summary = Summary(**json.loads((directory / "summary.json").read_text(encoding="utf-8")))
+    summary = Summary.from_json(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
     bounds = None
     if len(rows) != summary.num_kept_rows:
         places = rows[["file", "line"]]

@@ -1,6 +1,5 @@
 """Prepared samples for people: as text with the supervised parts marked, and as counts."""
 
-import dataclasses
 import hashlib
 import itertools
 import re
@@ -14,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.samples import Samples
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Anyone may have written the data: what drives a terminal or turns the direction of reading is
-spelled out."""
+"""Anyone may have written the data: characters that drive a terminal or turn the direction of
+reading are spelled out."""
 NUM_PLACES = 5
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 Tree = dict[str, Any]
@@ -50,8 +49,9 @@ def shown(
     """Yield as text the first sample of each source, then `num_each` of each kind: longest, least
     supervised, random; each once.
     """
-    lengths, num_loss_tokens = samples.counts(np.arange(len(samples)))
-    numbers = samples.source_of(np.arange(len(samples)))
+    ids = np.arange(len(samples))
+    numbers = samples.source_of(ids)
+    lengths, num_loss_tokens = samples.counts(ids)
     kinds = {
         "first of its source": np.unique(numbers, return_index=True)[1],
         "longest": np.argsort(-lengths, kind="stable")[:num_each],
@@ -59,8 +59,8 @@ def shown(
         "random": np.random.default_rng(seed).permutation(len(samples))[:num_each],
     }
     reasons: dict[int, list[str]] = {}
-    for reason, ids in kinds.items():
-        for sample_id in ids.tolist():
+    for reason, chosen in kinds.items():
+        for sample_id in chosen.tolist():
             reasons.setdefault(sample_id, []).append(reason)
     for sample_id, found in reasons.items():
         where = visible(samples.location(sample_id))
@@ -73,34 +73,39 @@ def shown(
 
 def stats(train: Samples, validation: Samples | None) -> Tree:
     """Return counts of samples by source, of what was read for them, and of duplicates."""
-    tree: Tree = {"train": None, "validation": None, "read": {}}
-    for side, samples in (("train", train), ("validation", validation)):
-        if not samples:
-            continue
-        ids = np.arange(len(samples))
-        columns, numbers = samples.counts(ids), samples.source_of(ids)
-        by_source = {}
-        for number, (source, share) in enumerate(zip(samples.sources, samples.shares, strict=True)):
-            own = (column[numbers == number] for column in columns)
-            epoch = {"rows": share.num_rows, "rows_per_epoch": share.num_samples}
-            by_source[source.name] = epoch | _facts(*own)
-            tree["read"].setdefault(source.dataset, f"{side} {source.name}")
-        total = {
-            key: sum(facts[key] for facts in by_source.values())
-            for key in ("rows", "rows_per_epoch")
-        }
-        tree[side] = {"sources": by_source, "total": total | _facts(*columns)}
-    tree["read"] = {
-        name: dataclasses.asdict(dataset.summary) for dataset, name in tree["read"].items()
+    sides = {"train": train, "validation": validation}
+    read = {
+        f"{side} {source.name}": source.dataset.summary.as_json()
+        for side, samples in sides.items()
+        for source in (samples.sources if samples else ())
+        if side == "train" or source.dataset not in {own.dataset for own in train.sources}
     }
-    tree["duplicates"] = {
-        "train": duplicates(train, train),
-        "validation_in_train": duplicates(validation, train) if validation else None,
+    return {
+        **{side: _counts(samples) if samples else None for side, samples in sides.items()},
+        "read": read,
+        "duplicates": {
+            "train": _duplicates(train, train),
+            "validation_in_train": _duplicates(validation, train) if validation else None,
+        },
     }
-    return tree
 
 
-def _facts(lengths: np.ndarray, num_supervised: np.ndarray) -> Tree:
+def _counts(samples: Samples) -> Tree:
+    ids = np.arange(len(samples))
+    numbers = samples.source_of(ids)
+    lengths, num_loss_tokens = samples.counts(ids)
+    sources = {}
+    for number, (name, share) in enumerate(zip(samples.names, samples.shares, strict=True)):
+        own = numbers == number
+        rows = {"rows": share.num_rows, "rows_per_epoch": share.num_samples}
+        sources[name] = rows | _lengths(lengths[own], num_loss_tokens[own])
+    total = {
+        name: sum(facts[name] for facts in sources.values()) for name in ("rows", "rows_per_epoch")
+    }
+    return {"sources": sources, "total": total | _lengths(lengths, num_loss_tokens)}
+
+
+def _lengths(lengths: np.ndarray, num_supervised: np.ndarray) -> Tree:
     facts: Tree = {
         "samples": len(lengths),
         "tokens": int(lengths.sum()),
@@ -114,33 +119,7 @@ def _facts(lengths: np.ndarray, num_supervised: np.ndarray) -> Tree:
     return facts
 
 
-def stats_lines(tree: Tree) -> Iterator[str]:
-    """Yield the counts as lines for a terminal."""
-    for side in ("train", "validation"):
-        found = tree[side] or {"sources": {}, "total": {}}
-        for name, facts in {**found["sources"], "total": found["total"]}.items():
-            yield f"{side}, {visible(name)}: {_pairs(facts) or 'no samples'}"
-            for what, values in facts.items():
-                if isinstance(values, dict):
-                    yield f"  {what}: {_pairs(values)}"
-    for name, summary in tree["read"].items():
-        yield f"read for {visible(name)}: {_pairs(summary)}"
-        for what, values in summary.items():
-            if isinstance(values, dict) and values:
-                yield f"  {what}: {_pairs(values)}"
-    for name, found in tree["duplicates"].items():
-        if found is not None:
-            yield f"exact duplicates, {name}: {found['count']:,} of {found['num_samples']:,}"
-            for where, original in found["places"]:
-                yield f"  {visible(where)} equals {visible(original)}"
-
-
-def _pairs(values: Tree) -> str:
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    return ", ".join(f"{visible(name)} {value:,}" for name, value in numbers.items())
-
-
-def duplicates(samples: Samples, others: Samples) -> Tree:
+def _duplicates(samples: Samples, others: Samples) -> Tree:
     """Count the samples whose token ids equal those of an earlier one (`others` is `samples`), or
     of any of `others`; with the first places. Ids are compared by digests of 8 bytes.
     """
@@ -151,22 +130,18 @@ def duplicates(samples: Samples, others: Samples) -> Tree:
     if samples is others:
         is_same &= originals != np.arange(len(own))
     found = np.flatnonzero(is_same)
-    places = [
-        (samples.location(number), others.location(originals[number]))
-        for number in found[:NUM_PLACES].tolist()
-    ]
     return {
         "count": len(found),
         "num_samples": len(own),
         "share": len(found) / max(1, len(own)),
-        "places": places,
+        "places": [
+            [samples.location(number), others.location(originals[number])]
+            for number in found[:NUM_PLACES].tolist()
+        ],
     }
 
 
 def _digests(samples: Samples) -> np.ndarray:
-    found = (
-        hashlib.blake2b(source.dataset.sample(index)[0].tobytes(), digest_size=8).digest()
-        for source in samples.sources
-        for index in source.samples
-    )
-    return np.frombuffer(b"".join(found), dtype=np.uint64)
+    ids = (samples.sample(number)[0].tobytes() for number in range(len(samples)))
+    digests = (hashlib.blake2b(content, digest_size=8).digest() for content in ids)
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)

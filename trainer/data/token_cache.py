@@ -13,20 +13,23 @@ import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tokenizers
 import transformers
 
-from trainer.data.prepare import BAD_ROWS, PrepareOptions, RowEncoder, SampleWriter
-from trainer.data.samples import CHECKSUMS, TokenDataset, open_dataset
+from trainer.data.prepare import BAD_ROWS, PrepareOptions, RowEncoder, write_samples
+from trainer.data.rows import Summary, location
+from trainer.data.samples import CHECKSUMS, SUMMARY, TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.files import locked, publish, try_lock
 
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
+NUM_REASONS, NUM_PLACES = 20, 3  # listed in an error; the file has all
 MAX_BAD_FRACTION = 0.5
 """With more bad rows than this, `data.on_bad_row=skip` ends the run too: the columns or the
 template are wrong, not rows."""
@@ -61,11 +64,24 @@ def prepare(
     `progress` is called during the work, and while another process works. Raises `DataError` for
     rows or files that cannot be trained on, and `CannotWriteError`.
     """
-    contents = RowFiles(files, progress)
-    directory = cache_dir / "tokens" / _content_hash(contents, tokenizer_digest, options)
-    if not _is_whole(directory):
+    states = [_state_of(path, progress) for path in files]
+    directory = cache_dir / "tokens" / _content_hash(files, states, tokenizer_digest, options)
+
+    def fill(staging: Path) -> None:
         try:
-            _make_whole(directory, partial(_fill, contents, tokenizer, options, progress), progress)
+            encoder = RowEncoder(tokenizer, options)
+            summary, is_cut = write_samples(staging, encoder, files, options, progress)
+        except DataError:
+            _require_unchanged(files, states, progress)  # a change may be the reason
+            raise
+        _require_unchanged(files, states, progress)
+        _require_usable(summary, is_cut, files, options, staging)
+        text = json.dumps(summary.as_json(), indent=2)
+        (staging / SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+    if not directory.is_dir() or _find_damage(directory):
+        try:
+            _make_whole(directory, fill, progress)
         except OSError as error:
             raise CannotWriteError(
                 f"cannot write prepared tokens to '{directory}': {error}.\n"
@@ -74,50 +90,47 @@ def prepare(
     return open_dataset(directory, tuple(files))
 
 
-class RowFiles:
-    """Data files and what they held when this was made."""
-
-    def __init__(self, paths: list[Path], progress: Callable[[], None]) -> None:
-        """Hash all of them; `progress` is called as they are read. Raises `DataError`."""
-        self.paths, self._progress = paths, progress
-        # the state comes first: a write while the file is hashed then shows as a later change
-        self._found = [(_state_of(path), self._digest(path)) for path in paths]
-
-    @property
-    def digests(self) -> list[str]:
-        return [digest for _, digest in self._found]
-
-    def require_unchanged(self) -> None:
-        """Raise `DataError` if a file was written to or replaced since it was hashed.
-
-        Its times show a content that came and went again. They may be coarse, or come from the
-        cache of a network file system, so each file is hashed once more, too.
-        """
-        for path, (state, digest) in zip(self.paths, self._found, strict=True):
-            if _state_of(path) != state or self._digest(path) != digest:
-                raise DataError(
-                    f"'{path}' changed while its rows were prepared: some of them may be old and "
-                    f"some new.\nFix: start again when nothing writes to this file, or train on a "
-                    f"copy of it"
-                )
-
-    def _digest(self, path: Path) -> str:
-        try:
-            return _digest(path, self._progress)
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from error
+# Data files
 
 
-def _state_of(path: Path) -> tuple[int, ...]:
-    """Return what changes with the content of a file; `st_ctime` cannot be set back, unlike
-    `st_mtime`. Raises `DataError`.
-    """
+@dataclass(frozen=True)
+class FileState:
+    """What a data file held when it was hashed, and what changes with its content."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    """Cannot be set back, unlike `mtime_ns`."""
+    sha256: str
+
+
+def _state_of(path: Path, progress: Callable[[], None]) -> FileState:
+    """Hash a file; `progress` is called as it is read. Raises `DataError`."""
     try:
-        with path.open("rb") as file:  # on NFS, to open a file asks the server what it is now
-            state = os.fstat(file.fileno())
+        # on NFS, to open a file asks the server what it is now
+        with path.open("rb") as file:
+            # the times come first: a write while the file is hashed then shows as a later change
+            status = os.fstat(file.fileno())
+        digest = _digest(path, progress)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
+
+
+def _require_unchanged(
+    files: list[Path], states: list[FileState], progress: Callable[[], None]
+) -> None:
+    """Raise `DataError` if a file was written to or replaced since it was hashed.
+
+    Its times show a content that came and went again. They may be coarse, or come from the cache of
+    a network file system, so each file is hashed once more, too.
+    """
+    for path, state in zip(files, states, strict=True):
+        if _state_of(path, progress) != state:
+            raise DataError(
+                f"'{path}' changed while its rows were prepared: some of them may be old and some "
+                f"new.\nFix: start again when nothing writes to this file, or train on a copy of it"
+            )
 
 
 def _digest(path: Path, progress: Callable[[], None] = lambda: None) -> str:
@@ -129,10 +142,12 @@ def _digest(path: Path, progress: Callable[[], None] = lambda: None) -> str:
     return digest.hexdigest()
 
 
-def _content_hash(contents: RowFiles, tokenizer_digest: str, options: PrepareOptions) -> str:
+def _content_hash(
+    files: list[Path], states: list[FileState], tokenizer_digest: str, options: PrepareOptions
+) -> str:
     versions = tokenizers.__version__, transformers.__version__
-    parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options)]
-    parts += zip([path.suffix for path in contents.paths], contents.digests, strict=True)
+    contents = [(path.suffix, state.sha256) for path, state in zip(files, states, strict=True)]
+    parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options), contents]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -145,6 +160,9 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
+# Prepared directories
+
+
 def _make_whole(
     directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]
 ) -> None:
@@ -152,7 +170,7 @@ def _make_whole(
     locks, several processes do the work, and the first rename wins.
     """
     with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_alone:
-        damage = find_damage(directory) if directory.is_dir() else None
+        damage = _find_damage(directory) if directory.is_dir() else None
         if directory.is_dir() and damage is None:
             return
         if damage:
@@ -167,8 +185,15 @@ def _make_whole(
         staging.mkdir()
         try:
             fill(staging)
-            write_checksums(staging)
-            _publish(staging, directory)
+            # `sha256sum -c SHA256SUMS` checks the files too
+            lines = "".join(_checksum_lines(staging))
+            (staging / CHECKSUMS).write_text(lines, encoding="utf-8")
+            if not publish(staging, directory) and _find_damage(directory):
+                # moved away instead of removed: it may still be mapped
+                damaged = staging.with_name(f"{staging.name}-damaged")
+                directory.rename(damaged)
+                publish(staging, directory)
+                shutil.rmtree(damaged, ignore_errors=True)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -184,44 +209,37 @@ def _remove_leftovers(directory: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _publish(staging: Path, directory: Path) -> None:
-    """Rename a finished directory. Another process may be first, with the same content; a damaged
-    one is moved away, because it may still be mapped.
-    """
-    if not publish(staging, directory) and not _is_whole(directory):
-        damaged = staging.with_name(f"{staging.name}-damaged")
-        directory.rename(damaged)
-        publish(staging, directory)
-        shutil.rmtree(damaged, ignore_errors=True)
+def _find_damage(directory: Path) -> str | None:
+    """Name the files that are missing, left over or changed; None if there are none."""
+    try:
+        listed = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines(keepends=True)
+        found = _checksum_lines(directory)
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
+    changed = {line.rstrip().partition("  ")[2] for line in set(listed) ^ set(found)}
+    return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
 
 
-def _fill(
-    contents: RowFiles,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    options: PrepareOptions,
-    progress: Callable[[], None],
-    staging: Path,
-) -> None:
-    with SampleWriter(staging, options) as writer:
-        try:
-            writer.write(RowEncoder(tokenizer, options), contents.paths, progress)
-        except DataError:
-            contents.require_unchanged()  # a change may be the reason
-            raise
-    contents.require_unchanged()
-    _require_usable(writer, contents.paths, options, staging)
-    text = json.dumps(dataclasses.asdict(writer.summary()), indent=2)
-    (staging / "summary.json").write_text(text + "\n", encoding="utf-8")
+def _checksum_lines(directory: Path) -> list[str]:
+    """Return the line of `SHA256SUMS` for every other file of the directory."""
+    return [
+        f"{_digest(path)}  {path.name}\n"
+        for path in sorted(directory.iterdir())
+        if path.name != CHECKSUMS and not path.name.startswith(".")
+    ]
+
+
+# Rows that cannot be trained on
 
 
 def _require_usable(
-    writer: SampleWriter, paths: list[Path], options: PrepareOptions, staging: Path
+    summary: Summary, is_cut: bool, files: list[Path], options: PrepareOptions, staging: Path
 ) -> None:
     """Raise `DataError` with the first bad rows, unless enough rows can be trained on."""
-    summary, is_strict = writer.summary(), options.on_bad_row == "error"
+    is_strict = options.on_bad_row == "error"
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
     if not num_rows:
-        raise DataError(f"no row to train on: there is none in {', '.join(map(str, paths))}")
+        raise DataError(f"no row to train on: there is none in {', '.join(map(str, files))}")
     if summary.num_samples and num_bad <= (0 if is_strict else MAX_BAD_FRACTION * num_rows):
         return
     if num_bad == 0:
@@ -241,42 +259,28 @@ def _require_usable(
         fixes.append("leave them out with data.on_bad_row=skip")
     else:
         fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
+    kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.most_common())
     lines = [
         f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):",
-        *writer.bad_row_lines(),
+        *_first_reasons(listed),
+        *["  the rows after these were not read"] * is_cut,
+        f"by reason: {kinds}",
         f"all of them: {listed}",
         f"Fix: {'; '.join(fixes)}",
     ]
     raise DataError("\n".join(lines))
 
 
-# Checksums
-
-
-def write_checksums(directory: Path) -> None:
-    """List every file of the directory; `sha256sum -c SHA256SUMS` checks them too."""
-    lines = [f"{digest}  {name}\n" for name, digest in _checksums(directory).items()]
-    (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
-
-
-def find_damage(directory: Path) -> str | None:
-    """Name the files that are missing, left over or changed; None if there are none."""
-    try:
-        lines = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-        found = [f"{digest}  {name}" for name, digest in _checksums(directory).items()]
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
-    changed = {line.partition("  ")[2] for line in set(lines) ^ set(found)}
-    return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
-
-
-def _is_whole(directory: Path) -> bool:
-    return directory.is_dir() and find_damage(directory) is None
-
-
-def _checksums(directory: Path) -> dict[str, str]:
-    return {
-        path.name: _digest(path)
-        for path in sorted(directory.iterdir())
-        if path.name != CHECKSUMS and not path.name.startswith(".")
-    }
+def _first_reasons(listed: Path) -> list[str]:
+    """Return the first reasons of bad rows, each with the first places."""
+    places: dict[str, list[str]] = {}
+    with listed.open(encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            if row["reason"] not in places and len(places) == NUM_REASONS:
+                continue
+            found = places.setdefault(row["reason"], [])
+            if len(found) < NUM_PLACES:
+                found.append(location(Path(row["file"]), row["line"]))
+            elif len(found) == NUM_PLACES:
+                found.append("…")
+    return [f"  {', '.join(found)}: {reason}" for reason, found in places.items()]

@@ -24,8 +24,8 @@ from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
 from trainer.config import Config, require_consistent
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
