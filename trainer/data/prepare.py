@@ -85,16 +85,16 @@ class RowEncoder:
     """Turns rows into samples. Raises `DataError` as `ChatEncoder` does."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
-        self._options, self._seen = options, Summary()
+        self._options, self.seen = options, Summary()
         self._chats = ChatEncoder(
             tokenizer,
             template_kwargs=options.template_kwargs,
             special_in_content=options.special_in_content,
             turns=options.turns,
             train_on=options.train_on,
-            seen=self._seen,
+            seen=self.seen,
         )
-        self._parser = RowParser(options.keys, tokenizer, self._seen)
+        self._parser = RowParser(options.keys, tokenizer, self.seen)
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
         """Yield in order the samples of each row, or the reason why it has none."""
@@ -106,7 +106,7 @@ class RowEncoder:
         over_long: list[dict[str, object]] = []
         kept: list[Encoded] = []
         lines: list[int] = []
-        rows, seen = list(block.rows()), self._seen
+        rows, seen = list(block.rows()), self.seen
         for row, result in zip(rows, self.encode(rows), strict=True):
             place = {"file": str(row.file), "line": row.line}
             try:
@@ -145,7 +145,7 @@ class RowEncoder:
         num_tokens = max(len(sample.input_ids) for sample in samples)
         fitting, action, when = samples, "", ""
         if num_tokens > max_length and truncation == "drop":
-            self._seen.num_dropped += 1
+            self.seen.num_dropped += 1
             return [], num_tokens, "dropped"
         if num_tokens > max_length and truncation in ("left", "right"):
             part = slice(-max_length, None) if truncation == "left" else slice(max_length)
@@ -165,8 +165,8 @@ class RowEncoder:
                 f"label{when}"
             )
         if action:
-            self._seen.num_truncated += 1
-            self._seen.num_cut_tokens += _num_tokens(samples) - _num_tokens(fitting)
+            self.seen.num_truncated += 1
+            self.seen.num_cut_tokens += _num_tokens(samples) - _num_tokens(fitting)
         return trained, num_tokens, action
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
-BLOCK_ROWS, BLOCK_BYTES = 500, 1 << 20  # a block ends with the first of them that is reached
+BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends with the first of them that is reached
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
 ONE_LINE = "; a row is one line, or an element of an array in a file that is named .json"
