@@ -45,7 +45,6 @@ FAST = frozenset(
         "unit/test_data_content.py",
         "unit/test_data_order.py",
         "unit/test_data_prepare.py",
-        "unit/test_data_rows.py",
         "unit/test_data_shapes.py",
         "unit/test_data_tokens.py",
         "unit/test_data_turns.py",

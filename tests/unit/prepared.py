@@ -6,15 +6,18 @@ from typing import Any
 
 import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.formats import Item, RowParser
-from trainer.data.prepare import PrepareOptions
-from trainer.data.rows import Row
+from trainer.data.formats import Conversation, Item, RowParser
+from trainer.data.prepare import PrepareOptions, RowEncoder
+from trainer.data.rows import Row, Summary, UnusableError
 from trainer.data.samples import TokenDataset
+from trainer.data.show import preview
 from trainer.data.token_cache import prepare
-from trainer.data.tokens import tokenizer_digest
+from trainer.data.tokens import Encoded, tokenizer_digest
 
+CHATS = RowKeys()
 OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
 
 
@@ -50,6 +53,47 @@ def run(
     )
 
 
-def to_conversation(row: Row, keys: RowKeys) -> Item:
-    """What stands in a row that is none of tokens."""
-    return RowParser(keys, make_tokenizer(None)).parse(row)
+def encoded(
+    row: Any, tokenizer: PreTrainedTokenizerBase, keys: RowKeys = CHATS, **options: Any
+) -> tuple[list[Encoded] | str, Summary]:
+    """The samples of a row (as JSON text, or its messages), or why it has none; what was seen."""
+    if isinstance(row, list):
+        row = {"messages": row}
+    record = json.loads(row) if isinstance(row, str) else row
+    encoder = RowEncoder(tokenizer, PrepareOptions(keys, max_length=4096, **options))
+    [result] = encoder.encode([Row(Path("a.jsonl"), 1, record)])
+    return (str(result) if isinstance(result, UnusableError) else result), encoder.seen
+
+
+def sample_of(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Encoded:
+    """The only sample of a row."""
+    samples, _ = encoded(row, tokenizer, **options)
+    assert not isinstance(samples, str), samples
+    [sample] = samples
+    return sample
+
+
+def marked(row: Any, tokenizer: PreTrainedTokenizerBase, *args: Any, **options: Any) -> list[str]:
+    """The samples of a row with the supervised part in [[ ]], or the reason why it has none."""
+    samples, _ = encoded(row, tokenizer, *args, **options)
+    if isinstance(samples, str):
+        return [samples]
+    return [preview(each.input_ids, each.loss_mask, tokenizer, color=False) for each in samples]
+
+
+def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[str]:
+    """The supervised texts of a row, sample after sample."""
+    texts = marked(row, tokenizer, **options)
+    return [part.partition("]]")[0] for text in texts for part in text.split("[[")[1:]] or texts
+
+
+def parsed(row: Any, keys: RowKeys = CHATS) -> Item:
+    """What is recognised in a row, given as JSON text or an object."""
+    record = json.loads(row) if isinstance(row, str) else row
+    return RowParser(keys, make_tokenizer(None)).parse(Row(Path("a.jsonl"), 7, record))
+
+
+def messages_of(row: Any, keys: RowKeys = CHATS) -> list[dict[str, Any]]:
+    item = parsed(row, keys)
+    assert isinstance(item, Conversation), item
+    return item.messages

@@ -7,69 +7,49 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
+from prepared import encoded, marked, sample_of
+from prepared import supervised as supervised_by
 from tokenizer_fixtures import make_tokenizer
 from tokenizers import AddedToken
 
+from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import Conversation
+from trainer.data.prepare import PrepareOptions, RowEncoder
 from trainer.data.rows import UnusableError
-from trainer.data.show import preview
-from trainer.data.tokens import Encoded, tokenizer_digest
+from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
 ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE]
 
 
-def chat(*answers: str, system: bool = False) -> Conversation:
+def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if system else []
     for number, answer in enumerate(answers):
-        messages += [
-            {"role": "user", "content": f"question {number}?"},
-            {"role": "assistant", "content": answer},
-        ]
-    return Conversation(messages, None)
+        messages.append({"role": "user", "content": f"question {number}?"})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
-def encode(
-    template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
-) -> tuple[Any, Encoded | str]:
-    tokenizer = make_tokenizer(template)
-    encoder = ChatEncoder(
-        tokenizer, template_kwargs=kwargs, special_in_content=special, turns="together"
-    )
-    [encoded] = encoder.encode([conversation])
-    return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else only(encoded)
-
-
-def only(samples: list[Encoded] | UnusableError) -> Encoded:
-    assert isinstance(samples, list), samples
-    [sample] = samples
-    return sample
-
-
-def supervised(
-    template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
-) -> list[str]:
+def supervised(template: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
     """The decoded text of every supervised run; also checks that the tokens are those of
     transformers.
     """
-    tokenizer, encoded = encode(template, conversation, special=special, **kwargs)
-    assert isinstance(encoded, Encoded), encoded
-    whole = tokenizer.apply_chat_template(
-        conversation.messages, tools=conversation.tools, tokenize=False, **kwargs
-    )
-    assert encoded.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert encoded.input_ids.dtype == np.int32 and encoded.loss_mask.dtype == np.bool_
-    marked = preview(encoded.input_ids, encoded.loss_mask, tokenizer, color=False)
-    assert marked.replace("[[", "").replace("]]", "") == whole
-    return [part.split("]]")[0] for part in marked.split("[[")[1:]]
+    tokenizer, kwargs = make_tokenizer(template), options.get("template_kwargs", {})
+    sample = sample_of(messages, tokenizer, turns="together", **options)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert sample.input_ids.dtype == np.int32 and sample.loss_mask.dtype == np.bool_
+    [text] = marked(messages, tokenizer, turns="together", **options)
+    assert text.replace("[[", "").replace("]]", "") == whole
+    return supervised_by(messages, tokenizer, turns="together", **options)
 
 
-def reason(template: str, conversation: Conversation, **kwargs: Any) -> str:
-    _, encoded = encode(template, conversation, **kwargs)
-    assert isinstance(encoded, str)
-    return encoded
+def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    found, _ = encoded(messages, make_tokenizer(template), turns="together", **options)
+    assert isinstance(found, str)
+    return found
 
 
 CHATML_LIKE = {
@@ -83,24 +63,19 @@ CHATML_LIKE = {
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
 def test_chatml(template: str) -> None:
-    assert supervised(template, chat(*ANSWERS, system=True)) == [
-        f"{answer}<|im_end|>" for answer in ANSWERS
-    ]
+    expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
+    assert supervised(template, chat(*ANSWERS, system=True)) == expected
 
 
 def test_qwen3_without_thinking_does_not_train_the_empty_block() -> None:
-    expected = ["one<|im_end|>", "two<|im_end|>"]
-    assert supervised(fixtures.QWEN3, chat("one", "two"), enable_thinking=False) == expected
+    kwargs = {"enable_thinking": False}
+    found = supervised(fixtures.QWEN3, chat("one", "two"), template_kwargs=kwargs)
+    assert found == ["one<|im_end|>", "two<|im_end|>"]
 
 
-def thinking_chat() -> Conversation:
-    conversation = chat("one", "two", "three")
-    for message in conversation.messages[1::2]:
-        message["reasoning_content"] = f"about {message['content']}"
-    return conversation
-
-
-def tool_chat(arguments: object) -> Conversation:
+@pytest.mark.covers("S3.9")
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
+def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "add 1 and 2"},
@@ -108,31 +83,21 @@ def tool_chat(arguments: object) -> Conversation:
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     ]
-    return Conversation(messages, [{"type": "function", "function": {"name": "add"}}])
+    row = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert supervised_by(row, make_tokenizer(fixtures.QWEN3), turns="together") == [
+        f"<think>\na tool\n</think>\n\n\n{text}<|im_end|>",
+        "<think>\n\n</think>\n\nIt is 3.<|im_end|>",
+    ]
 
 
-@pytest.mark.covers("S3.9")
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> None:
-    conversation = tool_chat(arguments)
-    tokenizer, encoded = encode(fixtures.QWEN3, conversation)
-    assert isinstance(encoded, Encoded)
-    kept = tokenizer.decode(encoded.input_ids[encoded.loss_mask])
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert kept == (
-        f"<think>\na tool\n</think>\n\n\n{call}<|im_end|><think>\n\n</think>\n\nIt is 3.<|im_end|>"
-    )
-
-
-@pytest.mark.parametrize(
-    "template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"]
-)
+@pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED])
 def test_text_that_looks_like_template_markers_is_parsed_on_request(template: str) -> None:
     fake = "<|im_start|>assistant\nfake<|im_end|>\n"
-    conversation = chat(f"say {fake} and more", "done")
-    conversation.messages[0]["content"] = fake
-    expected = [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
-    assert supervised(template, conversation, special="parse") == expected
+    messages = chat(f"say {fake} and more", "done")
+    messages[0]["content"] = fake
+    found = supervised(template, messages, special_in_content="parse")
+    assert found == [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
 
 
 def test_end_token_that_swallows_the_newline_behind_it() -> None:
@@ -141,9 +106,8 @@ def test_end_token_that_swallows_the_newline_behind_it() -> None:
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
     tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
     tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
-    [samples] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])
-    encoded = only(samples)
-    assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "one<|end|>two<|end|>"
+    sample = sample_of(chat("one", "two"), tokenizer)
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "one<|end|>two<|end|>"
 
 
 UNPROMPTED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
@@ -152,13 +116,14 @@ NEVER_ENDS_TAGGED = fixtures.CHATML_TAGGED.replace(
     "message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end"
 )
 NO_PROMPT = fixtures.CHATML.split("{% if add_generation_prompt")[0]
+NO_END = "turn 1 does not end with a special token, so the model would never"
 
 
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (NEVER_ENDS, "turn 1 does not end with a special token, so the model would never"),
-        (NEVER_ENDS_TAGGED, "turn 1 does not end with a special token, so the model would never"),
+        (NEVER_ENDS, NO_END),
+        (NEVER_ENDS_TAGGED, NO_END),
         (NO_PROMPT, "'<|im_start|>assistant\\n' before it would be trained"),
         ("{{ messages | length }}" + fixtures.CHATML, "message 2 cannot be masked"),
     ],
@@ -169,25 +134,23 @@ def test_a_template_that_would_be_masked_wrongly_is_refused(template: str, why: 
 
 
 def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
-    conversation = thinking_chat()
-    conversation.messages[1]["content"] = "one<|im_end|> more"
-    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(
-        fixtures.QWEN3, conversation, special="parse"
-    )
+    messages = chat("one<|im_end|> more", "two", "three")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "hm"
+    why = reason(fixtures.QWEN3, messages, special_in_content="parse")
+    assert "turn 1 contains '<|im_end|>' and is rewritten" in why
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:
     encoder = ChatEncoder(make_tokenizer(fixtures.GEMMA), template_kwargs={})
-    refused = chat("one", system=True)
-    surrogate = chat("half \ud83d of a pair")
-    first, second, third, fourth = encoder.encode([chat("one"), refused, surrogate, chat("two")])
-    assert only(first) and only(fourth)
-    assert str(second) == "chat template: refuses the conversation: TemplateError: " + (
-        "Conversation roles must alternate user/assistant"
-    )
-    assert isinstance(third, UnusableError) and str(third).startswith(
-        "bad unicode: half of a surrogate pair"
-    )
+    rows = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
+    first, *bad, last = encoder.encode([Conversation(row, None) for row in rows])
+    assert isinstance(first, list) and isinstance(last, list)
+    assert [str(reason) for reason in bad] == [
+        "chat template: refuses the conversation: TemplateError: Conversation roles must alternate "
+        "user/assistant",
+        "bad unicode: half of a surrogate pair, '\\ud83d'",
+    ]
 
 
 def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,34 +158,33 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
     bad = [UnusableError("empty prompt: no text") for _ in range(3)]
     encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
-    results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
-    assert results[1:4] == bad
-    assert only(results[0]) and only(results[4])
+    good = Conversation(chat("one"), None)
+    first, *found, last = encoder.encode([good, *bad, good])
+    assert found == bad and isinstance(first, list) and isinstance(last, list)
 
 
 def test_unusable_tokenizers() -> None:
     with pytest.raises(DataError, match="no chat template"):
-        list(ChatEncoder(make_tokenizer(None), template_kwargs={}).encode([chat("one")]))
-    slow = make_tokenizer(fixtures.CHATML)
-    slow_type = type("SlowTokenizer", (type(slow),), {"is_fast": property(lambda self: False)})
-    slow.__class__ = slow_type
-    with pytest.raises(DataError, match="SlowTokenizer is a slow tokenizer"):
-        ChatEncoder(slow, template_kwargs={})
+        encoded(chat("one"), make_tokenizer(None))
     with pytest.raises(DataError, match="chat template is broken in line 2"):
-        encode("{{ bos_token }}\n{% for %}", chat("one"))
+        encoded(chat("one"), make_tokenizer("{{ bos_token }}\n{% for %}"))
+    slow = make_tokenizer(fixtures.CHATML)
+    slow.__class__ = type("SlowTokenizer", (type(slow),), {"is_fast": False})
+    with pytest.raises(DataError, match="SlowTokenizer is a slow tokenizer"):
+        RowEncoder(slow, PrepareOptions(RowKeys(), max_length=64))
 
 
 def test_digest_covers_vocabulary_template_and_special_tokens_only() -> None:
     tokenizer = make_tokenizer(fixtures.CHATML)
     digest = tokenizer_digest(tokenizer)
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert (
-        tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer(fixtures.CHATML))
-    )
+    again = make_tokenizer(fixtures.CHATML)
+    assert tokenizer_digest(tokenizer) == digest == tokenizer_digest(again)
+    longer = make_tokenizer(fixtures.CHATML)
+    longer.add_tokens(["<new>"])
     others = [
         make_tokenizer(fixtures.CHATML_TAGGED),
         make_tokenizer(fixtures.CHATML, eos_token="</s>"),
+        longer,
     ]
-    longer = make_tokenizer(fixtures.CHATML)
-    longer.add_tokens(["<new>"])
-    assert len({digest, *map(tokenizer_digest, [*others, longer])}) == 4
+    assert len({digest, *map(tokenizer_digest, others)}) == 4

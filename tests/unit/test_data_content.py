@@ -9,23 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import run, to_conversation, write_rows
+from chat_families import QWEN3_TAGGED
+from prepared import CHATS, encoded, run, sample_of, write_rows
+from prepared import supervised as supervised_by
 from tokenizer_fixtures import make_tokenizer
 from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder
 from trainer.data.prepare import PrepareOptions
-from trainer.data.rows import Row, UnusableError
-from trainer.data.tokens import Encoded
 from trainer.errors import DataError
 
+Message = dict[str, Any]
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
 ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
 
 
-def calling(name: str, arguments: object) -> dict[str, Any]:
+def calling(name: str, arguments: object) -> Message:
     """An assistant message that calls a tool."""
     function = {"name": name, "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
@@ -35,112 +34,67 @@ def calling(name: str, arguments: object) -> dict[str, Any]:
 CALLING = calling("add", {"a": 1, "b": 'x <y> & "z"'})
 RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00001"}
 TEMPLATES = {"prefixes": fixtures.CHATML, "tags": fixtures.CHATML_TAGGED}
-THINKING_TAGGED = fixtures.QWEN3.replace(
-    "assistant\\n' }}", "assistant\\n' }}{% generation %}", 1
-).replace(
-    "{{- '<|im_end|>\\n' }}\n{%- elif message.role == 'tool'",
-    "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n{%- elif message.role == 'tool'",
-)
+BOTH = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    *messages: dict[str, Any],
-    special: str = "error",
-    tools: Any = None,
-) -> tuple[Encoded | str, ChatEncoder]:
-    """What becomes of a row with these messages."""
-    row = Row(Path("a.jsonl"), 1, {"messages": list(messages), "tools": tools})
-    encoder = ChatEncoder(
-        tokenizer, template_kwargs={}, special_in_content=special, turns="together"
-    )
-    [result] = encoder.encode([to_conversation(row, RowKeys())])
-    return (str(result) if isinstance(result, UnusableError) else only(result)), encoder
-
-
-def only(samples: list[Encoded] | UnusableError) -> Encoded:
-    assert isinstance(samples, list), samples
-    [sample] = samples
-    return sample
-
-
-def supervised(template: str, *messages: dict[str, Any], **options: Any) -> str:
+def supervised(template: str, *messages: Message, **options: Any) -> str:
     tokenizer = make_tokenizer(template)
-    encoded, _ = encode(tokenizer, *messages, **options)
-    assert isinstance(encoded, Encoded), encoded
-    return str(tokenizer.decode(encoded.input_ids[encoded.loss_mask]))
+    return "".join(supervised_by(list(messages), tokenizer, turns="together", **options))
 
 
-def reason(template: str, *messages: dict[str, Any], **options: Any) -> str:
-    encoded, _ = encode(make_tokenizer(template), *messages, **options)
-    assert isinstance(encoded, str), "not refused"
-    return encoded
+def reason(template: str, *messages: Message, tools: Any = None, **options: Any) -> str:
+    row = {"messages": messages, "tools": tools}
+    row = json.loads(json.dumps(row))
+    found, _ = encoded(row, make_tokenizer(template), turns="together", **options)
+    assert isinstance(found, str), "not refused"
+    return found
 
 
 # --- flags
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@BOTH
 @pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss_mask"])
 @pytest.mark.parametrize(("off", "on"), [(0, 1), (False, True), (0.0, None)])
 def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(
     template: str, flag: str, off: Any, on: Any
 ) -> None:
     tokenizer = make_tokenizer(template)
-    plain, _ = encode(tokenizer, USER, ONE, USER, TWO)
+    plain = sample_of([USER, ONE, USER, TWO], tokenizer)
     messages = [{**USER, flag: off}, {**ONE, flag: off}, USER, {**TWO, flag: on}]
-    flagged, encoder = encode(tokenizer, *messages)
-    assert isinstance(plain, Encoded) and isinstance(flagged, Encoded)
+    [flagged], seen = encoded(messages, tokenizer)
     assert np.array_equal(plain.input_ids, flagged.input_ids)
     assert tokenizer.decode(flagged.input_ids[flagged.loss_mask]) == "two<|im_end|>"
-    assert not encoder.seen.unread_keys
+    assert not seen.unread_keys
 
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        (
-            [USER, {**ONE, "weight": 0.5}],
-            "'weight' of message 2 (assistant) is 0.5, known are 0, 1, false and true",
-        ),
+        ([USER, {**ONE, "weight": 0.5}], "'weight' of message 2 (assistant) is 0.5, known are 0, 1, false and true"),
         ([USER, {**ONE, "train": "false"}], "'train' of message 2 (assistant) is 'false'"),
         ([USER, {**ONE, "loss_mask": [1, 0]}], "'loss_mask' of message 2 (assistant) is [1, 0]"),
         ([USER, {**ONE, "weight": 2}], "'weight' of message 2 (assistant) is 2"),
         ([{**USER, "weight": "1"}, ONE], "'weight' of message 1 (user) is '1'"),
-        (
-            [USER, {**ONE, "weight": 0, "train": True}],
-            "message 2 (assistant) has weight=0 and train=True, which contra",
-        ),
-        (
-            [{**USER, "trainable": True}, ONE],
-            "message 1 (user) has trainable=True, but only assistant turns",
-        ),
-        (
-            [{**SYSTEM, "weight": 1}, USER, ONE],
-            "message 1 (system) has weight=1, but only assistant turns",
-        ),
+        ([USER, {**ONE, "weight": 0, "train": True}], "message 2 (assistant) has weight=0 and train=True, which contr"),
+        ([{**USER, "trainable": True}, ONE], "message 1 (user) has trainable=True, but only assistant turns"),
+        ([{**SYSTEM, "weight": 1}, USER, ONE], "message 1 (system) has weight=1, but only assistant turns"),
     ],
-)
-def test_flags_that_cannot_be_followed_are_bad_rows(
-    messages: list[dict[str, Any]], expected: str
-) -> None:
+)  # fmt: skip
+def test_flags_that_cannot_be_followed_are_bad_rows(messages: list[Message], expected: str) -> None:
     found = reason(fixtures.CHATML, *messages)
     assert found.startswith("bad flag: ") and expected in found
 
 
 def test_flags_decide_what_a_cache_holds_and_a_row_without_a_label_is_bad(tmp_path: Path) -> None:
-    options, rows = (
-        PrepareOptions(RowKeys(), max_length=64),
-        [[USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]],
-    )
+    options = PrepareOptions(CHATS, max_length=64)
+    rows = [USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]
     path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
-    dataset = run(path, options, cache=tmp_path / "cache")
-    tokenizer, (input_ids, loss_mask) = make_tokenizer(), dataset.sample(1)
-    assert tokenizer.decode(input_ids[loss_mask]) == "two<|im_end|>"
+    input_ids, loss_mask = run(path, options, cache=tmp_path / "cache").sample(1)
+    assert make_tokenizer().decode(input_ids[loss_mask]) == "two<|im_end|>"
     write_rows(path, {"messages": [USER, {**ONE, "weight": 0}]})
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:1: nothing supervised: none of \d+ tokens carries a label"
-    ):
+    why = r"rows.jsonl:1: nothing supervised: none of \d+ tokens carries a label"
+    with pytest.raises(DataError, match=why):
         run(path, options, cache=tmp_path / "cache")
 
 
@@ -166,6 +120,7 @@ ATTACKS = {
         {**TWO, "content": " é<|im_end|>🙂 "},
     ],
 }
+EVERY_ATTACK = pytest.mark.parametrize("messages", ATTACKS.values(), ids=ATTACKS)
 HIDDEN = {
     "tool name": [USER, calling("a<|im_end|>", {}), RESULT, ONE],
     "argument": [USER, calling("a", {"x": ["<|im_end|>"]}), RESULT, ONE],
@@ -176,52 +131,43 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("messages", ATTACKS.values(), ids=ATTACKS)
-def test_a_forged_role_token_is_a_bad_row(template: str, messages: list[dict[str, Any]]) -> None:
+@BOTH
+@EVERY_ATTACK
+def test_a_forged_role_token_is_a_bad_row(template: str, messages: list[Message]) -> None:
     number = next(i for i, message in enumerate(messages, start=1) if "<|" in message["content"])
-    found = reason(template, *messages)
-    assert found.startswith(
-        f"special token in content: message {number} ({messages[number - 1]['role']}) contains "
-        f"'<|im_"
-    )
-    assert (
-        "which the chat template writes around turns" in found
-        and "data.special_in_content=text" in found
-    )
+    found, role = reason(template, *messages), messages[number - 1]["role"]
+    start = f"special token in content: message {number} ({role}) contains '<|im_"
+    assert found.startswith(start) and "which the chat template writes around turns" in found
+    assert "data.special_in_content=text" in found
 
 
 @pytest.mark.parametrize("messages", HIDDEN.values(), ids=HIDDEN)
-def test_a_role_token_is_found_wherever_a_template_can_write_it(
-    messages: list[dict[str, Any]],
-) -> None:
+def test_a_role_token_is_found_wherever_a_template_can_write_it(messages: list[Message]) -> None:
     assert "contains '<|im_end|>'" in reason(fixtures.QWEN3, *messages)
     tokenizer = make_tokenizer(fixtures.QWEN3)
-    text, _ = encode(tokenizer, *messages, special="text")
     clean = json.dumps(messages).replace("<|im_end|>", "x").replace("<\\\\u007cim_end|>", "x")
-    harmless, _ = encode(tokenizer, *json.loads(clean))
-    assert isinstance(text, Encoded) and isinstance(harmless, Encoded)
+    text, harmless = (
+        sample_of(row, tokenizer, special_in_content="text", turns="together").input_ids
+        for row in (messages, json.loads(clean))
+    )
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert (text.input_ids == end).sum() == (harmless.input_ids == end).sum()
-    assert "<|im_end|>" in tokenizer.decode([i for i in text.input_ids if i != end])
+    assert (text == end).sum() == (harmless == end).sum()
+    assert "<|im_end|>" in tokenizer.decode(text[text != end])
 
 
 def test_a_role_token_in_a_tool_definition_is_found() -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "adds<|im_end|>"}}]
-    assert "a tool definition contains '<|im_end|>'" in reason(
-        fixtures.QWEN3, USER, ONE, tools=tools
-    )
+    why = reason(fixtures.QWEN3, USER, ONE, tools=tools)
+    assert "a tool definition contains '<|im_end|>'" in why
 
 
-@pytest.mark.parametrize("template", [fixtures.QWEN3, THINKING_TAGGED], ids=["prefixes", "tags"])
+@pytest.mark.parametrize("template", [fixtures.QWEN3, QWEN3_TAGGED], ids=["prefixes", "tags"])
 def test_tokens_that_belong_into_texts_stay_what_they_are(template: str) -> None:
     content = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
     tokenizer = make_tokenizer(template)
-    encoded, _ = encode(tokenizer, USER, {**ONE, "content": content})
-    assert isinstance(encoded, Encoded)
-    assert {tokenizer.convert_tokens_to_ids(t) for t in fixtures.ADDED_TOKENS} <= set(
-        encoded.input_ids.tolist()
-    )
+    sample = sample_of([USER, {**ONE, "content": content}], tokenizer)
+    added = tokenizer.convert_tokens_to_ids(list(fixtures.ADDED_TOKENS))
+    assert set(added) <= set(sample.input_ids.tolist())
 
 
 def in_vocabulary(template: str) -> PreTrainedTokenizerBase:
@@ -244,50 +190,43 @@ def in_vocabulary(template: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def ordinary_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+def ordinary_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """The ids of a ChatML conversation whose texts hold no special token, put together piece by
     piece.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = []
-    state["model"]["vocab"] = {
-        text: i for text, i in state["model"]["vocab"].items() if not text.startswith("<|im_")
-    }
+    vocabulary = state["model"]["vocab"].items()
+    state["model"]["vocab"] = {text: i for text, i in vocabulary if not text.startswith("<|im_")}
     plain = Tokenizer.from_str(json.dumps(state))
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     newline = plain.encode("\n", add_special_tokens=False).ids
-    pieces = [
-        plain.encode(f"{m['role']}\n{m['content']}", add_special_tokens=False).ids for m in messages
-    ]
-    return [token_id for piece in pieces for token_id in (start, *piece, end, *newline)]
+    found: list[int] = []
+    for message in messages:
+        text = f"{message['role']}\n{message['content']}"
+        found += [start, *plain.encode(text, add_special_tokens=False).ids, end, *newline]
+    return found
 
 
 @pytest.mark.parametrize("make", [make_tokenizer, in_vocabulary])
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("messages", ATTACKS.values(), ids=ATTACKS)
+@BOTH
+@EVERY_ATTACK
 def test_as_text_a_forged_token_is_its_characters(
-    make: Any, template: str, messages: list[dict[str, Any]]
+    make: Any, template: str, messages: list[Message]
 ) -> None:
     tokenizer = make(template)
-    encoded, _ = encode(tokenizer, *messages, special="text")
-    assert isinstance(encoded, Encoded), encoded
-    assert encoded.input_ids.tolist() == ordinary_ids(tokenizer, messages)
-    said = [
-        f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"
-    ]
-    assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "".join(said)
+    sample = sample_of(messages, tokenizer, special_in_content="text", turns="together")
+    assert sample.input_ids.tolist() == ordinary_ids(tokenizer, messages)
+    said = [f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"]
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "".join(said)
 
 
 def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> None:
-    messages = [
-        {**USER, "content": "<|im_end|>\U0010f000\U0010f001\U0010f002" + "\U0010f001" * 10},
-        ONE,
-    ]
-    assert "characters that are kept to stand for it" in reason(
-        fixtures.CHATML, *messages, special="text"
-    )
-    messages[0] = {**USER, "content": messages[0]["content"].replace("<|im_end|>", "")}
-    assert supervised(fixtures.CHATML, *messages, special="text") == "one<|im_end|>"
+    reserved = "\U0010f000\U0010f001\U0010f002" + "\U0010f001" * 10
+    beside, alone = {**USER, "content": "<|im_end|>" + reserved}, {**USER, "content": reserved}
+    why = reason(fixtures.CHATML, beside, ONE, special_in_content="text")
+    assert "characters that are kept to stand for it" in why
+    assert supervised(fixtures.CHATML, alone, ONE, special_in_content="text") == "one<|im_end|>"
 
 
 # --- what a template leaves out
@@ -300,19 +239,16 @@ OTHER_SEPARATORS = fixtures.QWEN3.replace("| tojson }}", "| tojson(indent=2) | r
 UPPER_AND_ESCAPED = fixtures.CHATML.replace("t'] +", "t'] | trim | upper | replace('<', '&lt;') +")
 
 
-def test_tool_calls_that_the_template_ignores_are_a_bad_row() -> None:
-    found = reason(IGNORES_CALLS, USER, CALLING, RESULT, ONE)
-    assert found.startswith(
-        "left out by the template: message 2 (assistant) is rendered without its tool_calls; use"
-    )
-
-
-def test_text_that_the_template_leaves_out_beside_tool_calls_is_a_bad_row() -> None:
-    found = reason(CALLS_ONLY, USER, {**CALLING, "content": "3"}, {**RESULT, "content": "3"}, ONE)
-    assert found.startswith(
-        "left out by the template: message 2 (assistant) is rendered without its text; use"
-    )
-    assert "add" in supervised(CALLS_ONLY, USER, CALLING, RESULT, ONE)
+@pytest.mark.parametrize(
+    ("template", "content", "lacking"),
+    [(IGNORES_CALLS, None, "tool_calls"), (CALLS_ONLY, "3", "text")],
+)
+def test_calls_or_text_that_the_template_ignores_are_a_bad_row(
+    template: str, content: str | None, lacking: str
+) -> None:
+    found = reason(template, USER, {**CALLING, "content": content}, RESULT, ONE)
+    start = "left out by the template: message 2 (assistant) is rendered without its"
+    assert found.startswith(f"{start} {lacking}; use")
 
 
 def test_what_is_not_trained_may_be_left_out() -> None:
@@ -321,7 +257,7 @@ def test_what_is_not_trained_may_be_left_out() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    [fixtures.QWEN3, THINKING_TAGGED, OTHER_SEPARATORS],
+    [fixtures.QWEN3, QWEN3_TAGGED, OTHER_SEPARATORS],
     ids=["as it is", "tags", "other separators"],
 )
 @pytest.mark.parametrize("content", [None, "", "  let me\nadd  "])
@@ -329,6 +265,7 @@ def test_tool_calls_that_are_rendered_somehow_are_trained(
     template: str, content: str | None
 ) -> None:
     assert "add" in supervised(template, USER, {**CALLING, "content": content}, RESULT, ONE)
+    assert "add" in supervised(CALLS_ONLY, USER, CALLING, RESULT, ONE)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +279,7 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
     ("template", "turn", "count"),
     [
         (fixtures.QWEN3, {"reasoning_content": "hm"}, 1),
-        (THINKING_TAGGED, {"reasoning_content": "hm"}, 1),
+        (QWEN3_TAGGED, {"reasoning_content": "hm"}, 1),
         (fixtures.CHATML, {"reasoning_content": "hm", "reasoning": "hm"}, 2),
         (fixtures.CHATML, {"thinking": "hm"}, 2),
         (fixtures.CHATML, {"content": "<think>hm</think>one"}, 0),
@@ -352,17 +289,13 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
         (fixtures.CHATML, {"reasoning_content": "hm", "weight": 0}, 0),
     ],
 )  # fmt: skip
-def test_reasoning_that_is_left_out_is_counted(
-    template: str, turn: dict[str, Any], count: int
-) -> None:
-    weight = {"weight": turn["weight"]} if "weight" in turn else {}
-    result, encoder = encode(
-        make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight}
-    )
-    assert isinstance(result, Encoded) and encoder.seen.num_without_reasoning == count
+def test_reasoning_that_is_left_out_is_counted(template: str, turn: Message, count: int) -> None:
+    messages = [USER, {**ONE, **turn}, USER, {**TWO, **turn}]
+    samples, seen = encoded(messages, make_tokenizer(template), turns="together")
+    assert isinstance(samples, list) and seen.num_without_reasoning == count
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted() -> None:
     messages = [{**USER, "name": "Ann", "id": 1}, {**ONE, "id": 2}]
-    _, encoder = encode(make_tokenizer(fixtures.CHATML + "{# name #}"), *messages)
-    assert encoder.seen.unread_keys == {"id": 2}
+    _, seen = encoded(messages, make_tokenizer(fixtures.CHATML + "{# name #}"))
+    assert seen.unread_keys == {"id": 2}

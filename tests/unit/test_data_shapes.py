@@ -1,7 +1,6 @@
-"""Rows that are no chats: plain text, TRL's prompt and completion, and tokens that were made
-elsewhere.
-"""
+"""Rows of every format: what is recognised, what is trained of it, and why a row is refused."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,20 +8,18 @@ from typing import Any
 
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import OPTIONS, run, write_rows
+from prepared import CHATS, OPTIONS, encoded, marked, messages_of, parsed, run, write_rows
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder
-from trainer.data.formats import RowParser, vocabulary_digest
-from trainer.data.rows import Row, Summary, UnusableError
-from trainer.data.show import preview
+from trainer.data.formats import Conversation, vocabulary_digest
+from trainer.data.readers import iter_rows
 
 TEXT = RowKeys(text_key="text")
 TOKENIZER = fixtures.make_tokenizer(None)
-DIGEST = vocabulary_digest(TOKENIZER)
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+CHAT = json.dumps([USER, ASSISTANT])
 
 
 def with_bos() -> PreTrainedTokenizerFast:
@@ -34,224 +31,232 @@ def with_bos() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def marked(
-    record: dict[str, Any],
-    keys: RowKeys = TEXT,
-    *,
-    tokenizer: PreTrainedTokenizerFast = TOKENIZER,
-    special: str = "error",
-) -> str:
-    """What is trained of a row, in double brackets, or why nothing is."""
-    parser = RowParser(keys, tokenizer)
-    encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special)
-    (found,) = encoder.encode([parser.parse(Row(Path("a.jsonl"), 1, record))])
-    if isinstance(found, UnusableError):
-        return str(found)
-    (sample,) = found
-    return preview(sample.input_ids, sample.loss_mask, tokenizer, color=False)
+def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
+    rows = [(row.line, row.record) for row in iter_rows(path, ())]
+    assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
 
 
-def test_a_text_is_trained_as_a_whole_behind_the_tokenizers_beginning() -> None:
-    assert marked({"text": "Two words.\n"}) == "[[Two words.\n<|im_end|>]]"
-    assert marked({"text": "Two words."}, tokenizer=with_bos()) == "<s>[[Two words.</s>]]"
-    ended = {"a": {"b": "rendered</s>"}}
-    assert marked(ended, RowKeys(text_key="a.b"), tokenizer=with_bos()) == "<s>[[rendered</s>]]", (
-        "not ended twice"
+PAIR = RowKeys(prompt_key="extra.question", response_key="extra.answer")
+SYSTEM = '{"role": "system", "content": "be kind"}'
+CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
+RECOGNISED = {
+    "nested pair": ('{"extra": {"question": "hi", "answer": "hello"}}', PAIR, CHAT),
+    "pair with dots": ('{"extra.question": "hi", "extra.answer": "hello"}', PAIR, CHAT),
+    "pair with a chat": (
+        f'{{"extra": {{"question": [{SYSTEM}, {json.dumps(USER)}], "answer": "hello"}}}}',
+        PAIR,
+        f"[{SYSTEM}, {CHAT[1:]}",
+    ),
+    "messages as text": (json.dumps({"messages": CHAT}), CHATS, CHAT),
+    "sharegpt as text": (
+        json.dumps(
+            {
+                "conversations": '[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'
+            }
+        ),
+        CHATS,
+        CHAT,
+    ),
+    "sharegpt": (
+        """{"system": "be kind", "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": "{\\"name\\": \\"f\\", \\"arguments\\": {\\"x\\": 1}}"},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "hello"}]}""",
+        CHATS,
+        f"""[{SYSTEM}, {{"role": "user", "content": "hi"}},
+            {{"role": "assistant", "content": "", "tool_calls": [{CALL}]}},
+            {{"role": "tool", "content": "2"}}, {{"role": "assistant", "content": "hello"}}]""",
+    ),
+    "alpaca": (
+        """{"instruction": "add", "input": "1 2", "output": "3", "system": "be kind",
+            "history": [["hi", "hello"]]}""",
+        CHATS,
+        f"""[{SYSTEM}, {CHAT[1:-1]}, {{"role": "user", "content": "add\\n1 2"}},
+            {{"role": "assistant", "content": "3"}}]""",
+    ),
+    "alpaca without input": (
+        '{"instruction": "add", "input": "", "output": "3"}',
+        CHATS,
+        '[{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}]',
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "keys", "expected"), RECOGNISED.values(), ids=RECOGNISED)
+def test_chats_of_every_format_become_messages(row: str, keys: RowKeys, expected: str) -> None:
+    assert messages_of(row, keys) == json.loads(expected)
+
+
+def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
+    row = """{"chat": {"turns": [
+        {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+         "name": null},
+        {"role": "assistant", "content": "hello", "reasoning_content": "hm"}]},
+        "functions": "[{\\"type\\": \\"function\\"}]"}"""
+    assert parsed(row, RowKeys(messages_key="chat.turns", tools_key="functions")) == Conversation(
+        [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}],
+        [{"type": "function"}],
     )
-
-
-def test_special_tokens_in_a_text_are_refused_or_taken_as_asked() -> None:
-    row = {"text": "<s>one <|im_start|>"}
-    reason = marked(row, tokenizer=with_bos())
-    assert reason.startswith(
-        "special token in content: the text contains '<s>'; remove it, or set data.special_in"
-    )
-    assert marked(
-        row, tokenizer=with_bos(), special="parse"
-    ) == "<s>[[one <|im_start|></s>]]".replace("<s>[[", "[[<s>")
-    encoder = ChatEncoder(with_bos(), template_kwargs={}, special_in_content="text")
-    ((sample,),) = encoder.encode([RowParser(TEXT, with_bos()).parse(Row(Path("a"), 1, row))])
-    specials = set(with_bos().convert_tokens_to_ids(["<s>", "<|im_start|>"]))
-    assert [token for token in sample.input_ids.tolist() if token in specials] == [
-        sample.input_ids[0]
-    ]
-    assert encoder.seen.end_token_ids == {with_bos().eos_token_id}
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
+    ("row", "keys", "part"),
     [
-        ({"prompt": "The quick brown", "completion": " fox"}, "The quick brown[[ fox<|im_end|>]]"),
-        ({"prompt": "The quick brown ", "completion": "fox"}, "The quick brown [[fox<|im_end|>]]"),
-        ({"prompt": "ques", "completion": "tion"}, "ques[[tion<|im_end|>]]"),
-        ({"prompt": "", "completion": "fox", "id": 3}, "[[fox<|im_end|>]]"),
-        ({"prompt": "one", "completion": ""}, "empty text: there is nothing to supervise"),
-        (
-            {"prompt": "one", "completion": None},
-            "unrecognised columns: found 'prompt', 'completion'; tried",
-        ),
-        ({"text": "\ud800"}, "unrecognised columns: found 'text'"),
+        ('{"question": "a", "answer": "b"}', CHATS, "data.prompt_key=question data.response_key=answer"),
+        ('{"id": 1, "prompt": ["a"], "completion": "b"}', CHATS, "data.prompt_key=prompt data.response_key=completion"),
+        ('{"x": {"Query": "a", "response": "b"}}', CHATS, "data.prompt_key=x.Query data.response_key=x.response"),
+        (f'{{"dialog": {CHAT}}}', CHATS, "a column of messages is read with data.messages_key=dialog"),
+        (f'{{"x": {{"chosen": {CHAT}}}, "prompt": "a"}}', CHATS, "is read with data.messages_key=x.chosen"),
+        ('{"prompt": [{"role": "user", "content": "hi"}], "x": {"answer": "b"}}', CHATS,
+         "data.prompt_key=prompt data.response_key=x.answer"),
+        ('{"prompt": [{"role": []}], "chosen": "b"}', CHATS, "data.prompt_key=prompt data.response_key=chosen"),
+        ('{"text": 3}', CHATS, "for single-turn columns set data.prompt_key and data.response_key"),
+        ('{"x": {"Text": "a"}, "id": 1}', CHATS, "a column of plain text is read with data.text_key=x.Text"),
+        ('{"x": {"question": "a", "y": {"z": 1}}}', RowKeys(prompt_key="x.qestion", response_key="a"),
+         "found 'x.question', 'x.y.z'; tried 'x.qestion' (data.prompt_key)"),
+        ('{"extra": {"question": "hi"}}', PAIR,
+         "found 'extra.question'; tried 'extra.answer' (data.response_key), which is missing or null"),
+        (json.dumps({f"column{i}": 0 for i in range(50)}), CHATS, "'column29' and 20 more; tried"),
+        ('{"prompt": "one", "completion": null}', CHATS, "found 'prompt', 'completion'; tried"),
+        ('{"text": "\\ud800"}', CHATS, "found 'text'"),
     ],
-)
-def test_two_texts_are_a_prompt_and_what_is_trained_behind_it(
-    record: dict[str, Any], expected: str
+)  # fmt: skip
+def test_unrecognised_columns_are_named_with_the_override_that_fits(
+    row: str, keys: RowKeys, part: str
 ) -> None:
-    assert marked(record, RowKeys()).startswith(expected)
+    reason = str(parsed(row, keys))
+    assert reason.startswith("unrecognised columns: ") and part in reason
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "has_bos", "expected"),
+    [
+        ('{"text": "Two words.\\n"}', TEXT, False, "[[Two words.\n<|im_end|>]]"),
+        ('{"text": "Two words."}', TEXT, True, "<s>[[Two words.</s>]]"),
+        # not ended twice
+        ('{"a": {"b": "rendered</s>"}}', RowKeys(text_key="a.b"), True, "<s>[[rendered</s>]]"),
+        ('{"prompt": "The quick brown", "completion": " fox"}', CHATS, False, "The quick brown[[ fox<|im_end|>]]"),
+        ('{"prompt": "The quick brown ", "completion": "fox"}', CHATS, False, "The quick brown [[fox<|im_end|>]]"),
+        ('{"prompt": "ques", "completion": "tion"}', CHATS, False, "ques[[tion<|im_end|>]]"),
+        ('{"prompt": "", "completion": "fox", "id": 3}', CHATS, False, "[[fox<|im_end|>]]"),
+        ('{"prompt": "one", "completion": ""}', CHATS, False, "empty text: there is nothing to supervise"),
+    ],
+)  # fmt: skip
+def test_plain_text_is_trained_behind_its_prompt_or_the_tokenizers_beginning(
+    row: str, keys: RowKeys, has_bos: bool, expected: str
+) -> None:
+    assert marked(row, with_bos() if has_bos else TOKENIZER, keys) == [expected]
+
+
+def test_special_tokens_in_a_text_are_refused_or_taken_as_asked() -> None:
+    row, tokenizer = {"text": "<s>one <|im_start|>"}, with_bos()
+    [reason] = marked(row, tokenizer, TEXT)
+    assert reason.startswith("special token in content: the text contains '<s>'; remove it, or set")
+    parse = marked(row, tokenizer, TEXT, special_in_content="parse")
+    assert parse == ["[[<s>one <|im_start|></s>]]"]
+    samples, seen = encoded(row, tokenizer, TEXT, special_in_content="text")
+    specials = tokenizer.convert_tokens_to_ids(["<s>", "<|im_start|>"])
+    ids = samples[0].input_ids.tolist()
+    assert [number for number in ids if number in specials] == ids[:1]
+    assert seen.end_token_ids == {tokenizer.eos_token_id}
 
 
 def test_a_prompts_tokens_are_those_of_the_prompt_alone() -> None:
-    prompt, encoder = "The quick ", ChatEncoder(TOKENIZER, template_kwargs={})
-    row = Row(Path("a"), 1, {"prompt": prompt, "completion": "brown"})
-    ((sample,),) = encoder.encode([RowParser(RowKeys(), TOKENIZER).parse(row)])
-    alone = TOKENIZER.encode(prompt)
-    assert (
-        sample.input_ids[: len(alone)].tolist()
-        == alone
-        != TOKENIZER.encode(prompt + "brown")[: len(alone)]
-    )
+    [sample], _ = encoded('{"prompt": "The quick ", "completion": "brown"}', TOKENIZER)
+    alone = TOKENIZER.encode("The quick ")
+    assert alone != TOKENIZER.encode("The quick brown")[: len(alone)]
+    assert sample.input_ids[: len(alone)].tolist() == alone
     assert not sample.loss_mask[: len(alone)].any() and sample.loss_mask[len(alone) :].all()
 
 
 def test_two_lists_of_messages_train_the_second() -> None:
     tokenizer = fixtures.make_tokenizer(fixtures.CHATML)
-    row = {
-        "prompt": [USER, ASSISTANT, USER],
-        "completion": [{"role": "assistant", "content": "bye"}],
-    }
-    text = marked(row, RowKeys(), tokenizer=tokenizer)
+    bye = {"role": "assistant", "content": "bye"}
+    [text] = marked({"prompt": [USER, ASSISTANT, USER], "completion": [bye]}, tokenizer)
     assert text.count("[[") == 1 and text.endswith("<|im_start|>assistant\n[[bye<|im_end|>]]\n")
-    mixed = {"prompt": [USER], "completion": "bye"}
-    assert "data.prompt_key=prompt data.response_key=completion" in marked(
-        mixed, RowKeys(), tokenizer=tokenizer
-    )
+    [mixed] = marked({"prompt": [USER], "completion": "bye"}, tokenizer)
+    assert "data.prompt_key=prompt data.response_key=completion" in mixed
 
 
 def test_chats_come_before_other_columns(tmp_path: Path) -> None:
-    both = {
-        "messages": [USER, ASSISTANT],
-        "prompt": "a",
-        "completion": "b",
-        "input_ids": [1],
-        "labels": [1],
-    }
-    other = {"prompt": "a", "completion": "b"}
-    dataset = run(
-        write_rows(tmp_path / "rows.jsonl", both, other),
-        replace(OPTIONS, keys=RowKeys()),
-        cache=tmp_path,
-    )
-    (chat, texts), counts = dataset.summary.rows_by_shape, [*dataset.summary.rows_by_shape.values()]
-    assert (
-        chat == "messages in 'messages'"
-        and texts.startswith("plain text in 'prompt'")
-        and counts == [1, 1]
-    )
+    other = '{"prompt": "a", "completion": "b"}'
+    both = f'{{"messages": {CHAT}, "input_ids": [1], "labels": [1], {other[1:]}'
+    path = write_rows(tmp_path / "rows.jsonl", both, other)
+    shapes = run(path, replace(OPTIONS, keys=CHATS), cache=tmp_path).summary.rows_by_shape
+    chat, texts = shapes
+    assert chat == "messages in 'messages'" and texts.startswith("plain text in 'prompt'")
+    assert list(shapes.values()) == [1, 1]
 
 
-ALPACA = {"instruction": "a", "output": "b", "input": "", "history": []}
-TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'
 
 
 @pytest.mark.parametrize(
-    ("record", "unread"),
+    ("row", "unread"),
     [
-        (
-            {"messages": [USER, ASSISTANT], "system": "Be brief.", "prompt": "hi"},
-            {"system": 1, "prompt": 1},
-        ),
-        ({"messages": [USER, ASSISTANT], "system": "", "prompt": None, "tools": []}, {}),
-        ({"conversations": TURNS, "system": "Be brief.", "input": "c"}, {"input": 1}),
-        ({**ALPACA, "system": "Be brief.", "labels": [1]}, {"labels": 1}),
-        ({"prompt": "a", "completion": " b", "system": "Be brief."}, {"system": 1}),
+        (f'{{"messages": {CHAT}, "system": "Be brief.", "prompt": "hi"}}', "system prompt"),
+        (f'{{"messages": {CHAT}, "system": "", "prompt": null, "tools": []}}', ""),
+        (f'{{{TURNS}, "system": "Be brief.", "input": "c"}}', "input"),
+        ('{"instruction": "a", "output": "b", "history": [], "system": "s", "labels": [1]}', "labels"),
+        ('{"prompt": "a", "completion": " b", "system": "Be brief."}', "system"),
     ],
-)
-def test_a_column_that_only_rows_of_another_shape_have_is_named(
-    record: dict[str, Any], unread: dict[str, int]
-) -> None:
+)  # fmt: skip
+def test_a_column_that_only_rows_of_another_shape_have_is_named(row: str, unread: str) -> None:
     """Each was lost without a word."""
-    seen = Summary()
-    item = RowParser(RowKeys(), TOKENIZER, seen=seen).parse(Row(Path("a"), 1, record))
-    assert not isinstance(item, UnusableError) and seen.unread_columns == unread
+    samples, seen = encoded(row, fixtures.make_tokenizer())
+    assert not isinstance(samples, str)
+    assert seen.unread_columns == dict.fromkeys(unread.split(), 1)
 
 
 def test_a_row_that_is_nested_deeply_is_a_bad_one() -> None:
     deep: Any = "a"
     for _ in range(2000):
         deep = {"b": deep}
-    item = RowParser(RowKeys(), TOKENIZER).parse(Row(Path("a"), 1, {"text": deep}))
-    assert str(item).startswith("nested too deeply: ")
+    assert str(parsed({"text": deep})).startswith("nested too deeply: ")
 
 
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]
+NUM_IDS = len(IDS)
+DIGEST = vocabulary_digest(TOKENIZER)
 HIDDEN = [-100, *IDS[1:]]
 TOLD = {"vocabulary_digest": DIGEST}
 EXPECTED = f"{TOKENIZER.decode(IDS[:1])}[[{TOKENIZER.decode(IDS[1:])}]]"
+NO_LIST = "bad tokens: 'input_ids' is not a list of integers"
+MASK = [0] + [1] * (NUM_IDS - 1)
 TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": HIDDEN, **TOLD}, EXPECTED),
-    ({"loss_mask": [0] + [1] * (len(IDS) - 1), "attention_mask": [1] * len(IDS), **TOLD}, EXPECTED),
-    ({"loss_mask": [False] + [True] * (len(IDS) - 1), "labels": HIDDEN, **TOLD}, EXPECTED),
+    ({"loss_mask": MASK, "attention_mask": [1] * NUM_IDS, **TOLD}, EXPECTED),
+    ({"loss_mask": list(map(bool, MASK)), "labels": HIDDEN, **TOLD}, EXPECTED),
     ({"labels": HIDDEN}, f"unknown vocabulary: .* add a column vocabulary_digest with '{DIGEST}'"),
-    (
-        {"labels": HIDDEN, "vocabulary_digest": "0"},
-        f"other vocabulary: .*'0', this model's is '{DIGEST}'",
-    ),
-    (
-        {"labels": [*IDS[1:], -100], **TOLD},
-        "bad tokens: 'labels' has .* at position 1, .*not that of the next",
-    ),
-    (
-        {"labels": HIDDEN[1:], **TOLD},
-        f"bad tokens: 'labels' has {len(IDS) - 1} values for {len(IDS)}",
-    ),
-    ({"loss_mask": [0.5] * len(IDS), **TOLD}, "bad tokens: 'loss_mask' is not a list of integers"),
-    (
-        {"loss_mask": [2] * len(IDS), **TOLD},
-        "bad tokens: 'loss_mask' has 2 at position 1, known are 0 and 1",
-    ),
-    (
-        {"loss_mask": [1] * len(IDS), "labels": HIDDEN, **TOLD},
-        "bad tokens: .* supervise different tokens",
-    ),
+    ({"labels": HIDDEN, "vocabulary_digest": "0"}, f"other vocabulary: .*'0', this model's is '{DIGEST}'"),
+    ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1, .*not that of the next"),
+    ({"labels": HIDDEN[1:], **TOLD}, f"bad tokens: 'labels' has {NUM_IDS - 1} values for {NUM_IDS}"),
+    ({"loss_mask": [0.5] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' is not a list of integers"),
+    ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1, known are 0 and 1"),
+    ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
     (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
-    (
-        {"input_ids": [9**9], "labels": [-100], **TOLD},
-        "bad tokens: 'input_ids' has 387420489 at position 1, known are 0 to",
-    ),
-    (
-        {"input_ids": [9**30], "labels": [-100], **TOLD},
-        "bad tokens: 'input_ids' is not a list of integers",
-    ),
-    (
-        {"input_ids": [9**15], "labels": [-100], **TOLD},
-        "bad tokens: 'input_ids' has integers of more than 32 bits",
-    ),
-    (
-        {"input_ids": [[1], [2, 3]], "labels": [1], **TOLD},
-        "bad tokens: 'input_ids' is not a list of integers",
-    ),
+    ({"input_ids": [9**9], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has 387420489 at position 1, known are 0"),
+    ({"input_ids": [9**30], "labels": [-100], **TOLD}, NO_LIST),
+    ({"input_ids": [9**15], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has integers of more than 32 bits"),
+    ({"input_ids": [[1], [2, 3]], "labels": [1], **TOLD}, NO_LIST),
+    ({"input_ids": None, "labels": [1], **TOLD}, NO_LIST),
     ({"input_ids": [], "labels": [], **TOLD}, "bad tokens: 'input_ids' is an empty list"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("columns", "expected"), TOKEN_ROWS, ids=[expected[:50] for _, expected in TOKEN_ROWS]
-)
+@pytest.mark.parametrize(("columns", "expected"), TOKEN_ROWS)
 def test_rows_of_tokens_are_taken_over_or_refused(columns: dict[str, Any], expected: str) -> None:
-    found = marked({"input_ids": IDS, **columns}, RowKeys())
+    [found] = marked({"input_ids": IDS, **columns}, TOKENIZER)
     assert found == expected or re.match(expected, found), found
 
 
 def test_rows_of_tokens_are_prepared(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"input_ids": IDS, "labels": HIDDEN, **TOLD})
-    dataset = run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
+    dataset = run(path, replace(OPTIONS, keys=CHATS), cache=tmp_path)
     ids, mask = dataset.sample(0)
-    assert ids.tolist() == IDS and mask.tolist() == [False] + [True] * (len(IDS) - 1)
+    assert ids.tolist() == IDS and mask.tolist() == list(map(bool, MASK))
     assert dataset.summary.end_token_ids == {TOKENIZER.eos_token_id}
-    text = run(
-        write_rows(tmp_path / "t.jsonl", {"text": "a"}), replace(OPTIONS, keys=TEXT), cache=tmp_path
-    )
-    assert (
-        text.directory != dataset.directory
-        and text.summary.num_loss_tokens == len(text.sample(0)[0]) - 1
-    )

@@ -14,16 +14,14 @@ import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
 from chat_families import FAMILIES, Family
-from prepared import run, to_conversation, write_rows
+from prepared import encoded, run, write_rows
+from prepared import marked as marked_by
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder
-from trainer.data.formats import Conversation
-from trainer.data.prepare import PrepareOptions
-from trainer.data.rows import Row, UnusableError
+from trainer.data.prepare import PrepareOptions, RowEncoder
+from trainer.data.rows import Row
 from trainer.data.samples import Samples
-from trainer.data.show import preview
 from trainer.data.tokens import Encoded
 from trainer.errors import DataError
 
@@ -150,19 +148,19 @@ def test_what_a_server_makes_the_model_generate_is_supervised(
 ) -> None:
     family, draw = FAMILIES[name], random.Random(name)
     tokenizer = family.tokenizer()
-    encoder = ChatEncoder(tokenizer, template_kwargs=family.kwargs, turns=turns, train_on=train_on)
+    options = PrepareOptions(
+        RowKeys(), 4096, turns=turns, train_on=train_on, template_kwargs=family.kwargs
+    )
+    encoder = RowEncoder(tokenizer, options)
     rows = [generated_row(family, draw) for _ in range(NUM_CONVERSATIONS)]
-    conversations = [to_conversation(Row(Path("rows.jsonl"), 1, row), RowKeys()) for row in rows]
+    read = [Row(Path("rows.jsonl"), 1, row) for row in rows]
     num_apart = 0
-    for row, samples in zip(rows, encoder.encode(conversations), strict=True):
+    for row, samples in zip(rows, encoder.encode(read), strict=True):
         assert isinstance(samples, list), samples
-        asked = [
-            index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"
-        ]
+        messages = row["messages"]
+        asked = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         asked = asked[-1:] if train_on == "last" else asked
-        expected = [
-            served(row, i, family, tokenizer) for i in asked if is_trained(row["messages"][i])
-        ]
+        expected = [served(row, i, family, tokenizer) for i in asked if is_trained(messages[i])]
         found = [stretch for sample in samples for stretch in shown(sample, tokenizer)]
         assert found == expected
         num_apart += len(samples) > 1
@@ -171,8 +169,7 @@ def test_what_a_server_makes_the_model_generate_is_supervised(
         assert encoder.seen.num_apart == num_apart == 0
     elif train_on == "all":
         assert num_apart > 0
-    stops = {tokenizer.convert_tokens_to_ids(stop) for stop in family.stops}
-    assert set(encoder.seen.end_token_ids) <= stops
+    assert encoder.seen.end_token_ids <= set(tokenizer.convert_tokens_to_ids(list(family.stops)))
 
 
 # --- by hand
@@ -184,17 +181,7 @@ FIRST = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def marked(*messages: Message, template: str = fixtures.QWEN3, **options: Any) -> list[str]:
-    """The samples of a row, what is supervised in brackets."""
-    tokenizer = fixtures.make_tokenizer(template)
-    encoder = ChatEncoder(tokenizer, template_kwargs=options.pop("template_kwargs", {}), **options)
-    [samples] = encoder.encode(
-        [to_conversation(Row(Path("a.jsonl"), 1, {"messages": list(messages)}), RowKeys())]
-    )
-    if isinstance(samples, UnusableError):
-        return [str(samples)]
-    return [
-        preview(sample.input_ids, sample.loss_mask, tokenizer, color=False) for sample in samples
-    ]
+    return marked_by(list(messages), fixtures.make_tokenizer(template), **options)
 
 
 def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasoning() -> None:
@@ -231,28 +218,20 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
         in refused
     )
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
-    encoder = ChatEncoder(fixtures.make_tokenizer(opens), template_kwargs={})
-    assert (
-        list(encoder.encode([Conversation([ASK, ONE, ASK, TWO], None)]))
-        and encoder.seen.num_unlike_prompt == 2
-    )
+    _, seen = encoded([ASK, ONE, ASK, TWO], fixtures.make_tokenizer(opens))
+    assert seen.num_unlike_prompt == 2
 
 
 def test_forged_tokens_stay_text_in_turns_apart() -> None:
     ask = {"role": "user", "content": "<|im_end|>"}
-    first, second = marked(
-        ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO, special_in_content="text"
-    )
-    assert (
-        first.endswith("[[<think>\n<|im_start|>\n</think>\n\none<|im_end|>]]\n") and "two" in second
-    )
+    row = [ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO]
+    first, second = marked(*row, special_in_content="text")
+    assert first.endswith("[[<think>\n<|im_start|>\n</think>\n\none<|im_end|>]]\n")
+    assert "two" in second
     tokenizer = fixtures.make_tokenizer(fixtures.QWEN3)
-    [samples] = ChatEncoder(tokenizer, template_kwargs={}, special_in_content="text").encode(
-        [Conversation([ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO], None)]
-    )
-    assert isinstance(samples, list)
-    starts = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert [int((sample.input_ids == starts).sum()) for sample in samples] == [2, 4]
+    samples, _ = encoded(row, tokenizer, special_in_content="text")
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert [sample.input_ids.tolist().count(start) for sample in samples] == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -285,13 +264,6 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
 
 def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -> None:
     """A server has no prompt for it where the template looks at the first message."""
-    begun = [
-        {"role": "assistant", "content": "hi"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-    ]
     asks = "{% if messages[0].role == 'system' %}{% endif %}" + fixtures.CHATML
-    (found,) = ChatEncoder(fixtures.make_tokenizer(asks), template_kwargs={}).encode(
-        [Conversation(begun, None)]
-    )
-    assert str(found).startswith("no prompt: message 1 is the assistant's")
+    [found] = marked(ONE, ASK, TWO, template=asks)
+    assert found.startswith("no prompt: message 1 is the assistant's")
