@@ -54,31 +54,26 @@ def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
 ) -> None:
     model = shutil.copytree(MODEL_DIR, files / "model")
     given = [*words(files, chats(files)), f"model.partial_pretrain={model}"]
-    assert main(["stats", "--json", *given]) == 0
-    tree = json.loads(capsys.readouterr().out)
+    total = stats(capsys, *given)["train"]["total"]
     refuse = mock.Mock(side_effect=AssertionError("a run finds its tokens prepared"))
     monkeypatch.setattr("trainer.data.token_cache._make_whole", refuse)
-    trained = prepare_inputs(
-        load_config([*given, "model.random_weights=true"]), progress=lambda: None
-    )
-    assert tree["train"]["total"]["tokens"] == int(trained.train.lengths.sum())
-    assert tree["train"]["total"]["supervised_tokens"] == int(
-        trained.train.counts(np.arange(len(trained.train)))[1].sum()
-    )
+    config = load_config([*given, "model.random_weights=true"])
+    train = prepare_inputs(config, progress=lambda: None).train
+    tokens, labels = train.counts(np.arange(len(train)))
+    assert (total["tokens"], total["supervised_tokens"]) == (tokens.sum(), labels.sum())
 
 
-def test_preview_prints_hostile_text_escaped(
+def test_hostile_text_and_names_are_printed_escaped(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
-    turns = [
-        {"role": "user", "content": hostile},
-        {"role": "assistant", "content": "</pre><b>done"},
-    ]
-    (files / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    turns = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "</pre><b>done"}]
+    (files / "chats.jsonl").write_text(json.dumps({"messages": turns, "\x1b[2J\u202e": 1}) + "\n")
     given = [*words(files, chats(files)), "data.max_length=6000"]
-    assert main(["preview", *given]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    for command in ("preview", "stats"):
+        assert main([command, *given]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and "\u202e" not in shown and "[2J" in shown
 
 
 def test_counts_by_source_and_what_was_left_out(
@@ -111,25 +106,17 @@ def test_counts_by_source_and_what_was_left_out(
 def test_duplicates_are_found_inside_train_and_in_validation(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    append(
-        files / "answers.jsonl",
-        ("What is 1?", "1 it is, and no other number"),
-        ("What is 1?", "another"),
-    )
-    val = files / "val.jsonl"
-    append(
-        val,
-        ("What is 2?", "2 it is, and no other number"),
-        ("What is 99?", "99 it is, and no other number"),
-    )
+    val, end = files / "val.jsonl", "it is, and no other number"
+    append(files / "answers.jsonl", ("What is 1?", f"1 {end}"), ("What is 1?", "another"))
+    append(val, ("What is 2?", f"2 {end}"), ("What is 99?", f"99 {end}"))
     held_out = f"data.val_files=[{{files:{val},prompt_key:q,response_key:a,chat_template:{files}/says.jinja}}]"
     given = [*words(files, answers(files)), held_out]
     found = stats(capsys, *given)["duplicates"]
     inside, between = found["train"], found["validation_in_train"]
-    assert (inside["count"], inside["share"]) == (1, 0.1)
-    assert inside["places"] == [[f"{files}/answers.jsonl:9", f"{files}/answers.jsonl:2"]]
-    assert (between["count"], between["share"]) == (1, 0.5)
-    assert between["places"] == [[f"{val}:1", f"{files}/answers.jsonl:3"]]
+    place = [[f"{files}/answers.jsonl:9", f"{files}/answers.jsonl:2"]]
+    assert inside == {"count": 1, "num_samples": 10, "share": 0.1, "places": place}
+    place = [[f"{val}:1", f"{files}/answers.jsonl:3"]]
+    assert between == {"count": 1, "num_samples": 2, "share": 0.5, "places": place}
 
 
 def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,23 +63,16 @@ def test_damage_is_found_told_and_mended(
     path, cache = prepared[0], tmp_path / "cache"
     shutil.copytree(prepared[1], cache)
     expected = run(path, cache=prepared[1])
-    (directory,) = (entry for entry in (cache / "tokens").iterdir() if entry.is_dir())
+    directory = cache / "tokens" / expected.directory.name
     damage(directory / name)
     mended = run(path, cache=cache)
-    assert (
-        len(caplog.messages) == 1
-        and "are damaged (" in caplog.messages[0]
-        and name in caplog.messages[0]
-    )
-    assert "preparing them again" in caplog.messages[0]
+    [message] = caplog.messages
+    assert "are damaged (" in message and name in message and "preparing them again" in message
     for written in (TOKENS, ROWS):
-        assert (mended.directory / written).read_bytes() == (
-            expected.directory / written
-        ).read_bytes()
+        content = (expected.directory / written).read_bytes()
+        assert (mended.directory / written).read_bytes() == content
     assert mended.summary == expected.summary
-    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [
-        directory.name
-    ]
+    assert [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory]
 
 
 def test_whole_tokens_are_read_where_nothing_can_be_written(

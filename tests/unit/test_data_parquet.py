@@ -8,24 +8,24 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepared import to_conversation
+from prepared import CHATS
+from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
-from trainer.data.formats import Conversation, columns_of
+from trainer.data.formats import Conversation, Item, RowParser, columns_of
 from trainer.data.readers import iter_rows
 from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
-KEYS = RowKeys()
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 NS = pa.array([1000, 1]).cast(pa.timestamp("ns"))
 YEARS = pa.array([0, 2**40]).cast(pa.timestamp("s"))
 
 
-def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | UnusableError]:
-    for item in iter_rows(path, columns_of(keys)):
-        yield to_conversation(item, keys)
+def read(path: Path, keys: RowKeys = CHATS) -> Iterator[Item]:
+    parser = RowParser(keys, make_tokenizer(None))
+    return map(parser.parse, iter_rows(path, columns_of(keys)))
 
 
 def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,25 @@ from prepared import OPTIONS, good_rows, run, write_rows
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, readers
-from trainer.data.chat import ChatEncoder
+from trainer.data.prepare import PreparedRows, RowEncoder
+from trainer.data.readers import RowBlock
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.files import locked
 
 
 @pytest.fixture
 def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many conversations each call of the encoder took."""
-    calls: list[int] = []
-    encode = ChatEncoder.encode
+    """How many rows each block had that was prepared."""
+    found: list[int] = []
+    prepare = RowEncoder.prepare
 
-    def counted(self: ChatEncoder, conversations: Iterable[Any]) -> Iterator[Any]:
-        calls.append(0)
-        for result in encode(self, conversations):
-            calls[-1] += 1
-            yield result
+    def counted(self: RowEncoder, file_index: int, block: RowBlock) -> PreparedRows:
+        found.append(len(block))
+        return prepare(self, file_index, block)
 
-    monkeypatch.setattr(ChatEncoder, "encode", counted)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # no other process encodes
-    return calls
+    monkeypatch.setattr(RowEncoder, "prepare", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # no other process prepares
+    return found
 
 
 def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
@@ -44,21 +42,20 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
     dataset = run([first, second], cache=tmp_path / "cache")
-    tokenizer = make_tokenizer()
+    tokenizer, rows, summary = make_tokenizer(), dataset.rows, dataset.summary
     assert num_encoded == [5, 1, 1]
-    assert len(dataset) == 7
-    for index, answer in enumerate([*(row["a"] for row in good_rows(6)), "row 🙂"]):
+    answers = [*(row["a"] for row in good_rows(6)), "row 🙂"]
+    for index, answer in enumerate(answers):
         input_ids, loss_mask = dataset.sample(index)
         assert tokenizer.decode(input_ids[loss_mask]) == f"{answer}<|im_end|>"
-        assert dataset.rows["num_tokens"][index] == len(input_ids)
-        assert dataset.rows["num_loss_tokens"][index] == loss_mask.sum()
+        assert rows["num_tokens"][index] == len(input_ids)
+        assert rows["num_loss_tokens"][index] == loss_mask.sum()
     assert (dataset.location(0), dataset.location(6)) == (f"{first}:1", f"{second}:2")
     assert isinstance(dataset.tokens, np.memmap) and not dataset.tokens.flags.writeable
-    summary = dataset.summary
     assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
-    assert summary.num_tokens == dataset.rows["num_tokens"].sum() == len(dataset.tokens)
-    assert summary.num_loss_tokens == dataset.rows["num_loss_tokens"].sum()
-    assert summary.end_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert summary.num_tokens == rows["num_tokens"].sum() == len(dataset.tokens)
+    assert summary.num_loss_tokens == rows["num_loss_tokens"].sum()
+    assert summary.end_token_ids == {tokenizer.eos_token_id}
 
 
 def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -> None:
@@ -67,8 +64,7 @@ def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -
     moved = path.rename(tmp_path / "moved.jsonl")
     second = run(moved, cache=tmp_path / "cache")
     assert num_encoded == [3]
-    assert first.directory == second.directory
-    assert first.summary == second.summary
+    assert (first.directory, first.summary) == (second.directory, second.summary)
     assert second.location(0) == f"{moved}:1"
 
 
@@ -90,76 +86,68 @@ def test_anything_that_matters_gives_another_directory(tmp_path: Path) -> None:
     assert len({first.summary.fingerprint, fingerprints[0], fingerprints[3]}) == 3
 
 
-def bad_file(tmp_path: Path) -> Path:
-    rows = good_rows(4)
-    return write_rows(
-        tmp_path / "rows.jsonl",
-        rows[0],
-        "{",
-        rows[1],
-        {"q": "long", "a": "x" * 200},
-        rows[2],
-        {"q": "", "a": "b"},
-        rows[3],
-    )
+BAD_FILE = """{"q": "question 0", "a": "answer 0"}
+{
+{"q": "question 1", "a": "answer 1"}
+{"q": "long", "a": "%s"}
+{"q": "question 2", "a": "answer 2"}
+{"q": "", "a": "b"}
+{"q": "question 3", "a": "answer 3"}"""
+BAD_FILE %= "x" * 200
 
 
 def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
-    path = bad_file(tmp_path)
+    path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
     with pytest.raises(DataError) as error:
         run(path, cache=tmp_path / "cache")
-    lines = str(error.value).splitlines()
-    assert lines[0] == "3 of 7 rows cannot be trained on (4 can):"
-    assert lines[1].startswith(f"  {path}:2: broken JSON: Expecting property name")
-    assert lines[2].startswith(f"  {path}:4: over-long: ") and lines[2].endswith(
-        " tokens > data.max_length 64"
-    )
-    assert lines[3].startswith(f"  {path}:6: empty prompt: ")
-    assert lines[4] == "by reason: broken JSON 1, over-long 1, empty prompt 1"
-    listed = [
-        json.loads(line)
-        for line in Path(lines[5].removeprefix("all of them: ")).read_text().splitlines()
-    ]
-    assert [(row["file"], row["line"]) for row in listed] == [
-        (str(path), 2),
-        (str(path), 4),
-        (str(path), 6),
-    ]
-    assert (
-        listed[2]["reason"].startswith("empty prompt")
-        and listed[2]["excerpt"] == "{'a': 'b', 'q': ''}"
-    )
-    assert "data.on_bad_row=skip" in lines[6] and "data.truncation=right" in lines[6]
+    first, broken, long, empty, kinds, listed, fix = str(error.value).splitlines()
+    assert first == "3 of 7 rows cannot be trained on (4 can):"
+    assert broken.startswith(f"  {path}:2: broken JSON: Expecting property name")
+    assert long.startswith(f"  {path}:4: over-long: ")
+    assert long.endswith(" tokens > data.max_length 64")
+    assert empty.startswith(f"  {path}:6: empty prompt: ")
+    assert kinds == "by reason: broken JSON 1, over-long 1, empty prompt 1"
+    rows = json_lines(Path(listed.removeprefix("all of them: ")))
+    assert [(row["file"], row["line"]) for row in rows] == [(str(path), n) for n in (2, 4, 6)]
+    assert rows[2]["reason"].startswith("empty prompt")
+    assert rows[2]["excerpt"] == "{'a': 'b', 'q': ''}"
+    assert "data.on_bad_row=skip" in fix and "data.truncation=right" in fix
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return list(map(json.loads, path.read_text().splitlines()))
 
 
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
-    options = replace(OPTIONS, on_bad_row="skip")
-    dataset = run(bad_file(tmp_path), options, cache=tmp_path / "cache")
-    assert [dataset.location(i).rsplit(":")[-1] for i in range(len(dataset))] == [
-        "1",
-        "3",
-        "5",
-        "7",
-    ]
+    path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
+    dataset = run(path, replace(OPTIONS, on_bad_row="skip"), cache=tmp_path / "cache")
+    assert dataset.rows["line"].tolist() == [1, 3, 5, 7]
     assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
-    assert dataset.summary.num_bad_rows == 3
-    assert len((dataset.directory / "bad_rows.jsonl").read_text().splitlines()) == 3
+    assert (
+        dataset.summary.num_bad_rows == len(json_lines(dataset.directory / "bad_rows.jsonl")) == 3
+    )
 
 
-def test_no_usable_row(tmp_path: Path) -> None:
-    empty = write_rows(tmp_path / "empty.jsonl")
-    with pytest.raises(DataError, match=r"no row to train on: there is none in .*empty.jsonl"):
-        run(empty, cache=tmp_path / "cache")
-    options = replace(OPTIONS, on_bad_row="skip")
-    with pytest.raises(DataError, match=r"1 of 1 rows cannot be trained on \(0 can\)"):
-        run(write_rows(tmp_path / "bad.jsonl", "{"), options, cache=tmp_path / "cache")
-    options = replace(OPTIONS, truncation="drop", max_length=2)
-    with pytest.raises(
-        DataError,
-        match=r"2 rows read, 2 dropped by data.truncation as longer than data.max_length=\d+: "
-        r"raise it",
-    ):
-        run(write_rows(tmp_path / "long.jsonl", *good_rows(2)), options, cache=tmp_path / "cache")
+DROPPED = "2 rows read, 2 dropped by data.truncation as longer than data.max_length=2: raise it"
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "why"),
+    [
+        ([], {}, r"no row to train on: there is none in .*rows.jsonl"),
+        (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
+        (good_rows(2), {"truncation": "drop", "max_length": 2}, DROPPED),
+        (
+            [{"q": "x" * 200, "a": "b"}],
+            {"truncation": "right", "max_length": 20},
+            r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len",
+        ),
+    ],
+)
+def test_no_usable_row(tmp_path: Path, rows: list[Any], options: dict[str, Any], why: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(DataError, match=why):
+        run(path, replace(OPTIONS, **options), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("truncation", ["left", "right"])
@@ -169,10 +157,8 @@ def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
     cut = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
     ids, mask = whole.sample(1)
     kept = slice(-64, None) if truncation == "left" else slice(0, 64)
-    assert np.array_equal(cut.sample(1)[0], ids[kept]) and np.array_equal(
-        cut.sample(1)[1], mask[kept]
-    )
-    assert np.array_equal(cut.sample(0)[0], whole.sample(0)[0])
+    assert np.array_equal(cut.sample(1), (ids[kept], mask[kept]))
+    assert np.array_equal(cut.sample(0), whole.sample(0))
     assert (cut.summary.num_truncated, cut.summary.num_cut_tokens) == (1, len(ids) - 64)
 
 
@@ -183,15 +169,6 @@ def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
     dataset = run(path, options, cache=tmp_path / "cache")
     _, mask = dataset.sample(0)
     assert mask[0] and dataset.rows["num_loss_tokens"][0] == mask.sum() - 1
-
-
-def test_nothing_supervised_after_truncation(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"q": "x" * 200, "a": "b"})
-    with pytest.raises(
-        DataError,
-        match=r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len",
-    ):
-        run(path, replace(OPTIONS, truncation="right", max_length=20), cache=tmp_path / "cache")
 
 
 def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
@@ -227,14 +204,9 @@ def test_over_long_rows_are_listed_with_file_and_line(
     """Nothing is dropped or cut silently: the list names every such row."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "question", "a": "long " * 90})
     dataset = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
-    listed = [
-        json.loads(line)
-        for line in (dataset.directory / "over_long_rows.jsonl").read_text().splitlines()
-    ]
-    assert [(Path(row["file"]).name, row["line"], row["action"]) for row in listed] == [
-        ("rows.jsonl", 2, action)
-    ]
-    assert listed[0]["num_tokens"] > OPTIONS.max_length
+    [row] = json_lines(dataset.directory / "over_long_rows.jsonl")
+    assert (Path(row["file"]).name, row["line"], row["action"]) == ("rows.jsonl", 2, action)
+    assert row["num_tokens"] > OPTIONS.max_length
     summary = dataset.summary
     assert (summary.num_dropped, summary.num_truncated) == (action == "dropped", action == "cut")
     assert summary.num_bad_rows == 0
