@@ -160,18 +160,21 @@ def summarize(runs: dict[Contender, list[dict[str, Any]]]) -> Iterable[dict[str,
         yield row
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def cells(row: dict[str, Any]) -> dict[str, object]:
+    """Return the columns of a row of the table."""
     rate, ratio = row["rows_per_s"], row.get("ours is faster by")
-    return [
-        row["contender"],
-        str(row["rows"]),
-        f"{rate['median']:.0f} ({rate['min']:.0f} to {rate['max']:.0f})",
-        f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else "",
-        f"{row['prepare_s']['median']:.2f}",
-        f"{row['process_s']['median']:.1f}",
-        str(row["peak_mib"]),
-        str(row.get("different rows", "")),
-    ]
+    return {
+        "contender": row["contender"],
+        "rows": row["rows"],
+        "rows/s": f"{rate['median']:.0f} ({rate['min']:.0f} to {rate['max']:.0f})",
+        "ours is faster by": (
+            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
+        ),
+        "s": f"{row['prepare_s']['median']:.2f}",
+        "process s": f"{row['process_s']['median']:.1f}",
+        "peak MiB": row["peak_mib"],
+        "different rows": row.get("different rows", ""),
+    }
 
 
 def main() -> None:
@@ -187,17 +190,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         case = make_case(Path(directory, "case"), arguments.train_file)
         rows = list(summarize(measure(case, arguments.rounds)))
-    columns = [
-        "contender",
-        "rows",
-        "rows/s",
-        "ours is faster by",
-        "s",
-        "process s",
-        "peak MiB",
-        "different rows",
-    ]
-    print(table(columns, map(cells, rows)))
+    shown = list(map(cells, rows))
+    print(table(list(shown[0]), [list(map(str, row.values())) for row in shown]))
     peers = peer_versions("trl", "transformers", "datasets", "tokenizers")
     write_result(
         "prepare",

@@ -7,14 +7,12 @@ import json
 import os
 import random
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.data.samples import Samples
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.compose import load_config
 from trainer.run.inputs import prepare_data_alone
@@ -43,9 +41,9 @@ def quickstart() -> Rows:
 
 def gsm8k() -> Rows:
     rows = map(json.loads, GSM8K.read_text().splitlines()[:NUM_ROWS]) if GSM8K.exists() else ()
-    said = [("user", "question"), ("assistant", "answer")]
     return [
-        {"messages": [{"role": role, "content": row[key]} for role, key in said]} for row in rows
+        {"messages": [message("user", row["question"]), message("assistant", row["answer"])]}
+        for row in rows
     ]
 
 
@@ -59,37 +57,34 @@ def tool_conversation(rng: random.Random) -> dict[str, Any]:
     arguments out.
     """
     names = rng.sample(sorted(TOOLS), 2)
-    messages: Rows = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
+    said = [("system", "Be brief.")] if rng.random() < 0.5 else []
+    messages = [message(role, text) for role, text in said]
     for turn in range(rng.randint(1, 3)):
         name = rng.choice(names)
         given = TOOLS[name][: rng.randint(1, len(TOOLS[name]))]
         call = {"name": name, "arguments": {key: f"{key} {rng.randint(1, 99)}" for key in given}}
+        text, lead = (
+            f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please.",
+            ["", "Wait."],
+        )
         messages += [
-            {
-                "role": "user",
-                "content": f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please.",
-            },
-            {
-                "role": "assistant",
-                "content": rng.choice(["", "A moment."]),
-                "tool_calls": [{"function": call}],
-            },
-            {"role": "tool", "name": name, "content": json.dumps({"result": rng.randint(1, 999)})},
-            {"role": "assistant", "content": f"It is {rng.randint(1, 999)}."},
+            message("user", text),
+            message("assistant", rng.choice(lead), tool_calls=[{"function": call}]),
+            message("tool", f'{{"result": {rng.randint(1, 999)}}}', name=name),
+            message("assistant", f"It is {rng.randint(1, 999)}."),
         ]
-    return {
-        "messages": messages,
-        "tools": [{"type": "function", "function": schema(name)} for name in names],
-    }
+    tools = [{"type": "function", "function": schema(name)} for name in names]
+    return {"messages": messages, "tools": tools}
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
 
 
 def schema(name: str) -> dict[str, Any]:
     properties = {key: {"type": "string"} for key in TOOLS[name]}
-    return {
-        "name": name,
-        "description": f"To {name}.",
-        "parameters": {"type": "object", "properties": properties},
-    }
+    parameters = {"type": "object", "properties": properties}
+    return {"name": name, "description": f"To {name}.", "parameters": parameters}
 
 
 def job(rows: Rows, template: str | None = None) -> dict[str, Any]:
@@ -132,22 +127,18 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@dataclass(frozen=True)
-class Row:
-    """One sample as one side prepared it: token ids, and which of them are supervised."""
-
-    ids: list[int]
-    mask: list[bool]
+Row = tuple[list[int], list[bool]]
+"""One sample as one side prepared it: token ids, and which of them are supervised."""
 
 
 def rows_there(prepared: Path, name: str) -> list[Row]:
     rows = map(json.loads, (prepared / f"{name}.jsonl").read_text().splitlines())
     return [
-        Row(row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows
+        (row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows
     ]
 
 
-def samples_here(prepared: Path, name: str, template: str | None = None) -> Samples:
+def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Row]:
     words = [
         f"data.train_files={prepared}/{name}.rows.jsonl",
         f"data.cache_dir={prepared}/cache",
@@ -155,19 +146,15 @@ def samples_here(prepared: Path, name: str, template: str | None = None) -> Samp
     ]
     if template:
         words.append(f"data.chat_template={prepared}/{template}.jinja")
-    return prepare_data_alone(load_config(words)).train
-
-
-def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Row]:
-    samples = samples_here(prepared, name, template)
+    samples = prepare_data_alone(load_config(words)).train
     encoded = (samples.sample(number) for number in range(len(samples)))
-    return [Row(ids.tolist(), mask.tolist()) for ids, mask in encoded]
+    return [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
 
 
 def test_conversations_equal_trls(prepared: Path) -> None:
     for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
         here, there = rows_here(prepared, name), rows_there(prepared, name)
-        assert len(here) == count and sum(any(row.mask) for row in here) == count
+        assert len(here) == count and sum(any(mask) for _, mask in here) == count
         assert here == there
 
 
@@ -178,13 +165,11 @@ def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path) -> None:
     assert len(here) == NUM_ROWS
     newline = AutoTokenizer.from_pretrained(MODEL_DIR).encode("\n", add_special_tokens=False)
     assert len(newline) == 1
-    for own, other in zip(here, there, strict=True):
-        assert own.ids == other.ids
+    for (ids, own), (their_ids, other) in zip(here, there, strict=True):
+        assert ids == their_ids
         different = [
-            i
-            for i, pair in enumerate(zip(own.mask, other.mask, strict=True))
-            if len(set(pair)) == 2
+            i for i, pair in enumerate(zip(own, other, strict=True)) if len(set(pair)) == 2
         ]
-        supervised = [i for i, is_kept in enumerate(own.mask) if is_kept]
+        supervised = [i for i, is_kept in enumerate(own) if is_kept]
         assert different == [supervised[0] - 1, supervised[-1] + 1]
-        assert all(other.mask[i] and own.ids[i] == newline[0] for i in different)
+        assert all(other[i] and ids[i] == newline[0] for i in different)

@@ -67,7 +67,10 @@ def test_hostile_text_and_names_are_printed_escaped(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
-    turns = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "</pre><b>done"}]
+    turns = [
+        {"role": "user", "content": hostile},
+        {"role": "assistant", "content": "</pre><b>done"},
+    ]
     (files / "chats.jsonl").write_text(json.dumps({"messages": turns, "\x1b[2J\u202e": 1}) + "\n")
     given = [*words(files, chats(files)), "data.max_length=6000"]
     for command in ("preview", "stats"):

@@ -41,12 +41,12 @@ def parquet(text: str) -> bytes:
 
 
 def commit(name: str) -> dict[str, bytes]:
-    shards = {
-        f"data/train-{number:05}-of-00002.parquet": parquet(f"{name} {number}")
-        for number in range(2)
+    return {
+        "data/train-00000-of-00002.parquet": parquet(f"{name} 0"),
+        "data/train-00001-of-00002.parquet": parquet(f"{name} 1"),
+        "extra/chats.jsonl": f'{{"text": "{name} line"}}'.encode(),
+        "README.md": b"# A dataset",
     }
-    line = json.dumps({"text": f"{name} line"}).encode()
-    return {**shards, "extra/chats.jsonl": line, "README.md": b"# A dataset"}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -60,44 +60,38 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        place = self.path.partition("?")[0].strip("/").split("/")
-        if place[:4] == ["api", "datasets", "org", "name"]:
-            return self._tell(
-                place[5] if len(place) > 5 else "main", is_tree=place[4:5] == ["tree"]
-            )
-        if place[:4] == ["datasets", "org", "name", "resolve"]:
-            return self._send(place[4], "/".join(place[5:]))
-        return self._fail("RepoNotFound", "Repository not found")
+        match self.path.partition("?")[0].strip("/").split("/"):
+            case ["api", "datasets", "org", "name", *more]:
+                self._tell(more[1] if len(more) > 1 else "main", is_tree=more[:1] == ["tree"])
+            case ["datasets", "org", "name", "resolve", revision, *place]:
+                self._send(revision, "/".join(place))
+            case _:
+                self._fail("RepoNotFound", "Repository not found")
 
     def _tell(self, revision: str, *, is_tree: bool) -> None:
         sha = self.refs.get(revision, revision)
         if sha not in self.commits:
             return self._fail("RevisionNotFound", f"Invalid rev id: {revision}")
-        files = [
-            {"type": "file", "path": name, "size": len(data), "oid": "0"}
-            for name, data in self.commits[sha].items()
-        ]
-        siblings = [{"rfilename": name} for name in self.commits[sha]]
-        info = {
+        files = self.commits[sha]
+        tree = [{"type": "file", "path": n, "size": len(d), "oid": "0"} for n, d in files.items()]
+        content: dict[str, Any] = {
             "id": "org/name",
             "_id": "1",
             "sha": sha,
             "private": False,
             "tags": [],
-            "siblings": siblings,
         }
-        return self._answer(
-            json.dumps(files if is_tree else info).encode(), {"Content-Type": "application/json"}
-        )
+        content["siblings"] = [{"rfilename": name} for name in files]
+        answer = json.dumps(tree if is_tree else content).encode()
+        return self._answer(answer, {"Content-Type": "application/json"})
 
     def _send(self, revision: str, name: str) -> None:
         sha = self.refs.get(revision, revision)
         if name not in self.commits.get(sha, {}):
             return self._fail("EntryNotFound", "Entry not found")
         self.gets.append(f"{self.command} {name}")
-        return self._answer(
-            self.commits[sha][name], {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'}
-        )
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'}
+        return self._answer(self.commits[sha][name], headers)
 
     def _fail(self, code: str, text: str) -> None:
         self._answer(b"{}", {"X-Error-Code": code, "X-Error-Message": text}, 404)
@@ -136,13 +130,8 @@ def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[l
     """What each address gave, and what was logged. In a process of its own: the client reads
     its environment once.
     """
-    environment = {
-        **os.environ,
-        "HF_HOME": str(cache),
-        "HF_ENDPOINT": endpoint,
-        "HF_HUB_OFFLINE": "0",
-        **more,
-    }
+    environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint}
+    environment |= {"HF_HUB_OFFLINE": "0", **more}
     words = [sys.executable, "-c", SCRIPT, *addresses]
     done = subprocess.run(
         words, env=environment, capture_output=True, text=True, timeout=120, check=True
