@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import RowKeys
-from trainer.data.order import Share, rows_at
+from trainer.data.batch_plan import Share, rows_at
 from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare

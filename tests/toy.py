@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
-from trainer.data.batch_plan import START, Limits, RankPlan, Schedule
+from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.data.loader import TrainLoader, ValidationBatches
-from trainer.data.order import Share
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.loop.fit import fit

@@ -27,8 +27,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.data.batch_plan import Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Schedule, Share
 from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run

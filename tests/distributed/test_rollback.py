@@ -21,8 +21,7 @@ from toy_runs import Recipe
 
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
-from trainer.data.batch_plan import Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Decision, Guard

@@ -31,8 +31,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from whole_equality import compare_runs
 
-from trainer.data.batch_plan import Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DONE, EXIT_USAGE
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics

@@ -17,8 +17,7 @@ from sweeps import short_or_full
 from toy import ToySamples, differing, full_parameters, relative, short_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.data.batch_plan import Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Schedule, Share
 from trainer.loop.run import Run
 from trainer.runtime import seeding
 

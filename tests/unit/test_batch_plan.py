@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, RankPlan, Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Limits, RankPlan, Schedule, Share
 
 NUM_CASES = 150
 

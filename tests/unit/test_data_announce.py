@@ -9,11 +9,10 @@ import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
 
 from trainer.config import RowKeys
-from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, RankPlan, Schedule
-from trainer.data.order import Share
+from trainer.data.batch_plan import Limits, RankPlan, Schedule, Share
 from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import Samples
+from trainer.data.show import announce
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 

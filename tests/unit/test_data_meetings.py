@@ -14,10 +14,10 @@ from source_files import chats, words, write_sources
 
 from trainer.cli.data import main
 from trainer.config import RowKeys
-from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
+from trainer.data.show import announce
 from trainer.errors import DataError
 from trainer.run.compose import load_config
 from trainer.run.inputs import Inputs, prepare_inputs

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.data.order import Share, permuted, rows_at
+from trainer.data.batch_plan import Share, permuted, rows_at
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 9, 10, 17, 100, 1009])

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.announce import source_facts
-from trainer.data.batch_plan import Schedule
-from trainer.data.order import Share, held_out_rows
+from trainer.data.batch_plan import Schedule, Share, held_out_rows
 from trainer.data.samples import Samples, SourceSamples
+from trainer.data.show import source_facts
 from trainer.errors import DataError
 from trainer.progress import Position
 

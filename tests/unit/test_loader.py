@@ -18,9 +18,8 @@ from torch import Tensor
 from toy import OneSource, ToySamples
 
 from trainer.batch import StepBatch
-from trainer.data.batch_plan import START, Limits, RankPlan, Schedule
+from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.data.loader import TrainLoader, ValidationBatches, build_step, pack
-from trainer.data.order import Share
 from trainer.errors import CannotWriteError
 from trainer.progress import Position
 from trainer.run import main

@@ -12,19 +12,80 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.content import REASONING_KEYS, StructuralTokens, count_missing_reasoning
 from trainer.data.formats import Continuation, Conversation, Item
-from trainer.data.masks import AUTO, Renderings
-from trainer.data.plain_text import TextEncoder
+from trainer.data.masks import AUTO, REASONING_KEYS, Renderings, count_missing_reasoning
 from trainer.data.rows import TOO_DEEP, Summary, UnusableError
-from trainer.data.template import ChatTemplate, Tools
-from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder
+from trainer.data.template import ChatTemplate, StructuralTokens, Tools
+from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
 # one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
 BATCH_CHARS = 300_000
 BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
+
+
+class TextEncoder:
+    """Puts the tokenizer's beginning before a text and its end token after it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_in_content: str) -> None:
+        """Raises `DataError` for a tokenizer without an end token."""
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
+            )
+        self._tokenizer, self._special_in_content = tokenizer, special_in_content
+        self.end_id = int(tokenizer.eos_token_id)
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = StructuralTokens({token.content for token in added if token.special})
+        [first, *_] = tokenizer.encode("a", add_special_tokens=False)
+        with_all = tokenizer.encode("a")
+        self._lead = with_all[: with_all.index(first)]
+
+    def marked(self, item: Continuation) -> MarkedText:
+        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
+        text = item.text.removesuffix(str(self._tokenizer.eos_token))
+        if not text.strip():
+            raise UnusableError("empty text: there is nothing to supervise")
+        whole = item.prompt + text
+        require_unicode(whole)
+        spans = [(len(item.prompt), len(whole))]
+        token = self._special.first_in(whole)
+        if token is None or self._special_in_content == "parse":
+            return MarkedText(whole, spans, prompt=item.prompt)
+        if self._special_in_content == "error":
+            raise UnusableError(
+                f"special token in content: the text contains {token!r}; remove it, or set "
+                f"data.special_in_content=parse if the text is rendered already, text for ordinary "
+                f"characters"
+            )
+        return self._special.exchange(
+            MarkedText(self._special.hide(whole), spans, prompt=item.prompt)
+        )
+
+    def encoded(
+        self, item: MarkedText, ids: np.ndarray, num_prompt: int, finder: TokenFinder
+    ) -> Encoded:
+        """Take `ids` of the whole text, `num_prompt` of them before the span.
+
+        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
+        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
+        that changes the text.
+        """
+        prompt, whole = finder.ids(item.prompt or ""), ids.tolist()
+        if whole[:num_prompt] != prompt:
+            apart = prompt + finder.ids(item.text[item.spans[0][0] :])
+            if self._decoded(apart) != self._decoded(whole):
+                raise UnusableError(
+                    "split token: one token holds the end of the prompt and the begin of the text"
+                )
+            whole = apart
+        lead = [] if whole[: len(self._lead)] == self._lead else self._lead
+        input_ids = np.array([*lead, *whole, self.end_id], dtype=np.int32)
+        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 class ChatEncoder:
@@ -54,7 +115,7 @@ class ChatEncoder:
         self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._special_in_content, self._turns = special_in_content, turns
         self._train_on, self.seen = train_on, Summary() if seen is None else seen
-        self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
+        self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, which share its memory
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
@@ -110,7 +171,8 @@ class ChatEncoder:
         if isinstance(item, Continuation):
             return [self._texts.marked(item)]
         tools = item.tools
-        template, structural = self._template(tools)
+        template = self._template(tools)
+        structural = template.structural_tokens
         messages = [template.with_arguments(message) for message in item.messages]
         is_hidden = False
         if self._special_in_content == "error":
@@ -133,15 +195,14 @@ class ChatEncoder:
                 self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
         return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
 
-    def _template(self, tools: Tools) -> tuple[ChatTemplate, StructuralTokens]:
+    def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template.\nFix: name a jinja file in data.chat_template"
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
-            template = ChatTemplate(source, self.tokenizer, self._template_kwargs)
-            self._templates[source] = template, StructuralTokens(template.structural_tokens)
+            self._templates[source] = ChatTemplate(source, self.tokenizer, self._template_kwargs)
         return self._templates[source]
 
     @cached_property

@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from trainer.data.formats import Message
 from trainer.data.rows import Summary, UnusableError
-from trainer.data.template import ChatTemplate, Tools
+from trainer.data.template import ChatTemplate, Tools, with_function
 from trainer.data.tokens import MarkedText, Span
 
 TOGETHER, AUTO = "together", "auto"
@@ -281,3 +282,98 @@ def _never_ends(number: int) -> UnusableError:
         f"chat template: assistant turn {number} does not end with a special token, so the model "
         f"would never learn to stop; use a template that closes the turn (data.chat_template)"
     )
+
+
+# Parts that a template leaves out
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+THINK_END = "</think>"
+TEXT, CALLS, REASONING = "text", "tool_calls", "reasoning"
+Marks = dict[str, tuple[int, str]]
+"""Index of the message and part of it that each mark was put into."""
+
+
+def count_missing_reasoning(
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    marked: MarkedText,
+    turns: list[int],
+) -> int:
+    """Return how many of the supervised `turns` are rendered without their reasoning.
+
+    Raises `UnusableError` for a turn without its text or its tool calls. What is not found word for
+    word is looked for in a second rendering, in which every part carries a mark.
+    """
+    spans = marked.spans
+    if len(spans) != len(turns):
+        spans = [(0, len(marked.text))] * len(turns)
+    if all(
+        _is_plainly_there(messages[index], marked.text, span)
+        for index, span in zip(turns, spans, strict=True)
+    ):
+        return 0
+    marks: Marks = {}
+    changed = [
+        _with_marks(message, index, marks) if index in turns else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        text = template.render(changed, tools)[0].lower()
+    except UnusableError:  # it insists on something about the values: nothing can be said
+        return 0
+    missing = {place for mark, place in marks.items() if mark not in text}
+    for index in turns:
+        if found := [part for part in (TEXT, CALLS) if (index, part) in missing]:
+            raise UnusableError(
+                f"left out by the template: message {index + 1} (assistant) is rendered without "
+                f"its {' and '.join(found)}; use a template that renders them (data.chat_template)"
+            )
+    return len(missing)
+
+
+def _is_plainly_there(message: Message, text: str, span: Span) -> bool:
+    content = message["content"] or ""
+    if THINK_END in content or any(map(message.get, (CALLS, *REASONING_KEYS))):
+        return False
+    return text.find(content.strip(), *span) >= 0
+
+
+def _with_marks(message: Message, index: int, marks: Marks) -> Message:
+    """Put a mark into each part of a message."""
+
+    def mark(part: str) -> str:
+        name = f"zq{len(marks)}qz"
+        marks[name] = index, part
+        return name
+
+    message = dict(message)
+    reasoning, end, answer = (message["content"] or "").rpartition(THINK_END)
+    if reasoning.strip():
+        reasoning += mark(REASONING)
+    if answer.strip():
+        answer += mark(TEXT)
+    if end or answer.strip():
+        message["content"] = reasoning + end + answer
+    keys = [
+        key for key in REASONING_KEYS if isinstance(message.get(key), str) and message[key].strip()
+    ]
+    if keys:
+        name = mark(REASONING)
+        message |= {key: message[key] + name for key in keys}
+    if message.get(CALLS):
+        message[CALLS] = [_with_mark(call, mark(CALLS)) for call in message[CALLS]]
+    return message
+
+
+def _with_mark(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Mark the arguments of a tool call, or its name where it has none."""
+
+    def change(value: object) -> object:
+        if not isinstance(value, dict):
+            return f"{value}{mark}"
+        texts = {key: item + mark for key, item in value.items() if isinstance(item, str)}
+        return {**value, **texts, mark: mark}
+
+    changed = with_function(call, "arguments", change)
+    return with_function(call, "name", change) if changed is call else changed

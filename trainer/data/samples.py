@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.order import Share, held_out_rows
+from trainer.data.batch_plan import Share, held_out_rows
 from trainer.data.prepare import ROW, ROWS, SUPERVISED, TOKEN, TOKENS
 from trainer.data.rows import Summary, location
 from trainer.errors import DataError, ResumableError

@@ -35,10 +35,8 @@ MAX_BAD_FRACTION = 0.5
 template are wrong, not rows."""
 TOKEN_MODULES = (
     "chat",
-    "content",
     "formats",
     "masks",
-    "plain_text",
     "prepare",
     "readers",
     "rows",

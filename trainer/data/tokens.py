@@ -5,7 +5,7 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def require_unicode(text: str) -> None:
         raise UnusableError(f"bad unicode: half of a surrogate pair, {half!r}") from None
 
 
-def aliases(tokens: frozenset[str]) -> dict[str, str]:
+def aliases(tokens: Collection[str]) -> dict[str, str]:
     """Return for each token a text of its length made of characters for private use."""
     return {
         token: chr(FIRST_PRIVATE + number) * len(token)

@@ -23,9 +23,9 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
 from trainer.config import Config, require_consistent
-from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
+from trainer.data.show import announce
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper

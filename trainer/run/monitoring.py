@@ -5,7 +5,7 @@ from math import inf
 
 from transformers import PreTrainedModel
 
-from trainer.data.announce import source_facts
+from trainer.data.show import source_facts
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
 from trainer.loop.meter import Meter, Plan
