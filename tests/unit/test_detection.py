@@ -316,9 +316,8 @@ def test_a_window_measures_centre_and_spread_of_its_last_values(num_points: int)
     centre = np.median(last)
     tail = (np.quantile(last, 0.95) - centre) / 1.645
     spread = max(1.4826 * np.median(np.abs(last - centre)), tail)
-    assert usual is not None
     assert (usual.centre, usual.scale) == pytest.approx((centre, spread), rel=1e-12)
-    assert filled(np.exp(logs[:31])).usual is None
+    assert not filled(np.exp(logs[:31])).usual.is_known
     assert usual.z(usual.at(7.5)) == pytest.approx(7.5) and usual.at(1e6) < math.inf
 
 

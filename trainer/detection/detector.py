@@ -16,6 +16,9 @@ from trainer.progress import Remembered
 
 MAX_FIRST_LOSS = 5.0
 """In nats per token: a pretrained model starts below it on data that it can read."""
+EMPTY = (
+    "this step's batch has no label token: nothing is learned from it; check truncation and labels"
+)
 
 
 class Detector(Remembered):
@@ -42,37 +45,27 @@ class Detector(Remembered):
         """
         loss, grad_norm = values[LOSS], values[GRAD_NORM]
         found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
-        self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
-        own: Anomaly | None
-        is_spike = False
-        if not (isfinite(loss) and isfinite(grad_norm)):
-            signal = GRAD_NORM if isfinite(loss) else LOSS
-            message = f"{signal} is {values[signal]}"
-            own = Anomaly(step, Level.NONFINITE, signal, message, onset=step)
-            self._steps.pass_over(step)
+        bad = next((key for key in (LOSS, GRAD_NORM) if not isfinite(values[key])), None)
+        own = spike = None
+        if bad:
+            own = Anomaly(step, Level.NONFINITE, bad, f"{bad} is {values[bad]}", onset=step)
         elif values[VALID_TOKENS] == 0:
-            message = (
-                "this step's batch has no label token: nothing is learned from it; check "
-                "truncation and labels"
-            )
-            own = Anomaly(step, Level.WARN, VALID_TOKENS, message, onset=step)
+            own = Anomaly(step, Level.WARN, VALID_TOKENS, EMPTY, onset=step)
+        if own:
+            self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
             self._steps.pass_over(step)
         else:
             self.scores = self._steps.scores(loss, grad_norm)
-            start = None if self._steps.is_ready else self._high_start(step, loss)
+            if not self._steps.is_ready and loss > self._max_first_loss:
+                message = (
+                    f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, "
+                    f"chat template and model"
+                )
+                own = Anomaly(step, Level.WARN, LOSS, message, onset=step)
             spike = self._steps.observe(step, loss, grad_norm)
-            own, is_spike = spike or start, spike is not None
+            own = spike or own
             found.append(self._divergence.observe(step, loss))
-        found.append(self._ledger.count(step, is_spike=is_spike))
+        found.append(self._ledger.count(step, is_spike=spike is not None))
         if own and (own.level != Level.WARN or self._ledger.may_warn()):
             found.append(own)
         return [anomaly for anomaly in found if anomaly]
-
-    def _high_start(self, step: int, loss: float) -> Anomaly | None:
-        if loss <= self._max_first_loss:
-            return None
-        message = (
-            f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, chat "
-            f"template and model"
-        )
-        return Anomaly(step, Level.WARN, LOSS, message, onset=step)

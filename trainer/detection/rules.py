@@ -1,7 +1,7 @@
 """Rules of the user: a limit on a metric, the steps for which it must be exceeded, and the answer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
+from math import inf, nan
 from typing import ClassVar
 
 from trainer import metrics
@@ -68,9 +68,9 @@ class RuleWatch(Remembered):
         hold.
         """
         for text, rule in self._rules.items():
-            value = values.get(rule.metric)
-            holds = value is not None and rule.holds(value)
-            count = self._num_in_a_row[text] = self._num_in_a_row[text] + 1 if holds else 0
+            value = values.get(rule.metric, nan)
+            count = self._num_in_a_row[text] + 1 if rule.holds(value) else 0
+            self._num_in_a_row[text] = count
             if self._resting[text] > 0:
                 self._resting[text] -= 1
             elif count >= rule.num_steps:

@@ -6,7 +6,7 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from trainer.detection.anomaly import GRAD_NORM, LOSS, Anomaly, Level
-from trainer.detection.window import RobustWindow, Usual
+from trainer.detection.window import RobustWindow
 from trainer.progress import Remembered
 
 MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
@@ -58,39 +58,34 @@ class SpikeWatch(Remembered):
     @property
     def is_ready(self) -> bool:
         """Enough steps are known to judge a loss."""
-        return self._loss.usual is not None
+        return self._loss.usual.is_known
 
     def limits(self) -> StepLimits:
-        bounds, earlier = self._bounds(), list(self._earlier)
-        loss_alone = inf
-        if any(is_grad_high for _, _, is_grad_high in earlier[1 - NUM_GRAD_STEPS :]):
-            loss_alone = bounds.loss_severe
-        if sum(is_warn for _, is_warn, _ in earlier) >= NUM_WARNS - 1:
-            loss_alone = min(loss_alone, bounds.loss_warn)
-        return StepLimits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)
+        return self._limits(self._bounds())
 
     def scores(self, loss: float, grad_norm: float) -> dict[str, float]:
-        """Distances from the usual level in spreads; 0 while too few steps are known."""
-        pairs = {"guard/loss_z": (self._loss, loss), "guard/grad_z": (self._grad_norm, grad_norm)}
+        """Return the distances from the usual levels in spreads."""
         return {
-            name: 0.0 if window.usual is None else window.usual.z(value)
-            for name, (window, value) in pairs.items()
+            "guard/loss_z": self._loss.usual.z(loss),
+            "guard/grad_z": self._grad_norm.usual.z(grad_norm),
         }
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
         """Judge a step with finite values, and count it as part of what is usual."""
-        bounds, limits = self._bounds(), self.limits()
+        bounds = self._bounds()
+        limits = self._limits(bounds)
         is_loss_high, is_grad_high = loss > bounds.loss_warn, grad_norm > bounds.grad_high
         is_loss_severe = loss > limits.loss_alone or (loss > bounds.loss_severe and is_grad_high)
         is_severe = is_loss_severe or grad_norm > bounds.grad_severe
         found = None
         if is_severe or is_loss_high or grad_norm > bounds.grad_warn:
-            onset = next((number for number, *flags in self._earlier if any(flags)), step)
-            message, signal = _describe(LOSS, loss, self._loss.usual), LOSS
+            signal, value, usual = LOSS, loss, self._loss.usual
             if not (is_loss_severe if is_severe else is_loss_high):
-                message, signal = _describe(GRAD_NORM, grad_norm, self._grad_norm.usual), GRAD_NORM
-            level = Level.SEVERE if is_severe else Level.WARN
-            found = Anomaly(step, level, signal, message, onset if is_severe else step)
+                signal, value, usual = GRAD_NORM, grad_norm, self._grad_norm.usual
+            message = f"{signal} is {value:.4g}, usually {usual.level:.4g} (z {usual.z(value):.1f})"
+            first = next((number for number, *flags in self._earlier if any(flags)), step)
+            level, onset = (Level.SEVERE, first) if is_severe else (Level.WARN, step)
+            found = Anomaly(step, level, signal, message, onset)
         self._earlier.append((step, is_loss_high, is_grad_high))
         self._loss.push(loss)
         if grad_norm > 0:  # a gradient of exactly zero says nothing about the usual size
@@ -103,18 +98,20 @@ class SpikeWatch(Remembered):
 
     def _bounds(self) -> _Bounds:
         loss, grad = self._loss.usual, self._grad_norm.usual
-        loss_warn = loss_severe = grad_high = grad_warn = grad_severe = inf
-        if loss is not None:
-            lowest = max(loss.at(LOSS_Z), loss.level + MIN_LOSS_RISE)
-            loss_warn = max(lowest, LOSS_WARN_RATIO * loss.level)
-            loss_severe = max(lowest, LOSS_SEVERE_RATIO * loss.level)
-        if grad is not None:
-            grad_high = grad.at(GRAD_WARN_Z)
-            grad_warn = max(grad_high, GRAD_WARN_RATIO * grad.level)
-            grad_severe = max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level)
-        return _Bounds(loss_warn, loss_severe, grad_high, grad_warn, grad_severe)
+        lowest = max(loss.at(LOSS_Z), loss.level + MIN_LOSS_RISE)
+        grad_high = grad.at(GRAD_WARN_Z)
+        return _Bounds(
+            loss_warn=max(lowest, LOSS_WARN_RATIO * loss.level),
+            loss_severe=max(lowest, LOSS_SEVERE_RATIO * loss.level),
+            grad_high=grad_high,
+            grad_warn=max(grad_high, GRAD_WARN_RATIO * grad.level),
+            grad_severe=max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level),
+        )
 
-
-def _describe(signal: str, value: float, usual: Usual | None) -> str:
-    assert usual is not None, "no step stands out before a usual level is known"
-    return f"{signal} is {value:.4g}, usually {usual.level:.4g} (z {usual.z(value):.1f})"
+    def _limits(self, bounds: _Bounds) -> StepLimits:
+        earlier, loss_alone = list(self._earlier), inf
+        if any(is_grad_high for _, _, is_grad_high in earlier[1 - NUM_GRAD_STEPS :]):
+            loss_alone = bounds.loss_severe
+        if sum(is_warn for _, is_warn, _ in earlier) >= NUM_WARNS - 1:
+            loss_alone = min(loss_alone, bounds.loss_warn)
+        return StepLimits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)

@@ -51,9 +51,9 @@ class Divergence(Remembered):
         self._values.append(loss)
         if len(self._values) < NUM_BEST:
             return None
-        level = median(self._values)
+        losses = list(self._values)
+        level, recent = median(losses), median(losses[-NUM_RECENT:])
         self._best = level if is_first else min(self._best, level)
-        recent = median(list(self._values)[-NUM_RECENT:])
         is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_RISE)
         if is_above == self._is_diverging:
             self._num_in_a_row = 0
@@ -124,7 +124,12 @@ class SpikeLedger(Remembered):
             self._spikes.append(self._num_steps)
         while self._spikes and self._spikes[0] <= self._num_steps - RATE_STEPS:
             self._spikes.popleft()
-        was_heavy, num_singles = self._is_heavy, self._num_singles()
+        # steps that stood out while both neighbours did not
+        num_singles = sum(
+            spike < self._num_steps and not {spike - 1, spike + 1} & set(self._spikes)
+            for spike in self._spikes
+        )
+        was_heavy = self._is_heavy
         self._is_heavy = num_singles > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
         if was_heavy or not self._is_heavy:
             return None
@@ -133,14 +138,6 @@ class SpikeLedger(Remembered):
             f"samples of one, by a rule"
         )
         return Anomaly(step, Level.ADVISORY, LOSS, message, onset=step)
-
-    def _num_singles(self) -> int:
-        """Steps that stood out while both neighbours did not."""
-        if len(self._spikes) <= MAX_SINGLES // 2:
-            return 0
-        spikes = set(self._spikes)
-        ended = (spike for spike in spikes if spike < self._num_steps)
-        return sum(spikes.isdisjoint((spike - 1, spike + 1)) for spike in ended)
 
     def may_warn(self) -> bool:
         """Return whether the step counted last may be warned of; if so, the warning counts as

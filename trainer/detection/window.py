@@ -3,6 +3,7 @@
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,19 @@ from numpy.typing import ArrayLike
 
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation -> standard deviation, of a normal distribution."""
+SIGMAS_TO_Q95 = 1.645
 MIN_CURVE_POINTS = 5
 """Fewer points say nothing about the noise of their curve."""
+NUM_NEWEST, START_Z = 32, 3.0
+"""Values this many spreads above the newest 32 may be the start of a run."""
+WINSOR_Z = 6.0
+"""Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
+learned.
+"""
+MIN_POSITIVE = 1e-12
+"""Smaller values count as this one, so that their logarithm exists."""
+MAX_EXPONENT = 700.0
+"""`exp` overflows a little beyond."""
 
 
 def spread(deviations: ArrayLike, axis: int = -1) -> Any:
@@ -32,18 +44,11 @@ def curve_noise(values: ArrayLike) -> float:
     return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
 
 
-SIGMAS_TO_Q95 = 1.645
-NUM_NEWEST, START_Z = 32, 3.0
-"""Values this many spreads above the newest 32 may be the start of a run."""
-WINSOR_Z = 6.0
-"""Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
-learned.
-"""
-MIN_POSITIVE = 1e-12
-"""Smaller values count as this one, so that their logarithm exists."""
+def _log(value: float) -> float:
+    return math.log(max(value, MIN_POSITIVE))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usual:
     """Centre and spread of a window, both in nats of the signal's logarithm."""
 
@@ -51,17 +56,26 @@ class Usual:
     scale: float
 
     @property
+    def is_known(self) -> bool:
+        return self.centre < math.inf
+
+    @property
     def level(self) -> float:
         """The centre in the signal's unit."""
-        return math.exp(self.centre)
+        return self.at(0)
 
     def at(self, z: float) -> float:
         """Return the value, in the signal's unit, that has score `z`."""
-        return math.exp(min(self.centre + z * self.scale, 700.0))
+        exponent = min(self.centre + z * self.scale, MAX_EXPONENT)
+        return math.exp(exponent) if self.is_known else math.inf
 
     def z(self, value: float) -> float:
-        """Return how many spreads a finite value lies above the centre."""
-        return (math.log(max(value, MIN_POSITIVE)) - self.centre) / self.scale
+        """Return how many spreads a finite value lies above the centre; 0 where none is known."""
+        return (_log(value) - self.centre) / self.scale if self.is_known else 0.0
+
+
+UNKNOWN = Usual(math.inf, 1.0)
+"""No value is above it."""
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -72,37 +86,48 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
 
 
-class RobustWindow:
-    """The last `size` finite values of a positive signal, winsorised, with the median and spread of
-    their logarithms from `min_points` on.
+def measured(ordered: Sequence[float], least_scale: float) -> Usual:
+    """Return centre and spread of sorted logarithms."""
+    centre = quantile(ordered, 0.5)
+    deviations = sorted([abs(value - centre) for value in ordered])
+    # a mixture of easy and hard batches has a small median deviation and a long tail
+    tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
+    return Usual(centre, max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, least_scale))
 
-    The spread is at least `min_log_spread`: after a quiet stretch small deviations do not stand
-    out.
+
+class RobustWindow:
+    """The last `size` finite values of a positive signal, winsorised, and what is `usual` for their
+    logarithms from `min_points` on.
+
+    The spread is at least `least_scale`: after a quiet stretch small deviations do not stand out.
     """
 
-    def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
-        self._min_log_spread, self._min_points = min_log_spread, min_points
-        self._values = deque[float](maxlen=size)
-        self._usual: Usual | None = None
-
-    @property
-    def usual(self) -> Usual | None:
-        """Level and spread of the values pushed so far, None while there are too few."""
-        if self._usual is None and len(self._values) >= self._min_points:
-            self._usual = self._measure()
-        return self._usual
+    def __init__(self, least_scale: float, *, size: int = 128, min_points: int = 32) -> None:
+        self._least_scale, self._min_points, self._size = least_scale, min_points, size
+        self.load_state_dict(())
 
     def push(self, value: float) -> None:
-        self._values.append(min(value, self.usual.at(WINSOR_Z)) if self.usual else value)
-        self._usual = None
+        self._append(min(value, self.usual.at(WINSOR_Z)))
+        self.usual = self._measure()
 
     def state_dict(self) -> list[float]:
         """Return the values: the rest follows from them."""
         return list(self._values)
 
     def load_state_dict(self, values: Sequence[float]) -> None:
-        self._values = deque(values, self._values.maxlen)
-        self._usual = None
+        self._values, self._logs = deque[float](), deque[float]()
+        self._ordered: list[float] = []
+        for value in values:
+            self._append(value)
+        self.usual = self._measure()
+
+    def _append(self, value: float) -> None:
+        if len(self._values) == self._size:
+            self._values.popleft()
+            del self._ordered[bisect_left(self._ordered, self._logs.popleft())]
+        self._values.append(value)
+        self._logs.append(_log(value))
+        insort(self._ordered, self._logs[-1])
 
     def _measure(self) -> Usual:
         """Measure the window, without the start of a run: its oldest part, where that lies high
@@ -111,22 +136,15 @@ class RobustWindow:
         Were the first steps counted, everything later would look usual. High batches that come now
         and then are no such part: they count.
         """
-        logs = [math.log(max(value, MIN_POSITIVE)) for value in self._values]
-        usual, recent = self._measured(logs), self._measured(logs[-NUM_NEWEST:])
-        if usual.centre + usual.scale < recent.centre + 2 * recent.scale:
+        if len(self._values) < self._min_points:
+            return UNKNOWN
+        logs = list(self._logs)
+        usual = measured(self._ordered, self._least_scale)
+        newest = measured(sorted(logs[-NUM_NEWEST:]), self._least_scale)
+        if usual.centre + usual.scale < newest.centre + 2 * newest.scale:
             return usual
-        bar = recent.centre + START_Z * recent.scale
+        bar = newest.centre + START_Z * newest.scale
         high = [index for index, value in enumerate(logs) if value > bar]
-        if not high or len(high) <= (high[-1] + 1) / 2:
-            return usual
-        kept = logs[high[-1] + 1 :]
-        return self._measured(kept) if len(kept) >= self._min_points else usual
-
-    def _measured(self, logs: Sequence[float]) -> Usual:
-        ordered = sorted(logs)
-        centre = quantile(ordered, 0.5)
-        deviations = sorted([abs(value - centre) for value in ordered])
-        # a mixture of easy and hard batches has a small median deviation and a long tail
-        tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
-        spread = max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, self._min_log_spread)
-        return Usual(centre, spread)
+        start = high[-1] + 1 if high else 0
+        is_start = len(high) > start / 2 and len(logs) - start >= self._min_points
+        return measured(sorted(logs[start:]), self._least_scale) if is_start else usual
