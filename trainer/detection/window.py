@@ -104,6 +104,7 @@ class RobustWindow:
 
     def __init__(self, least_scale: float, *, size: int = 128, min_points: int = 32) -> None:
         self._least_scale, self._min_points, self._size = least_scale, min_points, size
+        self.usual = UNKNOWN
         self.load_state_dict(())
 
     def push(self, value: float) -> None:

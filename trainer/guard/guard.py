@@ -6,7 +6,7 @@ decisions travels with each step's packet: a rank that decided differently is fo
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, ClassVar
@@ -105,17 +105,24 @@ class Guard(Remembered):
             )
         if not is_finite:
             self._nonfinite_steps.append(step)
-        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, signals)]
-        decision = _merge([decision for decision in decisions if decision is not None])
-        if decision.rollback_onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
-            reason = f"{decision.reason}; it has been rolled back {MAX_ROLLBACKS} times already"
-            decision = replace(decision, rollback_onset=None, is_stop=True, reason=reason)
-        if decision.wants_evidence and step - self._last_evidence < EVIDENCE_REST_STEPS:
-            decision = replace(decision, wants_evidence=False)
-        if decision.wants_evidence:
+        answers = [
+            answer
+            for anomaly in self._detector.observe(step, signals)
+            for answer in self._answers(anomaly)
+        ]
+        if not answers:
+            return Decision()
+        self.num_decisions += 1
+        onset = min((onset for action, onset, _ in answers if action == "rollback"), default=None)
+        is_stop = any(action == "stop" for action, _, _ in answers)
+        reason = "; ".join(dict.fromkeys(reason for _, _, reason in answers))
+        if onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
+            reason += f"; it has been rolled back {MAX_ROLLBACKS} times already"
+            onset, is_stop = None, True
+        wants_evidence = step - self._last_evidence >= EVIDENCE_REST_STEPS
+        if wants_evidence:
             self._last_evidence = step
-        self.num_decisions += decision != Decision()
-        return decision
+        return Decision(wants_evidence, onset, is_stop, reason)
 
     def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision:
         """Note a validation; stop after `early_stop_patience` validations without a better one."""
@@ -178,30 +185,29 @@ class Guard(Remembered):
         self._last_evidence = int(forgotten["last_evidence"])
         self.episodes = [(first, last) for first, last in forgotten["episodes"]]
 
-    def _decide(self, anomaly: Anomaly) -> Decision | None:
-        """Tell of an anomaly and decide what to do about it; None if telling is enough."""
+    def _answers(self, anomaly: Anomaly) -> list[tuple[str, int, str]]:
+        """Tell of an anomaly; return what to do about it beyond that: actions, each with the onset
+        of the trouble and a reason.
+        """
         config, level, step = self._config.guard, anomaly.level, anomaly.step
-        action, onset, reason = anomaly.action or "warn", anomaly.onset, anomaly.message
         is_bad = level in (*HARMFUL, Level.DEAD)
-        self._tell(f"guard/{level}", step, reason, "error" if is_bad else "warn")
+        self._tell(f"guard/{level}", step, anomaly.message, "error" if is_bad else "warn")
         first_nonfinite = self._given_up_since() if level == Level.NONFINITE else None
+        if first_nonfinite is not None:
+            # where no checkpoint can be gone back to, the run stops
+            actions = {"stop", "rollback"} if config.on_diverging == "rollback" else {"stop"}
+            reason = (
+                f"too many steps without a finite loss and gradient since step {first_nonfinite}"
+            )
+            return [(action, first_nonfinite, reason) for action in sorted(actions)]
+        action = anomaly.action or "warn"
         if level in HARMFUL:
-            self.episodes = [*self.episodes, (onset, step)][-MAX_EPISODES:]
+            self.episodes = [*self.episodes, (anomaly.onset, step)][-MAX_EPISODES:]
             action = config.on_severe if level == Level.SEVERE else config.on_diverging
         elif level == Level.DEAD and step <= NUM_EARLY_STEPS:
             action = "stop"
-        elif first_nonfinite is not None:
-            action = "rollback" if config.on_diverging == "rollback" else "stop"
-            onset = first_nonfinite
-            reason = f"too many steps without a finite loss and gradient since step {onset}"
-        if action == "warn" and level not in HARMFUL:
-            return None
-        return Decision(
-            wants_evidence=True,
-            rollback_onset=onset if action == "rollback" else None,
-            is_stop=action == "stop" or first_nonfinite is not None,
-            reason=reason,
-        )
+        is_more = action != "warn" or level in HARMFUL
+        return [(action, anomaly.onset, anomaly.message)] if is_more else []
 
     def _given_up_since(self) -> int | None:
         """The first of too many steps that were not finite; None if there are few."""
@@ -210,16 +216,3 @@ class Guard(Remembered):
             if len(steps) >= number and steps[-1] - steps[-number] < window:
                 return steps[-number]
         return None
-
-
-def _merge(decisions: Sequence[Decision]) -> Decision:
-    """Return one decision that asks for all of them; the earliest onset counts."""
-    onsets = [
-        decision.rollback_onset for decision in decisions if decision.rollback_onset is not None
-    ]
-    return Decision(
-        wants_evidence=any(decision.wants_evidence for decision in decisions),
-        rollback_onset=min(onsets, default=None),
-        is_stop=any(decision.is_stop for decision in decisions),
-        reason="; ".join(decision.reason for decision in decisions),
-    )
