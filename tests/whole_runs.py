@@ -78,7 +78,7 @@ class Attempt:
     @property
     def can_be_signalled(self) -> bool:
         """Whether every rank has registered, which is when the launcher sends signals to them."""
-        return len(self.status.pids()) == len(self.ranks)
+        return len(self.status.beats()) == len(self.ranks)
 
     def is_over(self) -> bool:
         """Whether all ranks are gone; does the agent's part meanwhile."""

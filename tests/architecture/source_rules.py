@@ -5,9 +5,22 @@ what is wrong`).
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
-F2 = "data model optim checkpoint monitor guard tracking quickstart"
-F5 = "launch tools checkpoint_tools"
+FLOORS = {
+    name: floor
+    for floor, names in enumerate(
+        (
+            "trainer config errors progress metrics",
+            "batch losses weights weight_files sampled_weights adapter_names runtime detection",
+            "data model optim checkpoint monitor guard tracking quickstart",
+            "loop mirror report",
+            "run",
+            "__main__ api cli launch tools checkpoint_tools",
+        )
+    )
+    for name in names.split()
+}
 TOOLS = {
     "evaluate": "adapter_names checkpoint config data errors model run runtime tracking weights",
     "plan": "batch checkpoint config errors launch model optim run runtime",
@@ -33,35 +46,13 @@ class Place:
 
 
 def place_of(module: str) -> Place:
-    """Raises `ValueError` for a file that has no floor yet: docs/architecture.md says where
-    packages stand.
+    """Raises `KeyError` for a file that has no floor yet: docs/architecture.md says where packages
+    stand.
     """
-    parts = module.split(".")
-    if len(parts) == 1:
-        return Place(0, "trainer")
-    head = parts[1]
-    floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
-    ones = (
-        "batch",
-        "losses",
-        "weights",
-        "weight_files",
-        "sampled_weights",
-        "adapter_names",
-        "runtime",
-        "detection",
-    )
-    floors |= dict.fromkeys(ones, 1)
-    floors |= {"loop": 3, "mirror": 3, "report": 3, "run": 4}
-    if head in floors:
-        return Place(floors[head], head)
-    if head in F2.split():
-        return Place(2, head)
-    if head in ("__main__", "api", "cli", *F5.split()):
-        return Place(5, "entry")
-    raise ValueError(
-        f"{module} stands on no floor: put it into a known package, or extend this table"
-    )
+    _, _, head = module.partition(".")
+    head = head.split(".")[0] or "trainer"
+    floor = FLOORS[head]
+    return Place(floor, "entry" if floor == 5 else head)
 
 
 def module_name(relative_path: str) -> str:
@@ -73,60 +64,25 @@ def module_name(relative_path: str) -> str:
 class Import:
     target: str
     line: int
-    is_top_level: bool
 
 
 def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
     """Every import of a file, inside functions too; `from package import name` means `package.name`
     where that is one of the `known` modules. Implied imports of parent packages do not count.
     """
-    known = set(known)
-    tree = ast.parse(source)
-    at_start = [
-        node for node in tree.body if not isinstance(node, _SCOPES) and not _is_for_types(node)
-    ]
-    top_level = {id(inner) for node in at_start for inner in ast.walk(node)}
-    found = []
-    for node in ast.walk(tree):
-        found += [
-            Import(t, node.lineno, id(node) in top_level) for t in _targets(node, module, known)
-        ]
-    return found
-
-
-def _is_for_types(node: ast.AST) -> bool:
-    """`if TYPE_CHECKING:` never runs."""
-    return (
-        isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
-
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = ast.walk(ast.parse(source))
+    return [Import(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            parent = module.split(".")[: -node.level] or [module]
-            base = ".".join([*parent, *([base] if base else [])])
+        parent = module.split(".")[: -node.level] if node.level else []
+        base = ".".join([*parent, *filter(None, [node.module])])
         return [name if (name := f"{base}.{alias.name}") in known else base for alias in node.names]
-    if (
-        isinstance(node, ast.Call)
-        and _dotted(node.func).endswith(("import_module", "__import__"))
-        and node.args
-    ):
-        first = node.args[0]
-        return (
-            [first.value]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str)
-            else []
-        )
-    return []
+    is_call = isinstance(node, ast.Call) and _leaf(node.func) in ("import_module", "__import__")
+    return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)] if is_call else []  # type: ignore[attr-defined]
 
 
 def upward_imports(sources: Sources) -> list[str]:
@@ -171,51 +127,17 @@ def misplaced_tools(sources: Sources) -> list[str]:
     return found
 
 
-def import_cycles(sources: Sources) -> list[str]:
-    """Cycles between files, each as `a -> b -> a`."""
+def import_cycle(sources: Sources) -> list[str]:
+    """A cycle between files, empty where there is none."""
     graph = {
-        module: sorted({item.target for item in imports_of(module, source, sources)} & set(sources))
+        module: {item.target for item in imports_of(module, source, sources)} & sources.keys()
         for module, source in sources.items()
     }
-    found: list[str] = []
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        if module in path:
-            found.append(" -> ".join([*path[path.index(module) :], module]))
-        elif module not in done:
-            for target in graph[module]:
-                visit(target, (*path, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
-    return found
-
-
-def torch_at_import(module: str, sources: Sources) -> list[str]:
-    """How importing `module` would import torch (or transformers, which does), as a chain of
-    files.
-    """
-    found: list[str] = []
-    seen: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name.split(".")[0] in ("torch", "transformers", "torchdata"):
-            found.append(" -> ".join([*path, name]))
-        elif name in sources and name not in seen:
-            seen.add(name)
-            parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
-            targets = [
-                item.target
-                for item in imports_of(name, sources[name], sources)
-                if item.is_top_level
-            ]
-            for target in [*parents, *targets]:
-                visit(target, (*path, name))
-
-    visit(module, ())
-    return found
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def device_waits(source: str) -> list[tuple[str, int]]:
@@ -228,19 +150,16 @@ def device_waits(source: str) -> list[tuple[str, int]]:
 
 
 def _is_device_wait(node: ast.AST) -> bool:
-    if isinstance(node, ast.Attribute) and node.attr == "synchronize":
-        return True
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+    if isinstance(node, ast.Attribute):
+        return node.attr == "synchronize"
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
-    if node.func.attr in SYNC_METHODS:
-        return True
-    moved_to = [
-        *node.args[:1],
-        *(keyword.value for keyword in node.keywords if keyword.arg == "device"),
-    ]
-    return node.func.attr == "to" and any(
-        isinstance(a, ast.Constant) and a.value == "cpu" for a in moved_to
-    )
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    is_to_cpu = any(isinstance(value, ast.Constant) and value.value == "cpu" for value in values)
+    return node.func.attr in SYNC_METHODS or (node.func.attr == "to" and is_to_cpu)
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, ast.AST]]:
@@ -265,13 +184,9 @@ def unsafe_loads(name: str, source: str) -> list[str]:
 
 
 def _unsafe(node: ast.AST) -> str | None:
-    if isinstance(node, ast.ImportFrom):
-        hidden = [alias.name for alias in node.names if alias.name in PICKLE_LOADERS]
-        return (
-            f"write {node.module}.{hidden[0]} out"
-            if hidden and node.module in (*PICKLE_MODULES, "torch")
-            else None
-        )
+    if isinstance(node, ast.ImportFrom) and node.module in (*PICKLE_MODULES, "torch"):
+        hidden = {alias.name for alias in node.names} & set(PICKLE_LOADERS)
+        return f"write {node.module}.{hidden.pop()} out" if hidden else None
     if not isinstance(node, ast.Call):
         return None
     called = _dotted(node.func)
@@ -279,13 +194,10 @@ def _unsafe(node: ast.AST) -> str | None:
     owner, _, leaf = called.rpartition(".")
     if called == "torch.load" and keywords.get("weights_only") is not True:
         return "torch.load without weights_only=True runs code from the file"
-    if owner in PICKLE_MODULES and leaf in PICKLE_LOADERS:
-        return f"{called} runs code from the file"
-    if called in ("eval", "exec"):
-        return f"{called} runs text as code"
-    for keyword in ("trust_remote_code", "allow_pickle"):
-        if keywords.get(keyword) is True:
-            return f"{keyword}=True is the user's decision, never the program's"
+    if called in ("eval", "exec") or (owner in PICKLE_MODULES and leaf in PICKLE_LOADERS):
+        return f"{called} runs code"
+    if keywords.get("trust_remote_code") is True or keywords.get("allow_pickle") is True:
+        return "to run code of a file is the user's decision, never the program's"
     return None
 
 
@@ -317,30 +229,18 @@ def text_without_encoding(path: str, source: str) -> Iterator[str]:
 
 def _needs_encoding(call: ast.Call) -> bool:
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    name, is_method = _leaf(call.func), isinstance(call.func, ast.Attribute)
     if "encoding" in keywords or None in keywords:
         return False
+    name, is_method = _leaf(call.func), isinstance(call.func, ast.Attribute)
     if name in ("read_text", "write_text"):
         return is_method and len(call.args) <= (name == "write_text")
     if name not in ("open", "fdopen") or _dotted(call.func) == "os.open":
         return False
-    position = 0 if is_method and name == "open" else 1
-    mode = keywords.get("mode", call.args[position] if len(call.args) > position else None)
-    if mode is None:
-        return not is_method or "newline" in keywords
-    return (
-        isinstance(mode, ast.Constant)
-        and isinstance(mode.value, str)
-        and set(mode.value) <= set("rwaxt+")
-    )
+    values = [*call.args, *keywords.values()]
+    modes = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+    return any(set(mode) <= set("rwaxt+") for mode in modes) or not (is_method or call.args[1:])
 
 
 def _leaf(node: ast.AST) -> str:
     """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
+    return getattr(node, "attr", getattr(node, "id", ""))

@@ -2,6 +2,9 @@
 catch.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +82,6 @@ def sources() -> rules.Sources:
 
 
 def test_every_file_stands_on_a_floor(sources: rules.Sources) -> None:
-    assert len(sources) > 40
     assert {rules.place_of(module).floor for module in sources} == {0, 1, 2, 3, 4, 5}
 
 
@@ -122,7 +124,7 @@ def test_a_misplaced_tool_is_caught(module: str, source: str) -> None:
 
 
 def test_no_import_cycle(sources: rules.Sources) -> None:
-    assert rules.import_cycles(sources) == []
+    assert rules.import_cycle(sources) == []
 
 
 def test_a_cycle_through_a_function_is_caught() -> None:
@@ -132,24 +134,21 @@ def test_a_cycle_through_a_function_is_caught() -> None:
         "trainer.data.c": "import trainer.data.a",
         "trainer.data.d": "from trainer.data.a import y",
     }
-    assert rules.import_cycles(looped) == [
-        "trainer.data.a -> trainer.data.b -> trainer.data.c -> trainer.data.a"
-    ]
+    assert set(rules.import_cycle(looped)) == {"trainer.data.a", "trainer.data.b", "trainer.data.c"}
 
 
-@pytest.mark.parametrize("module", FREE_OF_TORCH)
-def test_what_must_start_at_once_imports_no_torch(module: str, sources: rules.Sources) -> None:
-    assert module in sources
-    assert rules.torch_at_import(module, sources) == []
-
-
-def test_torch_behind_another_file_is_caught() -> None:
-    chain = {"trainer.config": "import trainer.batch", "trainer.batch": "from torch import Tensor"}
-    assert rules.torch_at_import("trainer.config", chain) == [
-        "trainer.config -> trainer.batch -> torch"
-    ]
-    late = {"trainer.config": "def f():\n    import torch"}
-    assert rules.torch_at_import("trainer.config", late) == []
+def test_what_must_start_at_once_imports_no_torch() -> None:
+    program = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    slow = {"torch", "transformers", "torchdata"} & sys.modules.keys()
+    assert not slow, f"{name} imports {slow}"
+"""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", program, *FREE_OF_TORCH]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_text_is_read_and_written_as_utf8() -> None:

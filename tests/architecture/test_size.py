@@ -31,13 +31,9 @@ def free_lines(source: str) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
-        is_text = (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        )
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_import or is_text:
-            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            lines.update(range(node.lineno, node.end_lineno + 1))
     return lines
 
 

@@ -3,6 +3,7 @@ the run itself.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.runtime.heartbeat import Beat, Heartbeat, unpack_beat
-from trainer.runtime.status import VARIABLE, Status, new_status
+from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.status import VARIABLE, Beat, Status, new_status, write_beat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,24 +27,18 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
         yield made
 
 
-def last_beat(status: Status) -> Beat:
-    beat = unpack_beat(status.beat(3))
-    assert beat is not None
-    return beat
-
-
 def test_a_rank_starts_unwatched_and_says_what_it_does(status: Status) -> None:
     before = time.monotonic()
     heartbeat = Heartbeat()
-    first = last_beat(status)
-    assert (first.phase, first.limit_s) == ("start", None)
+    first = status.beats()[3]
+    assert (first.phase, first.limit_s) == ("start", math.inf)
     heartbeat.enter("train", limit_s=120.5)
-    second = last_beat(status)
+    second = status.beats()[3]
     assert (second.phase, second.limit_s) == ("train", 120.5)
     heartbeat.beat()
-    third = last_beat(status)
-    assert (third.phase, third.limit_s, third.count) == ("train", 120.5, second.count + 1)
-    assert before <= first.at_s <= second.at_s <= third.at_s <= time.monotonic()
+    third = status.beats()[3]
+    assert (third.phase, third.limit_s, third.pid) == ("train", 120.5, os.getpid())
+    assert before <= first.at_s <= second.at_s < third.at_s <= time.monotonic()
 
 
 def test_without_a_launcher_nothing_happens(
@@ -58,16 +53,19 @@ def test_without_a_launcher_nothing_happens(
 
 
 def test_a_half_written_record_is_no_beat(status: Status) -> None:
-    heartbeat = Heartbeat()
-    assert unpack_beat(status.beat(2)) is None, "a rank that has not begun"
-    old = status.beat(3)
-    heartbeat.enter("train", limit_s=1.0)
-    new = status.beat(3)
-    assert unpack_beat(new) is not None
-    for cut in range(8, len(new) - 8):
-        assert unpack_beat(new[:cut] + old[cut:]) is None
-        assert unpack_beat(new[:cut]) is None
-    assert unpack_beat(b"") is None
+    assert status.beats() == {}, "no rank has begun"
+    file = status.open_rank(3)
+    old, new = Beat(9, 1.0, 5.0, "start"), Beat(9, 2.0, 1.0, "train")
+    write_beat(file, old)
+    assert status.beats() == {3: old}
+    size = len(new.packed())
+    for cut in range(8, size - 8):
+        os.pwrite(file, new.packed()[:cut] + old.packed()[cut:], 0)
+        assert status.beats() == {}
+        os.pwrite(file, new.packed()[:cut] + bytes(size - cut), 0)
+        assert status.beats() == {}
+    write_beat(file, new)
+    assert status.beats() == {3: new}
 
 
 def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(status: Status) -> None:
@@ -102,7 +100,8 @@ def test_people_can_read_where_a_rank_is(tmp_path: Path, monkeypatch: pytest.Mon
     heartbeat = Heartbeat()
     heartbeat.enter("train", limit_s=10.0)
     assert not (tmp_path / "heartbeat").exists()
-    heartbeat.report_to(tmp_path, rank=2)
+    monkeypatch.setenv("RANK", "2")
+    heartbeat.report_to(tmp_path)
     heartbeat.step = 17
     heartbeat.beat()
     report = json.loads((tmp_path / "heartbeat" / "rank_2.json").read_text())

@@ -122,4 +122,5 @@ def test_the_peak_rate_follows_what_is_trained(
     words: list[str], is_random: bool, rate: float
 ) -> None:
     inputs: Any = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
-    assert main.lr_schedule(load_config(words), inputs, 10).peak_lr == rate
+    setup: Any = SimpleNamespace(config=load_config(words), inputs=inputs, total_steps=10)
+    assert main._lr_schedule(setup).peak_lr == rate

@@ -43,12 +43,12 @@ time.sleep(60)
 # any more, leaves in order with 75.
 RANK = """
 import os, signal, sys, time
-from trainer.runtime.status import launcher_status
+from trainer.runtime.status import Beat, launcher_status, write_beat
 status, scratch, rank = launcher_status(), os.environ["SCRATCH"], sys.argv[1]
 received = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
-status.register(int(rank), os.getpid())
+write_beat(status.open_rank(int(rank)), Beat(os.getpid(), 1.0, float("inf"), "train"))
 open(os.path.join(scratch, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
 while not received:
     time.sleep(0.01)

@@ -22,9 +22,9 @@ from trainer.run import main as run
 from trainer.run.compose import load_config
 from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
-from trainer.runtime.heartbeat import Heartbeat, unpack_beat
+from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.runtime.status import LOST_RANK, VARIABLE, Status, new_status
+from trainer.runtime.status import LOST_RANK, VARIABLE, Beat, Status, new_status, write_beat
 
 LIMITS = [
     "trainer.device=cpu",
@@ -48,8 +48,8 @@ def test_a_rank_is_watched_while_it_imports_torch(
     status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def phase_of_the_first_rank(*args: Any) -> int:
-        beat = unpack_beat(status.beat(0))
-        assert beat is not None and (beat.phase, beat.limit_s) == ("start", 900)
+        beat = status.beats()[0]
+        assert (beat.phase, beat.limit_s) == ("start", 900)
         return 0
 
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -77,8 +77,8 @@ def test_a_rank_that_lost_another_says_so_first(
 
     lost = subprocess.Popen(["true"])
     lost.wait()
-    status.register(0, os.getpid())
-    status.register(1, lost.pid)
+    for rank, pid in enumerate((os.getpid(), lost.pid)):
+        write_beat(status.open_rank(rank), Beat(pid, 1.0, 900.0, "train"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
     monkeypatch.setattr(signals, "join_launcher", lambda: None)
@@ -132,7 +132,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
 
     def prepare_inputs(config: Any, *, progress: Callable[[], None]) -> Any:
         progress()
-        return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)))
+        return SimpleNamespace(total_steps_from=lambda start: 1)
 
     def decide_start(*args: Any, **settings: Any) -> None:
         raise ReachedError
@@ -146,8 +146,8 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
         run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None))
     )
     monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
-    monkeypatch.setattr(run, "facts_of", lambda config, inputs, progress: {})
-    monkeypatch.setattr(run, "_lineage", lambda config, inputs: None)
+    monkeypatch.setattr(run, "facts_of", lambda inputs, progress: {})
+    monkeypatch.setattr(run, "_lineage", lambda inputs: None)
     monkeypatch.setattr(run, "decide_start", decide_start)
     try:
         with pytest.raises(ReachedError):

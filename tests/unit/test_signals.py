@@ -23,6 +23,7 @@ PRELUDE = """
 import os, signal, sys, time
 from trainer.runtime import signals
 from trainer.runtime.signals import StopRequest, report_exit_code, leave
+from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.status import launcher_status
 stop = StopRequest()
 stop.install()
@@ -58,7 +59,9 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, status: Status) 
     done = run(f"send('{name}'); print('still here')", status=status)
     assert done.returncode == EXIT_RESUMABLE
     assert done.stdout == ""
-    assert done.stderr == f"stopped by {name}; the same command goes on from the last checkpoint\n"
+    assert (
+        done.stderr == f"stopped by {name}; the same command continues from the last checkpoint\n"
+    )
     assert status.exit_code() == EXIT_RESUMABLE
 
 
@@ -80,7 +83,9 @@ libc.pthread_mutex_lock(mutex)
 """
     done = run(program, status=status)
     assert (done.returncode, status.exit_code()) == (EXIT_RESUMABLE, 75)
-    assert done.stderr == "stopped by SIGTERM; the same command goes on from the last checkpoint\n"
+    assert (
+        done.stderr == "stopped by SIGTERM; the same command continues from the last checkpoint\n"
+    )
 
 
 def test_another_signal_with_a_handler_asks_for_nothing() -> None:
@@ -106,7 +111,7 @@ with stop.deferred():
 """
     done = run(program, status=status)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"True {name}\n", "")
-    assert status.exit_code() is None and status.pids() == {}
+    assert status.exit_code() is None and status.beats() == {}
 
 
 def test_copies_of_a_signal_are_one_request() -> None:
@@ -184,9 +189,10 @@ def test_a_rank_dies_with_its_parent(status: Status) -> None:
 child = os.fork()
 if child == 0:
     signals.join_launcher()
+    Heartbeat()
     time.sleep(60)
     os._exit(0)
-assert wait_for(lambda: launcher_status().pids())
+assert wait_for(lambda: launcher_status().beats())
 print(child, flush=True)
 os._exit(0)
 """

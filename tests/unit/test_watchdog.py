@@ -3,7 +3,6 @@ die whatever happens.
 """
 
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from processes import is_alive, wait_until
 
 from trainer.launch import watchdog
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.status import Status, new_status, write_beat
+from trainer.runtime.status import Beat, Status, new_status, write_beat
 
 
 class Clock:
@@ -38,13 +37,9 @@ class Bench:
     agent: subprocess.Popen
     ranks: list[subprocess.Popen]
 
-    def write(
-        self, number: int, count: int, *, at_s: float = 0.0, count_again: int | None = None
-    ) -> None:
-        again = count if count_again is None else count_again
-        record = struct.pack("<Qdd24sQ", count, at_s, 10.0, b"train", again)
-        descriptor = self.status.open_beat(number)
-        write_beat(descriptor, record)
+    def write(self, number: int, at_s: float) -> None:
+        descriptor = self.status.open_rank(number)
+        write_beat(descriptor, Beat(self.ranks[number].pid, at_s, 10.0, "train"))
         os.close(descriptor)
 
     def hangs_after(self, clock: Clock, *passed_s: float) -> list[bool]:
@@ -71,10 +66,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(3)
     ]
     with new_status(2) as status:
-        for number, process in enumerate(ready):
+        for process in ready:
             assert process.stdout is not None and process.stdout.readline() == b"\n"
-            if number < 2:
-                status.register(number, process.pid)
         dog = Watchdog(status, run_dir=tmp_path / "run", has_peers=False)
         made = Bench(status, dog, ready[2], ready[:2])
         for number in range(2):

@@ -27,19 +27,17 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     if argv[0] == "--version":
         print(trainer.__version__)
         return EXIT_DONE
-    if argv[0] not in COMMANDS:
-        hint = did_you_mean(argv[0], COMMANDS)
-        print(
-            f"ERROR: there is no command '{argv[0]}'{hint and f': {hint}'}\n{listing()}",
-            file=sys.stderr,
-        )
+    name, *words = argv
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS)
+        problem = f"there is no command '{name}'{hint and f': {hint}'}"
+        print(f"ERROR: {problem}\n{listing()}", file=sys.stderr)
         return EXIT_USAGE
-    module = importlib.import_module(
-        "trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}"
-    )
+    place = "trainer.launch.__main__" if name == TRAIN else f"trainer.cli.{name}"
+    module = importlib.import_module(place)
     if is_program and hasattr(module, "set_up"):
-        module.set_up(argv[1:])
-    return int(module.main(argv[1:]))
+        module.set_up(words)
+    return int(module.main(words))
 
 
 if __name__ == "__main__":

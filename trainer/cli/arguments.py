@@ -1,4 +1,4 @@
-"""What the command line tools share (floor 5)."""
+"""Parsers, exit codes and files of the command line tools (floor 5)."""
 
 import argparse
 import signal
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.commands import COMMANDS
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.runtime.environment import call
+from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.files import atomic_write
 
 if TYPE_CHECKING:
@@ -21,18 +22,9 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-class _Formatter(argparse.HelpFormatter):
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wraps each line of its own, but for indented ones."""
-        fill = super()._fill_text
-        return "\n".join(
-            line if line[:1] == " " else fill(line, width, indent) for line in text.splitlines()
-        )
-
-
 class Parser(argparse.ArgumentParser):
-    """Of a command: named as it is called, with what it does and its example, unless `settings`
-    have other words.
+    """The parser of a command: named as it is called, with its description and example from
+    `COMMANDS`, unless `settings` have others.
 
     Raises `ConfigError` with the usage where argparse would end the process, so that one place
     reports errors.
@@ -41,19 +33,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str | None = None, **settings: Any) -> None:
         if command is not None:
             about, example = COMMANDS[command]
-            texts = {
-                "description": f"{about[0].upper()}{about[1:]}.",
-                "epilog": f"example:\n  {call(f'{command} {example}')}",
-            }
-            settings = {"prog": call(command), **texts, "allow_abbrev": False, **settings}
-        super().__init__(formatter_class=_Formatter, **settings)
+            settings.setdefault("prog", call(command))
+            settings.setdefault("description", f"{about[0].upper()}{about[1:]}.")
+            settings["epilog"] = f"example:\n  {call(f'{command} {example}')}"
+            settings["allow_abbrev"] = False
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
 class CommandParser(Parser):
-    """Of a command below another: refuses what it does not know itself; argparse leaves that to
+    """The parser of a command below another: refuses what it does not know itself; argparse leaves that to
     the parser above.
     """
 
@@ -65,13 +56,13 @@ class CommandParser(Parser):
 
 
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
-    """What a run is started with, as `words` for `parse_arguments`. `ranks`: what N counts."""
+    """Add what a run is started with, as `words` for `parse_arguments`. `ranks`: what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
 
 
 def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]:
-    """What `add_words` collected. Raises `ConfigError`, with this command's usage where it
+    """Read what `add_words` collected. Raises `ConfigError`, with this command's usage where it
     would be that of `train`.
     """
     from trainer.launch.ranks import parse_arguments
@@ -87,20 +78,18 @@ def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]
         raise
 
 
-Codes = dict[type[Exception], int]
 Main = Callable[[list[str]], int]
-"""From the words of a command to its exit code."""
+"""A command: from its arguments to its exit code."""
 
 
 def as_command(
-    codes: Codes | None = None, *, interrupted: str = "interrupted"
+    codes: dict[type[Exception], int] | None = None, *, interrupted: str = "interrupted"
 ) -> Callable[[Main], Main]:
-    """Makes what raises errors a command: one that has an exit code goes to stderr as one message.
+    """Print an error that has an exit code as one message on stderr, and return the code.
 
-    `codes` are added to, or replace, 2 for `ConfigError` and 73 for `CannotWriteError`.
+    `codes` are added to those of a run.
     """
-    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE}
-    known |= codes or {}
+    known = {**DOCUMENTED, **(codes or {})}
 
     def decorate(command: Main) -> Main:
         @wraps(command)
@@ -120,7 +109,7 @@ def as_command(
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Of an option: a whole number."""
+    """Return the type of an option that is a whole number."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:

@@ -3,7 +3,7 @@
 from trainer.runtime.environment import call
 
 TRAIN = "train"
-GROUPS = {
+GROUPS = {  # by group and name: what a command does, and words to call it with
     "before a run": {
         "doctor": (
             "machine, disk, data and model, each line with its fix; --run trains",
@@ -32,7 +32,6 @@ GROUPS = {
         ),
     },
 }
-"""By group and name: what a command does, and words to call it with."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
@@ -42,5 +41,5 @@ def listing() -> str:
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
         for name, (about, example) in commands.items():
-            lines += [f"  {name:10}  {about}", f"  {'':10}    {call(f'{name} {example}')}"]
+            lines += [f"  {name:10}  {about}", f"{'':16}{call(f'{name} {example}')}"]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import sys
 import yaml
 
 from trainer.cli.arguments import Parser, as_command, at_least, read_words
-from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
+from trainer.errors import EXIT_DONE
 
 ABOUT = """Show what is trained.
 
@@ -20,7 +20,7 @@ preview: samples as the model sees them, the supervised part marked
 stats: tokens, supervised share, lengths, what was left out, exact duplicates"""
 
 
-@as_command({DataError: EXIT_BAD_DATA})
+@as_command()
 def main(argv: list[str]) -> int:
     parser = Parser("data", description=ABOUT)
     parser.add_argument("command", choices=("preview", "stats"))

@@ -10,17 +10,24 @@ from pathlib import Path
 
 from trainer.checkpoint_tools.listing import checkpoint_to_export
 from trainer.cli.arguments import Parser, as_command
-from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DONE, DataError
+from trainer.errors import EXIT_CRASH, EXIT_DONE
 
 ENGINES = ("transformers", "vllm")
 
 
-@as_command({DataError: EXIT_BAD_DATA})
+@as_command()
 def main(argv: list[str]) -> int:
-    about = "Prove that an export serves the loss that its step was validated with: the tokens of the validation go to "
-    parser = Parser("prove", description=f"{about}the engine, val/loss must come out.")
-    help_text = "a global_step_<step>, or a run directory: its newest checkpoint"
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=help_text)
+    parser = Parser(
+        "prove",
+        description="Prove that an export serves the loss that its step was validated with:\n"
+        "the tokens of the validation go to the engine, val/loss must come out.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a global_step_<step>, or a run directory: its newest checkpoint",
+    )
     parser.add_argument(
         "--engine",
         choices=ENGINES,

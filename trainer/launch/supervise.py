@@ -75,20 +75,18 @@ def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool)
     Then one rank was lost, or left at once on a signal, and another only believed in an orderly
     end. `ABORTED` stays: what it means depends on the run.
     """
-    if agent_code == ABORTED and (
-        reported is None or (reported in (EXIT_DONE, EXIT_RESUMABLE) and not was_signalled)
-    ):
-        return ABORTED
-    if reported is None:
-        return EXIT_DONE if agent_code == 0 else EXIT_CRASH
-    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0:
-        return EXIT_RESUMABLE if was_signalled else EXIT_CRASH
-    return reported
+    if reported not in (None, EXIT_DONE, EXIT_RESUMABLE):
+        return reported
+    if agent_code == 0:
+        return EXIT_DONE if reported is None else reported
+    if reported is not None and was_signalled:
+        return EXIT_RESUMABLE
+    return ABORTED if agent_code == ABORTED else EXIT_CRASH
 
 
 def killed_exit_code(reported: int | None) -> int:
-    """Of a run that the launcher killed: resumable, unless a rank had reported a failure that
-    the rest follows from.
+    """The exit code of a run that the launcher killed: resumable, unless a rank had reported a
+    failure that the rest follows from.
     """
     return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
 
@@ -103,8 +101,8 @@ def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
 
 def _signal_ranks(status: Status, number: int) -> bool:
     """Send a signal to every registered rank; False when there is none yet."""
-    pids = status.pids().values()
-    for pid in pids:
+    beats = status.beats().values()
+    for beat in beats:
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return bool(pids)
+            os.kill(beat.pid, number)
+    return bool(beats)

@@ -6,7 +6,6 @@ interpreter inside C code. Every launcher watches the ranks of its own machine; 
 a hung rank elsewhere fall silent too.
 """
 
-import contextlib
 import itertools
 import math
 import signal
@@ -14,22 +13,22 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from trainer.runtime.heartbeat import Beat, unpack_beat
 from trainer.runtime.processes import STOPPED, begun, status_of
-from trainer.runtime.status import Status
+from trainer.runtime.status import Beat, Status
 
 MAX_GAP_S = 5.0
 """Longest silence counted between two polls: when the launcher itself was suspended, the ranks
 had no chance either.
 """
 STACKS_S = 2.0
-SETTLED_S = 0.3
-"""A rank writes its stacks in many small pieces; unchanged for this long they are complete."""
+"""A rank has written its stacks by then, in many small pieces."""
 COPY_S = 10.0
 PEERS_S = 10.0
 """How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and
@@ -38,30 +37,44 @@ meet.
 """
 GONE_S = 5.0
 CONDITIONS = {
+    "": "ended",
     psutil.STATUS_STOPPED: "stopped by a signal",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
     psutil.STATUS_DISK_SLEEP: "waiting in the kernel for a disk or a driver",
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rank:
-    """A rank of this machine: its process, and its heartbeat as the launcher saw it."""
+    """A rank of this machine: its process, its last beat, and how long ago the launcher saw it."""
 
     number: int
     process: psutil.Process
-    record: bytes = b""
-    beat: Beat | None = None
+    beat: Beat
     silent_s: float = 0.0
 
     @property
+    def is_alive(self) -> bool:
+        return status_of(self.process) != ""
+
+    @property
     def is_hung(self) -> bool:
-        is_over = (
-            self.beat is not None
-            and self.beat.limit_s is not None
-            and self.silent_s > self.beat.limit_s
-        )
-        return is_over and status_of(self.process) != ""
+        return self.silent_s > self.beat.limit_s and self.is_alive
+
+    @property
+    def suspicion(self) -> tuple[bool, float]:
+        """Sorts the likely cause to the front: a stopped rank, then the oldest last beat."""
+        return status_of(self.process) not in STOPPED, self.beat.at_s
+
+    @property
+    def condition(self) -> str:
+        status = status_of(self.process)
+        return CONDITIONS.get(status, status)
+
+    def __str__(self) -> str:
+        limit = "not watched" if math.isinf(self.beat.limit_s) else f"limit {self.beat.limit_s:g} s"
+        silence = f"phase '{self.beat.phase}', silent for {self.silent_s:.1f} s, {limit}"
+        return f"rank {self.number} (pid {self.process.pid}): {silence}, {self.condition}"
 
 
 class Watchdog:
@@ -76,25 +89,22 @@ class Watchdog:
         self._ended_at = math.inf
 
     def finds_hang(self) -> bool:
-        """Whether a living rank has been silent for longer than its phase allows, by the
+        """Return True if a living rank has been silent for longer than its phase allows, by the
         launcher's own clock.
         """
         now = time.monotonic()
-        passed_s, self._polled_at = min(now - self._polled_at, MAX_GAP_S), now
-        for number, pid in self.status.pids().items():
-            if number not in self._ranks:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._ranks[number] = Rank(number, psutil.Process(pid))
-        self._ranks = {
-            number: self._observe(rank, passed_s) for number, rank in self._ranks.items()
-        }
+        passed_s = min(now - self._polled_at, MAX_GAP_S)
+        self._polled_at = now
+        for number, beat in self.status.beats().items():
+            rank = self._ranks.get(number)
+            if rank is None:
+                with suppress(psutil.NoSuchProcess):
+                    self._ranks[number] = Rank(number, psutil.Process(beat.pid), beat)
+            elif beat == rank.beat:
+                rank.silent_s += passed_s
+            else:
+                rank.beat, rank.silent_s = beat, 0.0
         return any(rank.is_hung for rank in self._ranks.values())
-
-    def _observe(self, rank: Rank, passed_s: float) -> Rank:
-        record = self.status.beat(rank.number)
-        if record == rank.record:
-            return replace(rank, silent_s=rank.silent_s + passed_s)
-        return replace(rank, record=record, beat=unpack_beat(record) or rank.beat, silent_s=0.0)
 
     def end_run(self, agent: subprocess.Popen) -> None:
         """Keep the stacks, say which rank hangs, and kill the agent with every process below it.
@@ -104,7 +114,7 @@ class Watchdog:
         """
         found_at = time.monotonic()
         try:
-            with contextlib.suppress(OSError):  # of stderr: nobody may be left to read it
+            with suppress(OSError):  # of stderr: nobody may be left to read it
                 self._report()
             if self.has_peers:
                 time.sleep(max(0.0, found_at + PEERS_S - time.monotonic()))
@@ -112,43 +122,37 @@ class Watchdog:
             self.kill(agent)
 
     def finds_agent_waiting(self) -> bool:
-        """Whether the ranks here ended in order a while ago: the agent gives other machines
+        """Return True if the ranks here ended in order a while ago: the agent gives other machines
         five minutes more.
         """
-        if not (self.has_peers and self._have_ended()):
+        ranks = self._ranks.values()
+        if not self.has_peers or not ranks or any(rank.is_alive for rank in ranks):
             self._ended_at = math.inf
             return False
         self._ended_at = min(self._ended_at, time.monotonic())
         return time.monotonic() > self._ended_at + PEERS_S
 
-    def _have_ended(self) -> bool:
-        return bool(self._ranks) and not any(
-            status_of(rank.process) for rank in self._ranks.values()
-        )
-
     def kill(self, agent: subprocess.Popen) -> None:
         """End the agent and every process below it."""
         processes = {rank.process for rank in self._ranks.values()}
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             processes.update(psutil.Process(agent.pid).children(recursive=True))
         agent.kill()  # first: it would report every killed rank as an error of its own
-        for process in processes:
-            _send(process, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        _send(processes, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
             agent.wait(GONE_S)
         deadline = time.monotonic() + GONE_S
-        while any(status_of(process) for process in processes) and time.monotonic() < deadline:
+        while any(map(status_of, processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _report(self) -> None:
         """The stacks into the run directory, one error with the state of every rank on stderr.
         Raises `OSError`.
         """
-        ranks = sorted(
-            (rank for rank in self._ranks.values() if status_of(rank.process)), key=_suspicion
-        )
+        living = [rank for rank in self._ranks.values() if rank.is_alive]
+        ranks = sorted(living, key=lambda rank: rank.suspicion)
         # before a signal changes what they do
-        lines = {rank.number: _describe(rank) for rank in ranks}
+        lines = {rank.number: str(rank) for rank in ranks}
         stacks = self._collect_stacks(ranks)
         files = {
             f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()
@@ -170,67 +174,33 @@ class Watchdog:
         )
 
     def _collect_stacks(self, ranks: list[Rank]) -> dict[int, str]:
-        """Stacks of all threads by number of the rank, or why there are none. Takes up to
-        `STACKS_S`.
-        """
-        # a user may have asked before
-        earlier = {rank.number: self.status.stacks(rank.number) for rank in ranks}
-        awaited = [rank.number for rank in ranks if status_of(rank.process) not in STOPPED]
+        """Stacks of all threads by number of the rank, or why there are none."""
+        # a user may have asked for stacks before
+        earlier = {rank.number: len(self.status.stacks(rank.number)) for rank in ranks}
+        _send([rank.process for rank in ranks], signal.SIGUSR2)
+        time.sleep(STACKS_S)
+        found = {}
         for rank in ranks:
-            _send(rank.process, signal.SIGUSR2)
-        stacks, changed_at, deadline = earlier, time.monotonic(), time.monotonic() + STACKS_S
-        while (now := time.monotonic()) < deadline:
-            time.sleep(0.05)
-            last, stacks = stacks, {number: self.status.stacks(number) for number in earlier}
-            changed_at = changed_at if stacks == last else now
-            if now - changed_at > SETTLED_S and all(
-                stacks[number] != earlier[number] for number in awaited
-            ):
-                break
-        dumped = {
-            key: text.removeprefix(earlier[key]).decode(errors="replace")
-            for key, text in stacks.items()
-        }
-        return {
-            rank.number: dumped[rank.number] or f"no stack: {_condition(rank.process)}\n"
-            for rank in ranks
-        }
+            stacks = self.status.stacks(rank.number)[earlier[rank.number] :]
+            found[rank.number] = stacks.decode(errors="replace") or f"no stack: {rank.condition}\n"
+        return found
 
 
-def _suspicion(rank: Rank) -> tuple[bool, float]:
-    """Sorts the likely cause to the front: a stopped rank, then the one whose last beat is the
-    oldest.
-    """
-    return status_of(rank.process) not in STOPPED, rank.beat.at_s if rank.beat else float("inf")
-
-
-def _describe(rank: Rank) -> str:
-    said = "no heartbeat yet"
-    if rank.beat is not None:
-        limit = "not watched" if rank.beat.limit_s is None else f"limit {rank.beat.limit_s:g} s"
-        said = f"phase '{rank.beat.phase}', silent for {rank.silent_s:.1f} s, {limit}"
-    return f"rank {rank.number} (pid {rank.process.pid}): {said}, {_condition(rank.process)}"
-
-
-def _condition(process: psutil.Process) -> str:
-    status = status_of(process)
-    return CONDITIONS.get(status, status or "ended")
-
-
-def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:
+def _write_hang_dir(run_dir: Path, files: Mapping[str, str]) -> Path:
     """The files in `hang_<n>`, n the next free number; making the directory claims it against
     other machines.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            (run_dir / f"hang_{number}").mkdir()
+        place = run_dir / f"hang_{number}"
+        with suppress(FileExistsError):
+            place.mkdir(parents=True)
             break
     for name, text in files.items():
-        (run_dir / f"hang_{number}" / name).write_text(text, encoding="utf-8")
-    return run_dir / f"hang_{number}"
+        (place / name).write_text(text, encoding="utf-8")
+    return place
 
 
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(number)
+def _send(processes: Collection[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)

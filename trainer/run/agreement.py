@@ -1,5 +1,5 @@
-"""What must be equal on all ranks before the first step: each rank reads its own copy of data and
-model (floor 4).
+"""Equal inputs on all ranks before the first step: each rank reads its own copy of data and model
+(floor 4).
 
 `facts_of` collects it once the inputs are prepared; `runtime.distributed.start` compares it as soon
 as ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.checkpoint.model_files import ModelFiles
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.data.tokens import tokenizer_digest
 from trainer.run.inputs import Inputs
 from trainer.runtime.json_lines import flat
@@ -41,12 +41,13 @@ number.
 """
 
 
-def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
-    """What all ranks must agree on, by name: digests of what was read, and the settings.
+def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
+    """All that the ranks must agree on, by name: digests of what was read, and the settings.
 
     `progress` is called as weights are read. Raises `ConfigError`.
     """
-    model, weights = Path(inputs.source.path), "random"
+    config, model = inputs.config, Path(inputs.source.path)
+    weights = "random"
     if not inputs.source.random_weights:
         weights = digest_of_weights(weight_files(model), progress=progress)[:DIGITS]
     bare_tokenizer = copy.copy(inputs.tokenizer)
@@ -63,19 +64,10 @@ def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) ->
         facts["model code"] = _digest(*(path.read_bytes() for path in sorted(model.glob("*.py"))))
     if config.model.lora_adapter_path is not None:
         adapter = Path(config.model.lora_adapter_path)
-        facts["adapter"] = _digest(
-            *((adapter / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-        )
-    return facts | settings_of(config)
-
-
-def settings_of(config: Config) -> dict[str, str]:
-    """Every key but those of `OWN_OF_A_MACHINE`, with its value as text."""
-    return {
-        name: json.dumps(value, default=str)
-        for name, value in flat(config.resolved).items()
-        if name not in OWN_OF_A_MACHINE
-    }
+        files = (adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+        facts["adapter"] = _digest(*(path.read_bytes() for path in files))
+    settings = {name: json.dumps(value) for name, value in flat(config.resolved).items()}
+    return facts | {name: settings[name] for name in settings if name not in OWN_OF_A_MACHINE}
 
 
 def _digest(*parts: bytes) -> str:

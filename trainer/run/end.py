@@ -31,8 +31,8 @@ AWAIT_MAIN_S = 20.0
 
 @dataclass
 class RunResources:
-    """What a run holds, and the exit code it ends with after `last_step`; `tracking` is the main
-    rank's.
+    """The parts that a run must close, and the exit code it ends with after `last_step`;
+    `tracking` is the main rank's.
     """
 
     setup: RunSetup
@@ -42,7 +42,7 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """The lock last: it is empty once all that a run leaves is there."""
+        """Release the lock last: it is empty once all that a run leaves is there."""
         is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
             if self.checkpoints is not None:
@@ -59,33 +59,27 @@ class RunResources:
 
 
 @contextmanager
-def giving_back(held: RunResources, stop: StopRequest, *, timeout_s: float) -> Iterator[None]:
-    """However the block ends: the exit code is settled, then all is given back; the main rank is
-    the first to leave.
-
-    `timeout_s`: how long the others wait for it after an orderly end.
+def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
+    """Settle the exit code however the block ends, then give back all; the main rank is the first
+    to leave.
     """
+    timeout_s: float = held.setup.config.trainer.dist_timeout_s
     try:
         yield
     except Exception as error:
-        held.exit_code = reported_exit_code() or _code_of(error, stop)
+        is_documented = isinstance(error, tuple(DOCUMENTED))
+        # a rank that was killed is a crash, although torchrun then stops the others
+        is_crash = not is_documented and bool(lost_ranks())
+        code = EXIT_CRASH if is_crash else explain(error, stop)[0]
+        held.exit_code = reported_exit_code() or code
         # the main rank may be waiting for this one
-        timeout_s = AWAIT_MAIN_S if isinstance(error, tuple(DOCUMENTED)) else 0.0
+        timeout_s = AWAIT_MAIN_S if is_documented else 0.0
         raise
     finally:
         # what the launcher sends to the ranks of a failed one must not cut this short
         with stop.deferred():
             held.give_back()
             await_main(held.setup.world, "ended", timeout_s=timeout_s)
-
-
-def _code_of(error: Exception, stop: StopRequest) -> int:
-    """As the launcher tells: a rank that was killed is a crash, although torchrun then stops
-    the others.
-    """
-    if not isinstance(error, tuple(DOCUMENTED)) and lost_ranks():
-        return EXIT_CRASH
-    return explain(error, stop)[0]
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
@@ -117,20 +111,13 @@ def lost_rows(run_dir: Path, step: int) -> str:
     metrics_path = run_dir / metrics_file.FILE_NAME
     try:
         skipped = rollback.read(run_dir).skipped_steps
-        lost = [
-            number
-            for number in metrics_file.missing_steps(metrics_path, step)
-            if number not in skipped
-        ]
+        lost = set(metrics_file.missing_steps(metrics_path, step)) - skipped
     except FileNotFoundError:  # of a run that never logged
         return ""
     except (OSError, ConfigError) as error:
         return f"; its metrics cannot be read: {error}"
-    return (
-        f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost"
-        if lost
-        else ""
-    )
+    text = f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost"
+    return text if lost else ""
 
 
 def write_final_report(run_dir: Path) -> None:

@@ -1,7 +1,7 @@
 """What a run is made from: model files, tokenizer and tokens, ready before any process group
 exists.
 
-The tokens are a step of their own, for who only looks at them.
+Commands that only look at tokens prepare them alone.
 """
 
 import copy
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
+from trainer.data.batch_plan import Schedule
 from trainer.data.formats import columns_of
 from trainer.data.prepare import PrepareOptions, Result, RowEncoder
 from trainer.data.readers import iter_rows
@@ -28,6 +29,7 @@ from trainer.errors import DataError
 from trainer.model import new_tokens
 from trainer.model.assemble import Design, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
+from trainer.progress import Position
 from trainer.run.preflight import (
     TEMPLATE_NAMES,
     DataFiles,
@@ -39,8 +41,7 @@ from trainer.run.preflight import (
 )
 from trainer.weights import WholeCheckpoint
 
-Renderer = tuple[PreTrainedTokenizerBase, str]
-"""A tokenizer with a chat template, and the digest of both."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,62 @@ class PreparedData:
     chat_template: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inputs(PreparedData):
+    """The configuration of a run and all that was read for it."""
+
+    config: Config
+    design: Design
+    model_files: ModelFiles
+    """Read before anything else of the model, so that what is trained and what is exported are
+    the same files.
+    """
+    whole: WholeCheckpoint | None
+    """The tensors of the model's files if these hold more than is trained."""
+    data_files: Mapping[str, list[int]]
+    """Size and modification time of each data file, before any of them was read."""
+
+    @property
+    def source(self) -> ModelSource:
+        return self.design.source
+
+    def schedule_from(self, start: Position) -> Schedule:
+        batch_size, seed = self.config.data.train_batch_size, self.config.trainer.seed
+        return Schedule(self.train.shares, batch_size, seed, start)
+
+    def total_steps_from(self, start: Position) -> int:
+        """Steps of the whole run, of which those up to `start` are done."""
+        trainer = self.config.trainer
+        schedule = self.schedule_from(start)
+        return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
+
+
+def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
+    """Read model files, tokenizer and tokens. The first rank that asks does the work once.
+
+    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    """
+    files = find_files(config)
+    data_files = file_states(files)
+    source = source_at(config, find_model_dir(config.model, progress=progress))
+    model_files = ModelFiles.read(Path(source.path))
+    design = require_trainable(config, source)
+    whole = whole_checkpoint(source)
+    return Inputs(
+        **vars(prepare_data(config, files, source, progress=progress)),
+        config=config,
+        design=design,
+        model_files=model_files,
+        whole=whole,
+        data_files=data_files,
+    )
+
+
+def require_trainable(config: Config, source: ModelSource) -> Design:
+    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
+    return design_model(config.model, source, max_length=config.data.max_length)
+
+
 def prepare_data(
     config: Config,
     files: DataFiles,
@@ -65,16 +122,12 @@ def prepare_data(
     """The samples of `files`, with the tokenizer of `model`; the first process that asks does the
     work.
 
-    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`.
+    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
-    data, renderer = config.data, _renderer(config, model)
-
-    def prepared(side: Files) -> list[SourceSamples]:
-        return _prepare(config, side, renderer, progress)
-
-    train = prepared(files.train)
+    data, encoders = config.data, Encoders(config, model)
+    train = _prepare(encoders, files.train, progress)
     if files.validation:
-        validation = prepared(files.validation)
+        validation = _prepare(encoders, files.validation, progress)
     else:
         limit = None if data.val_max_samples == -1 else data.val_max_samples
         parts = [
@@ -83,14 +136,13 @@ def prepare_data(
         train = [trained for trained, _ in parts]
         validation = [held_out for _, held_out in parts]
     held_out = Samples(validation)
-    if own_templates := [
-        source.name for source, _ in files.train if source.chat_template != data.chat_template
-    ]:
+    others = [s.name for s, _ in files.train if s.chat_template != data.chat_template]
+    if others:
         logger.warning(
             "rendered with chat templates of their own, which huggingface/ does not carry: %s",
-            ", ".join(own_templates),
+            ", ".join(others),
         )
-    tokenizer, digest = renderer(data.chat_template)
+    tokenizer, digest = encoders.tokenizer(data.chat_template)
     return PreparedData(
         train=Samples(train),
         validation=held_out if len(held_out) else None,
@@ -98,158 +150,6 @@ def prepare_data(
         tokenizer_digest=digest,
         chat_template=read_chat_template(data.chat_template),
     )
-
-
-def encode_first_rows(
-    config: Config, files: DataFiles, model: ModelSource
-) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
-    """What the first row of each file becomes, and the tokenizer that makes it. Raises
-    `DataError`, `ConfigError`.
-    """
-    renderer = _renderer(config, model)
-    for source, paths in (*files.train, *files.validation):
-        tokenizer, _, options = _encoding(config, source, renderer)
-        columns = columns_of(source.keys)
-        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
-        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
-            yield row, result, tokenizer
-
-
-def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Renderer]:
-    """By the name of a chat template. Raises `ConfigError`."""
-    try:
-        own = AutoTokenizer.from_pretrained(
-            model.path, trust_remote_code=config.model.trust_remote_code
-        )
-    except Exception as error:  # tokenizers raise many kinds
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
-        ) from error
-
-    @cache
-    def renderer(chat_template: str | None) -> Renderer:
-        tokenizer = copy.copy(own)
-        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
-        if chat_template in TEMPLATE_NAMES:
-            _require_tokens(tokenizer, chat_template)
-        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
-
-    return renderer
-
-
-def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes
-    around turns.
-    """
-    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
-    if missing := [token for token in written if token not in known]:
-        listed = ",".join(f'"{token}"' for token in missing)
-        raise ConfigError(
-            f"data.chat_template={name} writes special tokens that this tokenizer does not have: "
-            f"add them with 'model.new_tokens=[{listed}]'"
-        )
-    if not tokenizer.eos_token:
-        raise ConfigError(
-            f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has "
-            f"none"
-        )
-
-
-def _prepare(
-    config: Config,
-    sources: Files,
-    renderer: Callable[[str | None], Renderer],
-    progress: Callable[[], None],
-) -> list[SourceSamples]:
-    """Each source with a cache entry of its own."""
-    prepared = []
-    for source, files in sources:
-        tokenizer, digest, options = _encoding(config, source, renderer)
-        try:
-            dataset = prepare(
-                files,
-                tokenizer=tokenizer,
-                tokenizer_digest=digest,
-                options=options,
-                cache_dir=Path(config.data.cache_dir),
-                progress=progress,
-            )
-        except DataError as error:
-            raise (
-                error if len(sources) == 1 else DataError(f"source '{source.name}': {error}")
-            ) from error
-        prepared.append(dataset.whole(source.name, source.repeat))
-    return prepared
-
-
-def _encoding(
-    config: Config,
-    source: Source,
-    renderer: Callable[[str | None], Renderer],
-) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
-    """With what the rows of a source become tokens; the second is the digest of the first."""
-    # neither template nor turns say anything of plain text: what is said of them must not prepare
-    # it anew
-    data, is_text = config.data, source.keys.text_key is not None
-    options = PrepareOptions(
-        keys=source.keys,
-        max_length=data.max_length,
-        truncation=data.truncation,
-        on_bad_row=data.on_bad_row,
-        max_samples=source.max_samples,
-        special_in_content=data.special_in_content,
-    )
-    if not is_text:
-        kwargs = data.apply_chat_template_kwargs
-        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
-    return *renderer(None if is_text else source.chat_template), options
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(PreparedData):
-    """What a run is made from, ready before any process group exists."""
-
-    design: Design
-    model_files: ModelFiles
-    """Read before anything else of the model, so that what is trained and what is exported are
-    the same files.
-    """
-    whole: WholeCheckpoint | None
-    """Where the files of the model hold more than is trained."""
-    data_files: Mapping[str, list[int]]
-    """Size and modification time of each data file, before any of them was read."""
-
-    @property
-    def source(self) -> ModelSource:
-        return self.design.source
-
-
-def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
-    """Model files, tokenizer and tokens. Needs no process group; the first rank that asks does the
-    work once.
-
-    `progress` is called while it goes on.
-    """
-    files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
-    data_files = file_states(files)
-    source = source_at(config, model_dir)
-    model_files = ModelFiles.read(Path(source.path))
-    design = require_trainable(config, source)
-    whole = whole_checkpoint(source)
-    data = prepare_data(config, files, source, progress=progress)
-    return Inputs(
-        **vars(data), design=design, model_files=model_files, whole=whole, data_files=data_files
-    )
-
-
-def require_trainable(config: Config, source: ModelSource) -> Design:
-    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
-    return design_model(config.model, source, max_length=config.data.max_length)
 
 
 def prepare_data_alone(config: Config) -> PreparedData:
@@ -274,8 +174,111 @@ def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
         raise type(error)(f"{error}\n{where}") from error
 
 
+def encode_first_rows(
+    config: Config, files: DataFiles, model: ModelSource
+) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
+    """Yield the first row of each file, the samples it becomes, and the tokenizer that makes them.
+    Raises `DataError`, `ConfigError`.
+    """
+    encoders = Encoders(config, model)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = encoders.encoding(source)
+        columns = columns_of(source.keys)
+        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
+        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
+            yield row, result, tokenizer
+
+
+class Encoders:
+    """Turns the rows of each source into tokens, with the tokenizer of a model."""
+
+    def __init__(self, config: Config, model: ModelSource) -> None:
+        """Raises `ConfigError`."""
+        self.config = config
+        trusts_code = config.model.trust_remote_code
+        try:
+            self._own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trusts_code)
+        except Exception as error:  # tokenizers raise many kinds
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
+            ) from error
+        self.tokenizer = cache(
+            self._tokenizer
+        )  # a digest of a large vocabulary takes half a second
+
+    def _tokenizer(self, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, str]:
+        """The tokenizer with a chat template, and the digest of both. Raises `ConfigError`."""
+        tokenizer = copy.copy(self._own)
+        tokenizer.chat_template = read_chat_template(chat_template) or self._own.chat_template
+        if chat_template in TEMPLATE_NAMES:
+            _require_tokens(tokenizer, chat_template)
+        return tokenizer, tokenizer_digest(tokenizer)
+
+    def encoding(self, source: Source) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
+        """The tokenizer for the rows of a source, its digest, and the options for the rows."""
+        data = self.config.data
+        options = PrepareOptions(
+            keys=source.keys,
+            max_length=data.max_length,
+            truncation=data.truncation,
+            on_bad_row=data.on_bad_row,
+            max_samples=source.max_samples,
+            special_in_content=data.special_in_content,
+        )
+        # plain text has no template and no turns: a change of these must not prepare it again
+        if source.keys.text_key is not None:
+            return *self.tokenizer(None), options
+        kwargs = data.apply_chat_template_kwargs
+        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+        return *self.tokenizer(source.chat_template), options
+
+
+def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes
+    around turns.
+    """
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if missing := [token for token in written if token not in known]:
+        listed = ",".join(f'"{token}"' for token in missing)
+        raise ConfigError(
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have: "
+            f"add them with 'model.new_tokens=[{listed}]'"
+        )
+    if not tokenizer.eos_token:
+        raise ConfigError(
+            f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has "
+            f"none"
+        )
+
+
+def _prepare(
+    encoders: Encoders, sources: Files, progress: Callable[[], None]
+) -> list[SourceSamples]:
+    """Each source with a cache entry of its own."""
+    prepared = []
+    for source, files in sources:
+        tokenizer, digest, options = encoders.encoding(source)
+        try:
+            dataset = prepare(
+                files,
+                tokenizer=tokenizer,
+                tokenizer_digest=digest,
+                options=options,
+                cache_dir=Path(encoders.config.data.cache_dir),
+                progress=progress,
+            )
+        except DataError as error:
+            if len(sources) == 1:
+                raise
+            raise DataError(f"source '{source.name}': {error}") from error
+        prepared.append(dataset.whole(source.name, source.repeat))
+    return prepared
+
+
 def source_without_weights(config: Config) -> ModelSource:
-    """Of a Hub id config.json and tokenizer alone are fetched."""
+    """The model of the configuration; of a Hub id config.json and tokenizer alone are fetched."""
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
@@ -284,8 +287,8 @@ def resolve_source(config: Config) -> ModelSource:
 
 
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
-    """The model of a directory, with the tokens that the configuration adds; `random_weights`
-    whatever that says.
+    """The model in a directory, with the tokens that the configuration adds; `random_weights`
+    holds whatever the configuration says.
     """
     model, ids = config.model, dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART

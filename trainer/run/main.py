@@ -5,7 +5,6 @@ loop (floor 4).
 import hashlib
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,9 +39,8 @@ from trainer.run.agreement import facts_of, require_model_unchanged
 from trainer.run.end import RunResources, already_complete, giving_back
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter, make_tracking
-from trainer.run.setup import RunSetup, total_steps_from
+from trainer.run.setup import RunSetup
 from trainer.runtime import distributed, seeding
-from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
@@ -54,40 +52,34 @@ DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
 
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """One run from its configuration to its exit code."""
-    trainer, device = config.trainer, distributed.pick_device(config.trainer.device)
+    """Make one run from its configuration. Return its exit code."""
+    trainer, model = config.trainer, config.model
+    device = distributed.pick_device(trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
-        # what goes on a GPU alone
+        # what works on a GPU only
         require_consistent(replace(config, trainer=replace(trainer, device="cpu")))
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
     # what is wrong with these is known before anything slow
     require_usable_rules(trainer.guard.rules)
-    distributed.require_divided(rank_and_size()[1], config.model.ulysses_sequence_parallel_size)
+    distributed.require_divided(rank_and_size()[1], model.ulysses_sequence_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)
-    facts = facts_of(config, inputs, progress=heartbeat.beat)
     world = distributed.start(
         device,
         timeout_s=trainer.dist_timeout_s,
-        fsdp_size=config.model.fsdp_config.fsdp_size,
-        sequence_size=config.model.ulysses_sequence_parallel_size,
+        fsdp_size=model.fsdp_config.fsdp_size,
+        sequence_size=model.ulysses_sequence_parallel_size,
         heartbeat=heartbeat,
-        facts=facts,
+        facts=facts_of(inputs, progress=heartbeat.beat),
     )
-    # from here to the first step no longer in silence than it takes to save, and to wait for each
-    # other
+    # until the first step a rank may be silent for a save and for the wait for other ranks
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
-    start = decide_start(
-        trainer,
-        _lineage(config, inputs),
-        world,
-        total_steps=partial(total_steps_from, config, inputs),
-    )
-    setup, exit_code = RunSetup(config, inputs, world, start), EXIT_DONE
+    start = decide_start(trainer, _lineage(inputs), world, total_steps=inputs.total_steps_from)
+    setup, exit_code = RunSetup(inputs, world, start), EXIT_DONE
     if start.is_complete:
-        assert start.checkpoint is not None, "it has ended"
+        assert start.checkpoint is not None, "a complete run has a last checkpoint"
         logger.info(already_complete(setup, start.checkpoint.path, start.position.step))
     else:
         exit_code = train(setup, stop, heartbeat)
@@ -96,12 +88,12 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
 
 
 def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Build, resume, fit, end; the exit code."""
-    start, world = setup.start, setup.world
-    heartbeat.report_to(setup.run_dir, rank=world.rank)
+    """Build, resume, fit, end. Return the exit code."""
+    start = setup.start
+    heartbeat.report_to(setup.run_dir)
     held = RunResources(setup)
-    with giving_back(held, stop, timeout_s=setup.config.trainer.dist_timeout_s):
-        if world.is_main:
+    with giving_back(held, stop):
+        if setup.world.is_main:
             held.tracking = make_tracking(setup)
         parts = build_run(setup, held.tracking, stop, heartbeat)
         held.checkpoints = parts.checkpoints
@@ -122,11 +114,11 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
 def build_run(
     setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
 ) -> Run:
-    """Every part of the run, as it is before a checkpoint is loaded. Collective."""
+    """Build every part of the run, as it is before a checkpoint is loaded. Collective."""
     config, inputs, world = setup.config, setup.inputs, setup.world
     trainer = config.trainer
     model = build_model(inputs.design, world=world, seed=trainer.seed)
-    plan = _rank_plan(config, model, world)
+    plan = _rank_plan(setup, model)
     batches = TrainLoader(
         inputs.train,
         plan=plan,
@@ -143,7 +135,7 @@ def build_run(
         world=world,
         model=model,
         optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
-        lr_schedule=lr_schedule(config, inputs, setup.total_steps),
+        lr_schedule=_lr_schedule(setup),
         batches=batches,
         validation_batches=validation_batches,
         guard=make_guard(setup, tracking),
@@ -162,7 +154,8 @@ def build_run(
     return parts
 
 
-def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan:
+def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
+    config, world = setup.config, setup.world
     limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
     if not model.is_packed:
         limits = replace(limits, max_samples=1)
@@ -176,13 +169,13 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
     )
 
 
-def lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
-    default = ADAPTER_LR if config.model.has_adapters else DEFAULT_LR
-    if inputs.source.random_weights:
+def _lr_schedule(setup: RunSetup) -> LrSchedule:
+    optim = setup.config.optim
+    default = ADAPTER_LR if setup.config.model.has_adapters else DEFAULT_LR
+    if setup.inputs.source.random_weights:
         default = RANDOM_LR
-    return LrSchedule.from_config(
-        config.optim, peak_lr=config.optim.lr or default, total_steps=total_steps
-    )
+    peak_lr = optim.lr or default
+    return LrSchedule.from_config(optim, peak_lr=peak_lr, total_steps=setup.total_steps)
 
 
 def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
@@ -199,17 +192,15 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
     whole, adapter = inputs.whole, None
     if config.model.has_adapters:
         whole, adapter = None, Adapter(adapters.settings(parts.model), Path(inputs.source.path))
+    files, template, ends = inputs.model_files, inputs.chat_template, inputs.train.end_token_ids
+    trainer = config.trainer
     saver = Saver(
         setup.run_dir,
         parts.model,
         world=setup.world,
-        config=config.trainer.checkpoint,
-        source=ExportSource(
-            inputs.model_files, inputs.chat_template, inputs.train.end_token_ids, whole, adapter
-        ),
-        kept=Retention(
-            keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric
-        ),
+        config=trainer.checkpoint,
+        source=ExportSource(files, template, ends, whole, adapter),
+        kept=Retention(keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric),
         lock=setup.start.lock,
         fingerprints=setup.start.fingerprints,
     )
@@ -248,22 +239,22 @@ def _announce(parts: Run, inputs: Inputs) -> None:
     )
 
 
-def _lineage(config: Config, inputs: Inputs) -> Lineage:
+def _lineage(inputs: Inputs) -> Lineage:
     """Collective."""
-    architecture = hashlib.sha256(inputs.model_files.contents[CONFIG]).hexdigest()[:16]
+    config = inputs.config
     fingerprints = describe_run(
         config.resolved,
         data=inputs.train.fingerprint,
         train_batch_size=config.data.train_batch_size,
         seed=config.trainer.seed,
         tokenizer=inputs.tokenizer_digest[:16],
-        model_config=architecture,
+        model_config=hashlib.sha256(inputs.model_files.contents[CONFIG]).hexdigest()[:16],
         model_files=inputs.model_files.digest[:16],
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
-    if inputs.whole is not None and not config.model.has_adapters:
-        fingerprints["other_parts"] = inputs.whole.others_digest[:16]
     if config.model.has_adapters:
         fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
+    elif inputs.whole is not None:
+        fingerprints["other_parts"] = inputs.whole.others_digest[:16]
     return Lineage(fingerprints, tuple(config.trainer.resume_allow))

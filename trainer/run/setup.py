@@ -7,19 +7,21 @@ from pathlib import Path
 from trainer.checkpoint.start import Start
 from trainer.config import Config
 from trainer.data.batch_plan import Schedule
-from trainer.progress import Position
 from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run's configuration, inputs, ranks and start, from which its parts are built."""
+    """A run's inputs, ranks and start, from which its parts are built."""
 
-    config: Config
     inputs: Inputs
     world: World
     start: Start
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
 
     @property
     def run_dir(self) -> Path:
@@ -27,19 +29,8 @@ class RunSetup:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return schedule_from(self.config, self.inputs, self.start.position)
+        return self.inputs.schedule_from(self.start.position)
 
     @cached_property
     def total_steps(self) -> int:
-        return total_steps_from(self.config, self.inputs, self.start.position)
-
-
-def schedule_from(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    return Schedule(inputs.train.shares, config.data.train_batch_size, config.trainer.seed, start)
-
-
-def total_steps_from(config: Config, inputs: Inputs, start: Position) -> int:
-    """Steps of the whole run, of which those up to `start` are done."""
-    epochs = config.trainer.total_epochs
-    steps = config.trainer.total_training_steps
-    return steps or schedule_from(config, inputs, start).steps_until(epochs)
+        return self.inputs.total_steps_from(self.start.position)

@@ -107,12 +107,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
-        return (
-            torch.bfloat16
-            if torch.cuda.is_bf16_supported(including_emulation=False)
-            else torch.float32
-        )
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+        is_supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_supported = torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_supported else torch.float32
 
 
 def start(
@@ -145,9 +143,8 @@ def start(
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
     _require_all(device, size, card=card, facts=facts)
     world = make_world(device, dimensions, sequence_size=sequence_size)
-    groups = [world.sequence_group] if world.sequence_group is not None else []
-    # else those of single dimensions have torch's own half hour
-    for group in [*world.mesh.get_all_groups(), *groups]:
+    # else groups of single dimensions have torch's own half hour
+    for group in filter(None, [*world.mesh.get_all_groups(), world.sequence_group]):
         set_timeout(timeout, group)
     return world
 
@@ -220,13 +217,15 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raise `ConfigError` unless the facts of all ranks (host, facts) are equal."""
     lines = []
     for name in dict.fromkeys(name for _, facts in found for name in facts):
-        places: dict[str, dict[str, list[int]]] = {}
+        ranks_of: dict[tuple[str, str], list[int]] = {}
         for rank, (host, facts) in enumerate(found):
-            hosts = places.setdefault(facts.get(name, "none"), {})
-            hosts.setdefault(host, []).append(rank)
-        if len(places) > 1:
-            values = [f"{value} on {_listed(hosts)}" for value, hosts in places.items()]
-            lines.append(f"  {name}: {', '.join(values)}")
+            ranks_of.setdefault((facts.get(name, "none"), host), []).append(rank)
+        if len({value for value, _ in ranks_of}) > 1:
+            places = [
+                f"{value} on {host} (rank{'s' if len(ranks) > 1 else ''} {as_ranges(ranks)})"
+                for (value, host), ranks in ranks_of.items()
+            ]
+            lines.append(f"  {name}: {', '.join(places)}")
     if lines:
         raise ConfigError(
             "the ranks of this run have different inputs and would train a mixture of them:\n"
@@ -234,14 +233,6 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             + "\nFix: give every machine the same command and the same files (data.train_files, "
             "model.partial_pretrain), and write no file while a run starts"
         )
-
-
-def _listed(hosts: Mapping[str, Sequence[int]]) -> str:
-    """`node1 (ranks 0-7), node2 (rank 8)`."""
-    return ", ".join(
-        f"{host} (rank{'s' if len(ranks) > 1 else ''} {as_ranges(ranks)})"
-        for host, ranks in hosts.items()
-    )
 
 
 def on_main(

@@ -1,8 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol (floor 1).
 
-A rank writes its pid into the status of its launcher (`trainer/runtime/status.py`), so that a
-signal reaches it directly, and the exit code of the run, because torchrun folds every failure into
-1.
+A rank tells its launcher (`trainer/runtime/status.py`) its pid, so that a signal reaches it
+directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.environment import local_rank
 from trainer.runtime.log import say
 from trainer.runtime.processes import die_with_parent, is_alive
-from trainer.runtime.status import launcher_status
+from trainer.runtime.status import Beat, Status, ask_launcher, launcher_status
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
@@ -114,10 +113,8 @@ class StopRequest:
 
 def _leave_unsaved(number: int) -> NoReturn:
     if report_exit_code(EXIT_RESUMABLE):
-        say(
-            f"stopped by {signal.Signals(number).name}; the same command goes on from the last "
-            f"checkpoint\n"
-        )
+        name = signal.Signals(number).name
+        say(f"stopped by {name}; the same command continues from the last checkpoint\n")
     os._exit(EXIT_RESUMABLE)
 
 
@@ -126,59 +123,43 @@ def has_launcher() -> bool:
 
 
 def join_launcher() -> None:
-    """Register this rank with the launcher, and die with the parent process so that no rank
-    outlives its job.
+    """Die with the parent process, so that no rank outlives its job.
 
-    SIGUSR2 from now on writes the stacks of all threads, by a handler in C that does not wait for
-    the interpreter.
+    SIGUSR2 from now on writes the stacks of all threads for the launcher, by a handler in C that
+    does not wait for the interpreter.
     """
     if (status := launcher_status()) is None:
         return
     die_with_parent(int(os.environ.get(AGENT_PID, os.getppid())), code=EXIT_RESUMABLE)
-    stacks = status.open_stacks(local_rank())
+    stacks = status.open_rank(local_rank())
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
-    status.register(local_rank(), os.getpid())  # last: whoever reads it may send signals
 
 
 def lost_ranks() -> list[int]:
     """Ranks of this machine whose process is gone, after a moment in which one may be seen to
     go.
     """
-    status = launcher_status()
-    try:
-        pids = {} if status is None else status.pids()
-    except OSError:  # the launcher is gone
-        return []
+    beats = ask_launcher(Status.beats, otherwise=dict[int, Beat]())
     deadline = time.monotonic() + PEER_GONE_S
     while True:
-        lost = sorted(rank for rank, pid in pids.items() if not is_alive(pid))
-        if lost or not pids or time.monotonic() > deadline:
+        lost = [rank for rank, beat in beats.items() if not is_alive(beat.pid)]
+        if lost or not beats or time.monotonic() > deadline:
             return lost
         time.sleep(0.02)
 
 
 def report_exit_code(code: int) -> bool:
-    """Tell the launcher how the run ended; whether this rank is the first of its machine to do so.
+    """Tell the launcher how the run ended. Return True for the first rank of its machine.
 
     The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to
     the user.
     """
-    status = launcher_status()
-    try:
-        return status is None or status.report(code)
-    except OSError:  # the launcher is gone
-        return True
+    return ask_launcher(lambda status: status.report(code), otherwise=True)
 
 
 def reported_exit_code() -> int | None:
-    """The exit code that the first rank of this machine to fail reported to the launcher; None
-    if none has.
-    """
-    status = launcher_status()
-    try:
-        return None if status is None else status.exit_code()
-    except OSError:  # the launcher is gone
-        return None
+    """The exit code that the first rank of this machine to fail reported; None if none has."""
+    return ask_launcher(Status.exit_code, otherwise=None)
 
 
 def leave(code: int) -> None:

@@ -3,15 +3,19 @@
 Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent
 closes inherited descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the
 launcher>/fd/<descriptor>, which ranks open: first the file of exit codes, then one file for each
-rank. A rank's file holds its pid, its heartbeat, and after these the stacks that it appends on
-SIGUSR2.
+rank. A rank's file begins with its last heartbeat, which carries its pid; after it come the stacks
+that the rank appends on SIGUSR2.
 """
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 VARIABLE = "SFT_STATUS"
 LOST_RANK = 70
 """Internal: the exit code of a rank that ends because another rank of its machine is gone; the
@@ -19,8 +23,26 @@ agent says why.
 """
 ABORTED = 134
 """Internal: the exit code of the agent when SIGABRT ended a rank, and nothing else ended one."""
-_PID = struct.Struct("<Q")
-_BEAT_AT, _STACKS_AT = _PID.size, 64
+_RECORD = struct.Struct("<dQd24sd")
+"""Time of the beat, pid, allowed silence, phase, and the time again: unequal times are a
+half-written record.
+"""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's last sign of life: `at_s` is on the clock that all processes of a machine share.
+
+    It may be silent for `limit_s` seconds; infinity means that it is not watched.
+    """
+
+    pid: int
+    at_s: float
+    limit_s: float
+    phase: str
+
+    def packed(self) -> bytes:
+        return _RECORD.pack(self.at_s, self.pid, self.limit_s, self.phase.encode(), self.at_s)
 
 
 class Status:
@@ -31,52 +53,44 @@ class Status:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._exit_codes, *self._ranks = address.split(":")
+        self._exit_codes, *self._ranks = map(Path, address.split(":"))
 
-    def register(self, number: int, pid: int) -> None:
-        _write(self._ranks[number], _PID.pack(pid), at=0)
+    def open_rank(self, number: int) -> int:
+        """A descriptor for `write_beat`, whose writes by others append stacks."""
+        descriptor = os.open(self._ranks[number], os.O_WRONLY | os.O_CLOEXEC)
+        os.lseek(descriptor, 0, os.SEEK_END)
+        return descriptor
 
-    def pids(self) -> dict[int, int]:
-        """By number on this machine, the ranks that have registered."""
-        found = {
-            number: _PID.unpack(_read(path)[:_BEAT_AT])[0]
-            for number, path in enumerate(self._ranks)
-        }
-        return {number: pid for number, pid in found.items() if pid}
-
-    def open_beat(self, number: int) -> int:
-        """A descriptor for `write_beat`."""
-        return os.open(self._ranks[number], os.O_WRONLY | os.O_CLOEXEC)
-
-    def beat(self, number: int) -> bytes:
-        """What `write_beat` wrote last; zeros before."""
-        return _read(self._ranks[number])[_BEAT_AT:_STACKS_AT]
-
-    def open_stacks(self, number: int) -> int:
-        """A descriptor to append to."""
-        return os.open(self._ranks[number], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    def beats(self) -> dict[int, Beat]:
+        """The last beat of each rank that has begun, by its number on this machine; none that is
+        half written.
+        """
+        found = {}
+        for number, path in enumerate(self._ranks):
+            at_s, pid, limit_s, phase, again_at_s = _RECORD.unpack_from(path.read_bytes())
+            if pid and at_s == again_at_s:
+                text = phase.rstrip(b"\0").decode(errors="replace")
+                found[number] = Beat(pid, at_s, limit_s, text)
+        return found
 
     def stacks(self, number: int) -> bytes:
-        return _read(self._ranks[number])[_STACKS_AT:]
+        return self._ranks[number].read_bytes()[_RECORD.size :]
 
     def report(self, code: int) -> bool:
-        """Append an exit code; whether it is the first."""
+        """Append an exit code. Return True if it is the first."""
         line = f"{code}\n".encode()
-        descriptor = os.open(self._exit_codes, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, line)
-            return os.lseek(descriptor, 0, os.SEEK_CUR) == len(line)
-        finally:
-            os.close(descriptor)
+        with self._exit_codes.open("ab", buffering=0) as file:
+            file.write(line)
+            return file.tell() == len(line)
 
     def exit_code(self) -> int | None:
         """The first reported exit code that is a cause; None where there is none."""
-        codes = [int(line) for line in _read(self._exit_codes).split()]
+        codes = map(int, self._exit_codes.read_bytes().split())
         return next((code for code in codes if code != LOST_RANK), None)
 
 
-def write_beat(descriptor: int, record: bytes) -> None:
-    os.pwrite(descriptor, record, _BEAT_AT)
+def write_beat(descriptor: int, beat: Beat) -> None:
+    os.pwrite(descriptor, beat.packed(), 0)
 
 
 @contextmanager
@@ -88,7 +102,7 @@ def new_status(num_ranks: int) -> Iterator[Status]:
     try:
         for descriptor in descriptors[1:]:
             # takes the memory now: a heartbeat cannot fail later
-            os.write(descriptor, bytes(_STACKS_AT))
+            os.write(descriptor, bytes(_RECORD.size))
         yield Status(":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors))
     finally:
         for descriptor in descriptors:
@@ -101,14 +115,10 @@ def launcher_status() -> Status | None:
     return None if address is None else Status(address)
 
 
-def _write(path: str, content: bytes, *, at: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+def ask_launcher(question: Callable[[Status], T], *, otherwise: T) -> T:
+    """The answer from the launcher's files; `otherwise` where there is no launcher, or it is gone."""
+    status = launcher_status()
     try:
-        os.pwrite(descriptor, content, at)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+        return otherwise if status is None else question(status)
+    except OSError:
+        return otherwise
