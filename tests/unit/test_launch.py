@@ -21,7 +21,6 @@ from trainer.launch.ranks import (
     node_layout,
     parse_arguments,
     rank_environment,
-    thread_count,
 )
 from trainer.launch.supervise import run_exit_code
 from trainer.runtime.status import ABORTED, VARIABLE, Status, new_status
@@ -110,10 +109,12 @@ def test_first_host_without_scontrol(
 
 
 def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [thread_count(ranks, num_cores=8) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status=Status("here"))
-    assert env["OMP_NUM_THREADS"] == "4"
+    for num_ranks, num_threads in ((1, "8"), (3, "2"), (8, "1"), (9, "1"), (2, "4")):
+        env = rank_environment(
+            {"HOME": "/h"}, NodeLayout(), num_ranks=num_ranks, status=Status("here")
+        )
+        assert env["OMP_NUM_THREADS"] == num_threads
     assert (env["HOME"], env[VARIABLE], env["PYTHONSAFEPATH"]) == ("/h", "here", "1")
     mine = {
         "OMP_NUM_THREADS": "3",

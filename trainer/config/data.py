@@ -170,31 +170,23 @@ class Source:
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
-    """Those of `train_files` or `val_files` (`name`). Raises `ConfigError` for what they
-    contradict each other in.
+    """The sources of `train_files` or `val_files` (`name`). Raises `ConfigError` for sources that
+    contradict each other.
     """
-    dotted, files = f"data.{name}", data.train_files if name == "train_files" else data.val_files
+    dotted, files = f"data.{name}", getattr(data, name)
     if files is None:
         return []
-    paths = [entry for entry in files if isinstance(entry, str)]
-    if isinstance(files, str) or len(paths) == len(files):
-        return [
-            _source(
-                SourceConfig(files if isinstance(files, str) else paths, name=name),
-                data,
-                name,
-                dotted,
-            )
-        ]
-    entries = (SourceConfig(entry) if isinstance(entry, str) else entry for entry in files)
-    found = [
-        _source(entry, data, name, f"{dotted}[{number}]") for number, entry in enumerate(entries)
-    ]
-    for same, count in Counter(source.name for source in found).items():
-        if count > 1:
-            raise ConfigError(
-                f"'{dotted}' has {count} sources named '{same}': give each a name of its own"
-            )
+    if isinstance(files, str) or all(isinstance(entry, str) for entry in files):
+        return [_source(SourceConfig(files, name=name), data, name, dotted)]
+    found = []
+    for number, entry in enumerate(files):
+        given = SourceConfig(entry) if isinstance(entry, str) else entry
+        found.append(_source(given, data, name, f"{dotted}[{number}]"))
+    (same, count), *_ = Counter(source.name for source in found).most_common(1)
+    if count > 1:
+        raise ConfigError(
+            f"'{dotted}' has {count} sources named '{same}': give each a name of its own"
+        )
     return found
 
 
@@ -208,8 +200,8 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         raise ConfigError(problem)
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
     # a source that names its columns does not look where others have theirs
-    own = (given.messages_key, given.prompt_key, given.text_key)
-    is_own = any(key is not None for key in own)
+    has_own = any((given.messages_key, given.prompt_key, given.text_key))
+    columns: DataConfig | SourceConfig = given if has_own else data
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
@@ -219,15 +211,15 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         keys=RowKeys(
             messages_key=given.messages_key or data.messages_key,
             tools_key=given.tools_key or data.tools_key,
-            prompt_key=given.prompt_key if is_own else data.prompt_key,
-            response_key=given.response_key if is_own else data.response_key,
-            text_key=given.text_key if is_own else data.text_key,
+            prompt_key=columns.prompt_key,
+            response_key=columns.response_key,
+            text_key=columns.text_key,
         ),
     )
 
 
 def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str | None:
-    """What is wrong between the keys that name columns."""
+    """Return what is wrong between the keys that name columns."""
     if (keys.prompt_key is None) != (keys.response_key is None):
         return f"'{prefix}prompt_key' and '{prefix}response_key' go together: set both or neither"
     if keys.text_key is not None and keys.prompt_key is not None:

@@ -67,9 +67,8 @@ def one_of(*allowed: str) -> Check:
             text = str(item).lower() if isinstance(item, bool) else item
             if text not in allowed:
                 hint = did_you_mean(text, allowed)
-                return f"must be one of {', '.join(allowed)}; got '{text}'" + (
-                    f" ({hint})" if hint else ""
-                )
+                problem = f"must be one of {', '.join(allowed)}; got '{text}'"
+                return f"{problem} ({hint})" if hint else problem
         return ""
 
     wrong.allowed = allowed  # type: ignore[attr-defined]  # for the JSON schema
@@ -116,11 +115,10 @@ def within(interval: str) -> Check:
 
 def parse_duration_s(text: str) -> float:
     """Seconds in a time such as `3h30m`, `90m` or `45s`; 0 for what is none."""
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
-    days, hours, minutes, seconds = (
-        (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
-    )
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    match = re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text.strip())
+    parts = match.groups("0d") if match else ()
+    units_s = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(int(part[:-1]) * units_s[part[-1]] for part in parts)
 
 
 not_negative = where(lambda value: value >= 0, "must not be negative, got {}")

@@ -42,14 +42,12 @@ def parse_recorded(tree: Mapping[str, Any]) -> Config:
 
 
 def _without_unknown_keys(cls: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-    groups = {name: own.type for name, own in declared(cls).items()}
-    return {
-        name: _without_unknown_keys(groups[name], value)
-        if dataclasses.is_dataclass(groups[name])
-        else value
-        for name, value in tree.items()
-        if name in groups
-    }
+    known = {}
+    for name, own in declared(cls).items():
+        if name in tree:
+            is_group = dataclasses.is_dataclass(own.type)
+            known[name] = _without_unknown_keys(own.type, tree[name]) if is_group else tree[name]
+    return known
 
 
 def require_consistent(config: Config) -> None:
@@ -67,34 +65,30 @@ def problem_with_key(dotted: str) -> str | None:
     """Return None for a key, a group of keys, or a name inside a user-defined mapping; else the
     error message.
     """
-    keys = keys_of(Config)
-    is_group = any(name.startswith(f"{dotted}.") for name in keys)
-    is_own = any(
-        dotted.startswith(f"{name}.")
-        for name, key in keys.items()
-        if typing.get_origin(key.type) is dict
-    )
-    return None if dotted in keys or is_group or is_own else str(_unknown_key(dotted))
+    for name, key in keys_of(Config).items():
+        is_mapping = typing.get_origin(key.type) is dict
+        if f"{name}.".startswith(f"{dotted}.") or (is_mapping and dotted.startswith(f"{name}.")):
+            return None
+    return str(_unknown_key(dotted))
 
 
-def _unknown_key(dotted: str, *, known: Sequence[str] = ()) -> ConfigError:
-    """Name the nearest of all keys and of `known`, if any is near."""
-    nearest = _nearest_key(dotted, [*known_keys(), *known])
-    names = ", ".join(name.rpartition(".")[2] for name in known)
-    listed = f"an entry has {names}" if "[" in dotted else "`train --help` lists all"
-    hint = f"did you mean '{nearest}'?" if nearest else f"no key has a similar name; {listed}"
-    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
+def _unknown_key(dotted: str, *, of_entry: Sequence[str] = ()) -> ConfigError:
+    """Name the known key whose last part is nearest, of the same group if there is one.
 
-
-def _nearest_key(dotted: str, known: Sequence[str]) -> str | None:
-    """The known key whose last part is nearest, of the same group if there is one; None where none
-    is near.
+    `of_entry`: the keys of an entry of a list, where `dotted` is in one.
     """
     group, _, leaf = dotted.rpartition(".")
-    own_group_first = sorted(known, key=lambda key: key.rpartition(".")[0] != group)
-    leaves = [key.rpartition(".")[2] for key in own_group_first]
-    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-    return own_group_first[leaves.index(near[0])] if near else None
+    known = [*known_keys(), *of_entry]
+    known.sort(key=lambda key: key.rpartition(".")[0] != group)  # the same group first
+    leaves = [key.rpartition(".")[2] for key in known]
+    if near := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7):
+        hint = f"did you mean '{known[leaves.index(near[0])]}'?"
+    elif "[" in dotted:
+        names = ", ".join(key.rpartition(".")[2] for key in of_entry)
+        hint = f"no key has a similar name; an entry has {names}"
+    else:
+        hint = "no key has a similar name; `train --help` lists all"
+    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 
 def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
@@ -103,8 +97,7 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
     own = declared(cls)
     for name in tree:
         if name not in own:
-            known = [f"{prefix}{other}" for other in own]
-            raise _unknown_key(f"{prefix}{name}", known=known)
+            raise _unknown_key(f"{prefix}{name}", of_entry=[f"{prefix}{key}" for key in own])
     values = {}
     for name, key in own.items():
         dotted = f"{prefix}{name}"
@@ -150,41 +143,38 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
     does not.
     """
     origin = typing.get_origin(hint)
-    is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     if value is None and hint is types.NoneType:
         return None
-    if origin is list and (is_text_or_number or isinstance(value, list | dict)):
-        (item_hint,) = typing.get_args(hint)
-        items = enumerate(value if isinstance(value, list) else [value])
-        return [
-            _coerce(item, item_hint, f"{dotted}[{n}]" if isinstance(item, dict) else dotted)
-            for n, item in items
-        ]
-    if isinstance(value, dict) and (origin is dict or dataclasses.is_dataclass(hint)):
-        return value if origin is dict else _build(hint, value, f"{dotted}.")
-    if hint is bool and isinstance(value, bool):
+    if isinstance(value, bool):
+        if hint is bool:
+            return value
+        raise ValueError
+    if isinstance(value, dict) and origin is dict:
         return value
-    if hint is float and is_text_or_number and not math.isnan(number := float(value)):
-        return number
-    if hint is int and is_text_or_number and (number := float(value)).is_integer():
-        return int(number)
-    if hint is str and is_text_or_number:
+    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
+        return _build(hint, value, f"{dotted}.")
+    if origin is list and value is not None:
+        (item_hint,) = typing.get_args(hint)
+        items = value if isinstance(value, list) else [value]
+        places = [f"{dotted}[{n}]" if isinstance(i, dict) else dotted for n, i in enumerate(items)]
+        return [_coerce(item, item_hint, place) for item, place in zip(items, places, strict=True)]
+    if not isinstance(value, str | int | float):
+        raise ValueError
+    if hint is str:
         return str(value)
+    number = float(value)
+    if hint is float and not math.isnan(number):
+        return number
+    if hint is int and number.is_integer():
+        return int(number)
     raise ValueError
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What is wrong between keys that are each right, with a fix."""
-    data, model, trainer, checkpoint = (
-        config.data,
-        config.model,
-        config.trainer,
-        config.trainer.checkpoint,
-    )
-    if (
-        config.max_micro_batch_tokens is not None
-        and config.max_micro_batch_tokens < data.max_length
-    ):
+    """Yield what is wrong between keys that are each right, with a fix."""
+    data, model, trainer = config.data, config.model, config.trainer
+    checkpoint, max_tokens = trainer.checkpoint, config.max_micro_batch_tokens
+    if max_tokens is not None and max_tokens < data.max_length:
         size = model.ulysses_sequence_parallel_size
         together = (
             f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
@@ -196,11 +186,8 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if problem := column_problem(data, "data."):
         yield problem
-    if (
-        model.compile
-        and model.enable_gradient_checkpointing == SELECTIVE
-        and trainer.device == "cpu"
-    ):
+    is_selective = model.enable_gradient_checkpointing == SELECTIVE
+    if model.compile and is_selective and trainer.device == "cpu":
         yield (
             "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together "
             "on a GPU alone: attention on a CPU is no part of a compiled layer; use false or true"

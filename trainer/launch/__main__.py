@@ -85,8 +85,8 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
 
 
 def _train(launch: "Launch", overrides: list[str]) -> int:
-    """The ranks from their start to the exit code of the run. Raises what a run that cannot
-    start would end with.
+    """Start the ranks and return the exit code of the run. Raises what a run that cannot start
+    would end with.
     """
     from trainer.launch import checks
 
@@ -105,9 +105,9 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
         timeout_s = config.trainer.dist_timeout_s
         command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
         code = supervise(command, env=env, status=status, watchdog=watchdog)
+    has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
     if code != ABORTED:
         return code
-    has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
     if layout.num_nodes > 1 or has_nccl_peers:
         return exit_code_after_abort(run_dir, layout.node_rank)
     return EXIT_CRASH

@@ -1,4 +1,4 @@
-"""What a run ends with whose rank was aborted without a word, and how often in a row that may be
+"""The exit code of a run whose rank was aborted without a word, and how often in a row that may be
 (floor 5, no torch).
 
 When NCCL loses a peer, or a collective waits too long, torch's watchdog thread ends the rank with
@@ -27,15 +27,14 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     Each machine counts for itself, in a file of the run directory that all machines share.
     """
     record = run_dir / f".aborted_{node_rank}.json"
-    before, step = read_object(record), _last_step(run_dir)
-    is_progress = step > before.get("step", -1)
-    in_a_row = 1 if is_progress else before.get("in_a_row", 0) + 1
+    before = {"step": -1, "in_a_row": 0} | read_object(record)
+    step, in_a_row = _last_step(run_dir), before["in_a_row"] + 1
+    if step > before["step"]:
+        in_a_row = 1
+    step = max(step, before["step"])
     if in_a_row < MAX_IN_A_ROW:
         with suppress(OSError):  # a run directory that cannot be written ends the next start
-            atomic_write(
-                record,
-                json.dumps({"step": step if is_progress else before["step"], "in_a_row": in_a_row}),
-            )
+            atomic_write(record, json.dumps({"step": step, "in_a_row": in_a_row}))
         print(
             f"a rank was aborted before it could report an error, as when NCCL loses another "
             f"machine or waits too long; such ends without a new step: {in_a_row}, at most "
@@ -48,7 +47,7 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
         record.unlink()  # whoever starts it again by hand has as many tries again
     print(
         f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step "
-        f"{before['step']}: a lost machine is unlikely to be the cause. Fix: read the lines of the "
+        f"{step}: a lost machine is unlikely to be the cause. Fix: read the lines of the "
         f"ranks above, and the output of the other machines",
         file=sys.stderr,
         flush=True,

@@ -17,7 +17,7 @@ from trainer.runtime.status import ABORTED, LOST_RANK
 
 
 def run_agent(argv: list[str]) -> int:
-    """torchrun without its own words: the last thing a user reads is the error of the rank.
+    """Run torchrun without its own messages: the last thing a user reads is the error of the rank.
 
     Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted
     would kill them.
@@ -47,9 +47,10 @@ def run_agent(argv: list[str]) -> int:
     except DistError as error:  # only the meeting of the machines raises it
         if "EADDRINUSE" in str(error):
             report_exit_code(EXIT_USAGE)
-            in_use = f"MASTER_PORT={arguments.master_port} is already in use on this machine, the first of the run"
             print(
-                f"ERROR: {in_use}. Fix: set MASTER_PORT to a free port, the same on all machines",
+                f"ERROR: MASTER_PORT={arguments.master_port} is already in use on this machine, "
+                f"the first of the run. Fix: set MASTER_PORT to a free port, the same on all "
+                f"machines",
                 file=sys.stderr,
             )
             return EXIT_USAGE

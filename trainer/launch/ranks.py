@@ -11,7 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_INET, AF_INET6
@@ -62,16 +63,16 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
     Raises `ConfigError`.
     """
-    first = argv[0] if argv else "="
-    if re.fullmatch(r"[+-]?\d+", first):
-        if int(first) < 1:
-            raise ConfigError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
-        return Arguments(int(first), with_recipe(list(argv[1:]), os.environ))
-    if "=" not in first and not first.startswith(("-", "~")):
+    num_ranks, overrides = None, list(argv)
+    if overrides and re.fullmatch(r"[+-]?\d+", overrides[0]):
+        num_ranks = int(overrides.pop(0))
+        if num_ranks < 1:
+            raise ConfigError(f"the number of ranks must be at least 1, got {num_ranks}\n{USAGE}")
+    elif overrides and "=" not in overrides[0] and not overrides[0].startswith(("-", "~")):
         raise ConfigError(
-            f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}"
+            f"'{overrides[0]}' is neither a number of ranks nor of the form key=value\n{USAGE}"
         )
-    return Arguments(None, with_recipe(list(argv), os.environ))
+    return Arguments(num_ranks, with_recipe(overrides, os.environ))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
@@ -117,26 +118,27 @@ def node_layout(env: Mapping[str, str]) -> NodeLayout:
     `MASTER_PORT`.
     """
     if "NNODES" in env:
-        num_nodes = _whole(env, "NNODES", minimum=1)
-        if num_nodes == 1:
-            return NodeLayout()
-        port = _port(env, DEFAULT_MASTER_PORT)
-        layout = NodeLayout(num_nodes, _whole(env, "NODE_RANK"), _needed(env, "MASTER_ADDR"), port)
-    elif env.get("SLURM_NNODES", "1") != "1":
-        if env.get("SLURM_LOCALID", "0") != "0":
-            raise ConfigError(
-                "SLURM started several tasks on this node: use srun --ntasks-per-node=1"
-            )
-        port = _port(env, SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)])
-        host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
-        layout = NodeLayout(_whole(env, "SLURM_NNODES"), _whole(env, "SLURM_NODEID"), host, port)
+        names, port = ("NNODES", "NODE_RANK"), DEFAULT_MASTER_PORT
     else:
+        names, port = ("SLURM_NNODES", "SLURM_NODEID"), 0
+    num_nodes = _whole(env, names[0], minimum=1) if names[0] in env else 1
+    if num_nodes == 1:
         return NodeLayout()
-    if layout.node_rank >= layout.num_nodes:
+    node_rank = _whole(env, names[1])
+    if "NNODES" in env:
+        host = _needed(env, "MASTER_ADDR")
+    elif env.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+    else:
+        host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
+        port = SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)]
+    if node_rank >= num_nodes:
         raise ConfigError(
-            f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0"
+            f"{names[1]}={node_rank}, but {names[0]}={num_nodes}: machines count from 0"
         )
-    return layout
+    if "MASTER_PORT" in env:
+        port = _whole(env, "MASTER_PORT", minimum=1)
+    return NodeLayout(num_nodes, node_rank, host, port)
 
 
 def first_host(nodelist: str) -> str:
@@ -144,9 +146,8 @@ def first_host(nodelist: str) -> str:
     `ConfigError`.
     """
     if shutil.which("scontrol"):
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist], stdout=subprocess.PIPE, text=True
-        )
+        command = ["scontrol", "show", "hostnames", nodelist]
+        shown = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if shown.returncode == 0 and shown.stdout.strip():
             return shown.stdout.split()[0]
     match = re.match(r"([^\[\],]+)(?:\[(\d+)[^\[\]]*\])?([^\[\],]*)(?:,|$)", nodelist)
@@ -170,24 +171,18 @@ def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
     return int(text)
 
 
-def _port(env: Mapping[str, str], default: int) -> int:
-    return _whole(env, "MASTER_PORT", minimum=1) if "MASTER_PORT" in env else default
-
-
-def thread_count(num_ranks: int, *, num_cores: int) -> int:
-    """CPU threads of one rank; torchrun would give it one."""
-    return max(1, num_cores // num_ranks)
-
-
 def rank_environment(
     env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status
 ) -> dict[str, str]:
     """Environment of the ranks; what the user has set stays."""
-    threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
-    # `-m` would look in the folder of the caller first, which may hold a package of this name
-    added = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
-    # what a lost rank means is said by the run; torch's warnings of it are stacks of C++
-    added |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    added = {
+        # torchrun would give each rank one thread
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        # `-m` would look in the folder of the caller first, which may hold a package of this name
+        "PYTHONSAFEPATH": "1",
+        # the run says what a lost rank means; torch's warnings of it are stacks of C++
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
         added |= gloo_interface(layout.master_addr)
     return {**added, **env, VARIABLE: status.address}
@@ -205,47 +200,38 @@ def gloo_interface(master_addr: str) -> dict[str, str]:
     127.0.1.1, which no other machine reaches. On the first machine its own address may lead there
     too; then the default route tells, or that there is only one interface to take.
     """
+    interfaces = _outward_interfaces()
     for host in (master_addr, *ANYWHERE):
-        if name := _interface_to(host):
-            return {"GLOO_SOCKET_IFNAME": name}
-    names = list(_outward_interfaces())
-    return {"GLOO_SOCKET_IFNAME": names[0]} if len(names) == 1 else {}
+        for address in _own_addresses_to(host):
+            if address in interfaces:
+                return {"GLOO_SOCKET_IFNAME": interfaces[address]}
+    names = set(interfaces.values())
+    return {"GLOO_SOCKET_IFNAME": names.pop()} if len(names) == 1 else {}
 
 
-def _interface_to(host: str) -> str | None:
-    """The interface of the route to a host, unless that is this machine's loopback. Sends
+def _own_addresses_to(host: str) -> Iterator[str]:
+    """Yield the addresses of this machine from which the kernel would reach a host. Sends
     nothing.
     """
     try:
         resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
-        return None
+        return
     for family, kind, protocol, _, address in resolved:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)
-            except OSError:
-                continue
-            own = probe.getsockname()[0]
-        if name := next(
-            (name for name, addresses in _outward_interfaces().items() if own in addresses), None
-        ):
-            return name
-    return None
+        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+            probe.connect(address)
+            yield probe.getsockname()[0]
 
 
-def _outward_interfaces() -> dict[str, set[str]]:
-    """Addresses by interface, without the loopback and without those that nothing can reach."""
-    found = {
-        name: {
+def _outward_interfaces() -> dict[str, str]:
+    """Interface by address, without the loopback."""
+    found: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = {
             entry.address.partition("%")[0]
             for entry in entries
             if entry.family in (AF_INET, AF_INET6)
         }
-        for name, entries in psutil.net_if_addrs().items()
-    }
-    return {
-        name: addresses
-        for name, addresses in found.items()
-        if addresses and not addresses & LOOPBACK
-    }
+        if not addresses & LOOPBACK:
+            found |= dict.fromkeys(addresses, name)
+    return found

@@ -1,4 +1,4 @@
-"""Whether this interpreter has the package's dependencies (floor 5).
+"""Find out if this interpreter has the package's dependencies (floor 5).
 
 `environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0
 when all are met.
@@ -16,9 +16,8 @@ def unmet_requirements(extra: str | None = None) -> list[str]:
     """The requirements, of `extra` too, that are absent or of another version."""
     if PYPROJECT.is_file():
         project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-        wanted = project["dependencies"] + (
-            project["optional-dependencies"][extra] if extra else []
-        )
+        wanted = project["dependencies"]
+        wanted += project["optional-dependencies"][extra] if extra else []
     else:  # installed from a wheel
         known = importlib.metadata.requires("fsdp-sft") or []
         wanted = [text for text in known if "extra ==" not in text]

@@ -2,6 +2,7 @@
 Imports no torch.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,20 +49,17 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
-    """The words with the recipe that is meant where none names one, which is said in a line on
-    stderr.
-    """
+    """Return the words with the default recipe if none names one, and print its name on stderr."""
     if any(map(_is_recipe, words)):
         return words
-    asked = env.get("SFT_EXPERIMENT")
-    if not asked and not Path(LOCAL_RECIPE).is_file():
+    if recipe := env.get("SFT_EXPERIMENT"):
+        note = f"{recipe} (SFT_EXPERIMENT)"
+    elif Path(LOCAL_RECIPE).is_file():
+        recipe, note = str(Path(LOCAL_RECIPE).absolute()), LOCAL_RECIPE
+    else:
         return words
-    print(
-        f"note: recipe {asked or LOCAL_RECIPE}{' (SFT_EXPERIMENT)' if asked else ''}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return [f"experiment={asked or Path(LOCAL_RECIPE).absolute()}", *words]
+    print(f"note: recipe {note}", file=sys.stderr, flush=True)
+    return [f"experiment={recipe}", *words]
 
 
 def load_config(words: list[str]) -> Config:
@@ -71,11 +69,16 @@ def load_config(words: list[str]) -> Config:
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
     tree = OmegaConf.load(CONF_DIR / "sft.yaml")
-    names = [word.partition("=")[2] for word in words if _is_recipe(word)]
-    recipe = find_recipe(names[-1]) if names else None
+    overrides = []
+    recipe: Path | None = None
+    for word in words:
+        if _is_recipe(word):
+            recipe = find_recipe(word.partition("=")[2])
+        else:
+            overrides.append(word)
     if recipe is not None:
         tree = OmegaConf.merge(tree, _read_recipe(recipe))
-    return _configure(tree, [word for word in words if not _is_recipe(word)])
+    return _configure(tree, overrides)
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
@@ -109,20 +112,15 @@ def _configure(tree: Any, words: Iterable[str]) -> Config:
 def as_word(value: Any) -> str:
     """A value as an override is written."""
     if isinstance(value, str):
-        return (
-            "'"
-            + re.sub(
-                r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
-            )
-            + "'"
-        )
+        # a quote, and backslashes before a quote or the end, are escaped by backslashes
+        escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+        escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
+        return f"'{escaped}'"
     if isinstance(value, list):
         return f"[{','.join(map(as_word, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{as_word(item)}" for name, item in value.items()) + "}"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return json.dumps(value)
 
 
 def _is_recipe(word: str) -> bool:
@@ -130,8 +128,8 @@ def _is_recipe(word: str) -> bool:
 
 
 def find_recipe(name: str) -> Path | None:
-    """The file that `experiment=name` means; None for null. Raises `ConfigError` where there is
-    none.
+    """Return the file that `experiment=name` means; None for null. Raises `ConfigError` where there
+    is none.
     """
     if name in ("", "null"):
         return None
@@ -141,8 +139,9 @@ def find_recipe(name: str) -> Path | None:
             raise ConfigError(f"experiment={name}: there is no such file")
         return path
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
-    if found := [place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()]:
-        return found[0]
+    for place in places:
+        if (path := place / f"{name}.yaml").is_file():
+            return path
     known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     raise ConfigError(
         f"no recipe '{name}' in conf/experiment: known are {', '.join(known)}; "

@@ -53,16 +53,14 @@ def find_candidates(config: Config) -> Selection:
 
 
 def _require_writable(run_dir: Path) -> None:
-    """Nothing is made to find out. Raises `CannotWriteError`."""
+    """Raises `CannotWriteError`. Nothing is made to find out."""
     nearest = existing_parent(run_dir)
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        is_read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
-        reason = (
-            "its file system is read-only"
-            if is_read_only
-            else f"user {os.geteuid()} may not write in '{nearest}'"
-        )
-        raise cannot_use(run_dir, OSError(reason))
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return
+    reason = f"user {os.geteuid()} may not write in '{nearest}'"
+    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        reason = "its file system is read-only"
+    raise cannot_use(run_dir, OSError(reason))
 
 
 def find_files(config: Config) -> DataFiles:
@@ -89,23 +87,22 @@ def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda:
 
 
 def read_chat_template(name: str | None) -> str | None:
-    """The text of a `chat_template` of `data` or of a source: one of ours, or a file. Raises
-    `ConfigError`.
+    """Return the text of a `chat_template` of `data` or of a source: one of ours, or a file.
+    Raises `ConfigError`.
     """
     if name is None:
         return None
+    path = TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)
     try:
-        return (TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)).read_text(
-            encoding="utf-8"
-        )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        names = ", ".join(TEMPLATE_NAMES)
+        raise ConfigError(
+            f"data.chat_template={name}: {error.strerror}; those with names are {names}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        ours = (
-            f"; those with names are {', '.join(TEMPLATE_NAMES)}"
-            if isinstance(error, FileNotFoundError)
-            else ""
-        )
-        raise ConfigError(f"data.chat_template={name}: {reason}{ours}") from error
+        raise ConfigError(f"data.chat_template={name}: {reason}") from error
 
 
 def _require_templates(config: Config) -> None:
@@ -142,7 +139,7 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "run directory": _require_own_directory,
     "mirror": _require_mirror,
 }
-"""What is asked before files and checkpoints are looked at; each raises `ConfigError`."""
+"""Checks before files and checkpoints are read; each raises `ConfigError`."""
 
 
 def already_complete(config: Config) -> str | None:
@@ -166,9 +163,9 @@ def already_complete(config: Config) -> str | None:
 
 def file_states(files: DataFiles) -> dict[str, list[int]]:
     """Size and modification time of each data file, by path."""
-    paths = [path for _, paths in (*files.train, *files.validation) for path in paths]
-    states = [path.stat() for path in paths]
-    return {
-        str(path): [state.st_size, state.st_mtime_ns]
-        for path, state in zip(paths, states, strict=True)
-    }
+    states = {}
+    for _, paths in (*files.train, *files.validation):
+        for path in paths:
+            state = path.stat()
+            states[str(path)] = [state.st_size, state.st_mtime_ns]
+    return states

@@ -2,15 +2,15 @@
 1, no torch).
 """
 
-import contextlib
 import ctypes
 import gc
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
 
@@ -60,7 +60,7 @@ def grow_cuda_segments() -> None:
     Every batch has another number of tokens, and blocks of fixed size would leave gaps that fit
     none of them.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    if not set(_ALLOCATOR) & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -73,9 +73,7 @@ def pinned_bytes(size_bytes: int) -> int:
     (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb` page-locks each
     gradient again in every step.
     """
-    settings = ",".join(
-        os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    )
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
     limits_mb = re.findall(r"\bpinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", settings)
     if any(size_bytes > int(limit_mb) * 2**20 for limit_mb in limits_mb):
         return size_bytes
@@ -88,7 +86,7 @@ def keep_freed_memory() -> None:
 
     On a CPU every large tensor would be mapped and unmapped anew, page by page.
     """
-    with contextlib.suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

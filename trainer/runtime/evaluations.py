@@ -24,10 +24,9 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Samples and summaries in the order written, torn and foreign lines passed over; none
     without the file.
     """
-    rows = (row for _, row in JsonLines(run_dir / FILE_NAME))
     return [
         row
-        for row in rows
+        for _, row in JsonLines(run_dir / FILE_NAME)
         if row.get("kind") in (SAMPLE, SUMMARY) and isinstance(row.get("step"), int)
     ]
 

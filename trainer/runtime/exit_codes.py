@@ -1,4 +1,4 @@
-"""What an error means for the exit code of a run (floor 1)."""
+"""The exit code of a run that ends with an error (floor 1)."""
 
 import re
 import traceback
@@ -36,23 +36,18 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     for kind, code in DOCUMENTED.items():
         if isinstance(error, kind):
             return code, str(error)
-    # stopped: another rank left at once on the same signal, and this one missed it in a collective;
-    # or that one lost another machine, and with it this one lost both
+    # Stopped: another rank left at once on the same signal, and this one missed it in a collective.
+    # Or another rank lost a machine, and this one lost both.
     code = EXIT_RESUMABLE if stop.is_set or reported_exit_code() == EXIT_RESUMABLE else EXIT_CRASH
     if _PROCESS_LOST.search(str(error)):
         return code, f"{error}; continue with the same command"
-    if lost := lost_ranks():  # torchrun stops those that are left; what became of it the agent says
-        code = code if code == EXIT_RESUMABLE else LOST_RANK
-        return (
-            code,
-            f"rank {lost[0]} of this machine is gone, and the others cannot go on without it: "
-            f"{error}",
-        )
+    if lost := lost_ranks():  # torchrun stops the other ranks; the agent says what became of it
+        message = "of this machine is gone, and the others cannot go on without it"
+        code = LOST_RANK if code == EXIT_CRASH else code
+        return code, f"rank {lost[0]} {message}: {error}"
     if stop.is_set:
         return code, f"stopped by {stop.reason} before the next step boundary: {error}"
     if ranks_on_machine() < rank_and_size()[1] and _CONNECTION_LOST.search(repr(error)):
-        return (
-            EXIT_RESUMABLE,
-            f"another machine of this run failed or is out of reach (see its own output): {error}",
-        )
+        message = "another machine of this run failed or is out of reach (see its own output)"
+        return EXIT_RESUMABLE, f"{message}: {error}"
     return code, "".join(traceback.format_exception(error))

@@ -46,12 +46,8 @@ def born_at(pid: int) -> int | None:
     them. None where nothing says it.
     """
     try:
-        return int(
-            Path(f"/proc/{pid}/stat")
-            .read_text(errors="replace", encoding="utf-8")
-            .rpartition(")")[2]
-            .split()[19]
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8")
+        return int(stat.rpartition(")")[2].split()[19])
     except (OSError, LookupError, ValueError):
         return None
 

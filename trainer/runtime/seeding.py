@@ -53,20 +53,15 @@ class GeneratorState:
         """Tensors and plain containers: it loads without pickle."""
         name, keys, position, has_gauss, cached = np.random.get_state()
         version, internal, gauss_next = random.getstate()
+        words = torch.from_numpy(np.int64(keys))
         state: dict[str, Any] = {
             "cpu": torch.get_rng_state(),
-            "numpy": [
-                name,
-                torch.from_numpy(np.int64(keys)),
-                int(position),
-                int(has_gauss),
-                float(cached),
-            ],
+            "numpy": [name, words, int(position), int(has_gauss), float(cached)],
             "random": [version, list(internal), gauss_next],
         }
-        return state | (
-            {"cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {}
-        )
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["cpu"])
