@@ -27,6 +27,7 @@ from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.run.compose import load_config
+from trainer.runtime.distributed import free_port
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
 
@@ -280,11 +281,16 @@ def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(
             assert "stopped by a signal" in (run_dir / "hang_1" / "rank_1.txt").read_text()
 
 
-def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
-    """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
-    from trainer.runtime.distributed import free_port
+@pytest.fixture
+def nodes() -> dict[str, str]:
+    """The environment of two launchers on this host."""
+    return {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+def test_two_machines_are_one_run(
+    straight: tuple[Path, str], nodes: dict[str, str], cache: str, tmp_path: Path
+) -> None:
+    """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
     with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
         assert first.returncode == 0, first.stdout
@@ -294,12 +300,9 @@ def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_pa
 
 
 def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(
-    cache: str, tmp_path: Path
+    nodes: dict[str, str], cache: str, tmp_path: Path
 ) -> None:
     """NCCL's watchdog ends a rank with SIGABRT where gloo raises an error."""
-    from trainer.runtime.distributed import free_port
-
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = (cache, *SMALL, "trainer.total_training_steps=4000", "trainer.save_freq=1000")
     run_dir = run_dir_of(tmp_path)
     with (
@@ -376,10 +379,14 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: P
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
-    texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
-    roles = ("user", "assistant", "user", "assistant")
     messages = [
-        [{"role": r, "content": t} for r, t in zip(roles, chat, strict=True)] for chat in texts
+        [
+            {"role": "user", "content": f"Add {n} to x."},
+            {"role": "assistant", "content": f"x + {n}"},
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "So!"},
+        ]
+        for n in range(3)
     ]
     (tmp_path / "val.jsonl").write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in messages)

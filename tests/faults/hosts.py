@@ -24,12 +24,9 @@ def why_not() -> str:
     """Why there can be no namespaces here; empty when there can."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
-    if missing := [
-        name
-        for name in ("ip", "unshare", "nsenter", "mount", "hostname")
-        if shutil.which(name) is None
-    ]:
-        return f"not installed: {', '.join(missing)}"
+    for name in ("ip", "unshare", "nsenter", "mount", "hostname"):
+        if shutil.which(name) is None:
+            return f"not installed: {name}"
     try:
         with tempfile.TemporaryDirectory() as directory, network(1, hosts_dir=Path(directory)):
             return ""
@@ -62,10 +59,10 @@ class Host:
 
     def cut_off(self) -> None:
         """Pull the cable: connections stay, and nothing comes through them."""
-        _run(self.switch, "ip", "link", "set", self.name, "down")
+        _run(self.switch, f"ip link set {self.name} down")
 
     def plug_in(self) -> None:
-        _run(self.switch, "ip", "link", "set", self.name, "up")
+        _run(self.switch, f"ip link set {self.name} up")
 
     def kill(self) -> None:
         """Power off."""
@@ -80,8 +77,8 @@ def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
     """
     addresses = {f"host{number}": f"{NETWORK}.{number + 1}" for number in range(num_hosts)}
     with _namespaces("--net") as (_, switch), ExitStack() as held:
-        _run(switch, "ip", "link", "add", "switch0", "type", "bridge")
-        _run(switch, "ip", "link", "set", "switch0", "up")
+        _run(switch, "ip link add switch0 type bridge")
+        _run(switch, "ip link set switch0 up")
         hosts = []
         for name in addresses:
             keeper, namespace = held.enter_context(
@@ -98,39 +95,23 @@ def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
 
 def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
     table.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-    name, namespace, switch = host.name, host.namespace, host.switch
-    _run(
-        switch,
-        "ip",
-        "link",
-        "add",
-        name,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth0",
-        "netns",
-        f"/proc/{namespace}/ns/net",
-    )
-    _run(switch, "ip", "link", "set", name, "master", "switch0", "up")
-    _run(namespace, "ip", "link", "set", "lo", "up")
-    _run(namespace, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-    _run(namespace, "ip", "link", "set", "eth0", "up")
-    _run(namespace, "hostname", name)
-    _run(namespace, "mount", "--bind", str(table), "/etc/hosts")
+    name, namespace = host.name, host.namespace
+    there = f"eth0 netns /proc/{namespace}/ns/net"
+    _run(host.switch, f"ip link add {name} type veth peer name {there}")
+    _run(host.switch, f"ip link set {name} master switch0 up")
+    _run(namespace, "ip link set lo up")
+    _run(namespace, f"ip address add {host.address}/24 dev eth0")
+    _run(namespace, "ip link set eth0 up")
+    _run(namespace, f"hostname {name}")
+    _run(namespace, f"mount --bind {table} /etc/hosts")
 
 
 @contextmanager
 def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """(process that keeps them, pid of their first process); both die when the first does."""
     command = ["unshare", *kinds, "--fork", "sh", "-c", "echo; read ends_with_us"]
-    pipes: dict[str, int] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.DEVNULL,
-    }
-    with subprocess.Popen(command, **pipes) as keeper:  # type: ignore[call-overload]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as keeper:
         assert keeper.stdin is not None and keeper.stdout is not None
         try:
             if not keeper.stdout.read(1):  # all is made when the first process speaks
@@ -144,5 +125,5 @@ def _entering(namespace: int, *command: str) -> list[str]:
     return ["nsenter", "--target", str(namespace), "--all", "--", *command]
 
 
-def _run(namespace: int, *command: str) -> None:
-    subprocess.run(_entering(namespace, *command), check=True, capture_output=True, text=True)
+def _run(namespace: int, command: str) -> None:
+    subprocess.run(_entering(namespace, *command.split()), check=True, capture_output=True)

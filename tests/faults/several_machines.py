@@ -70,15 +70,15 @@ class Cluster:
         """The launcher on one machine, as a user starts it: the others under the name of the
         first.
         """
-        place = {"NNODES": str(len(self.hosts)), "NODE_RANK": str(self.hosts.index(host))}
         env = {
             **os.environ,
-            **place,
+            "NNODES": str(len(self.hosts)),
+            "NODE_RANK": str(self.hosts.index(host)),
             "MASTER_ADDR": self.hosts[0].name,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         command = ["bash", str(REPOSITORY / "run_sft.sh"), str(self.num_ranks)]
         if self.has_torchrun:
             # else restarted ranks find the addresses of those before them in the agent's store
@@ -282,26 +282,17 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="cases whose name contains this; the results of the others stay"
-    )
-    parser.add_argument("--keep", type=Path, help="leave the runs and their logs here")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     if reason := why_not():
         print(f"ERROR: {reason}", file=sys.stderr)
         return 2
-    root = arguments.keep or Path(tempfile.mkdtemp(prefix="machines-"))
-    root.mkdir(exist_ok=True)
-    is_part = bool(arguments.only) and arguments.output.exists()
-    results: dict[str, Any] = json.loads(arguments.output.read_text())["cases"] if is_part else {}
-    campaign = Campaign(root)
-    for case in CASES:
-        if (case.strike is None and not case.num_late) or arguments.only in case.name:
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="machines-") as root:
+        campaign = Campaign(Path(root))
+        for case in CASES:
             results[case.name] = campaign.run(case)
             print(case.name, json.dumps(results[case.name]), flush=True)
-    if arguments.keep is None:
-        shutil.rmtree(root)
     result = {
         "limits": {"dist_timeout_s": DIST_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S},
         "cases": results,

@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, chdir
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +28,12 @@ from trainer.quickstart import TRAIN_FILE
 from trainer.run.compose import load_config
 from trainer.run.inputs import prepare_inputs
 from trainer.run.preflight import TEMPLATES
+from trainer.runtime.distributed import free_port
 from trainer.runtime.heartbeat import Heartbeat
 
 REFUSED_WITHIN_S = 5.0
 LIMIT_S = 120.0
+REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_ROWS = 40
 TEMPLATE = (TEMPLATES / "chatml.jinja").read_text()
 WORDS = (
@@ -166,6 +170,31 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path: Path, machin
     assert code == EXIT_DONE, output
 
 
+def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(
+    tmp_path: Path, machine: Path
+) -> None:
+    machines = machines_of(machine, tmp_path, 2)
+    for change in CHANGES.values():
+        change(machines[1])
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
+    with ExitStack() as running:
+        launchers = []
+        for number, directory in enumerate(machines):
+            env = {**os.environ, **nodes, "NODE_RANK": str(number), "PYTHONPATH": str(REPOSITORY)}
+            launcher = subprocess.Popen(
+                command, cwd=directory, env=env, stderr=subprocess.PIPE, text=True
+            )
+            running.enter_context(launcher)
+            running.callback(launcher.terminate)
+            launchers.append(launcher)
+        outputs = [launcher.communicate(timeout=LIMIT_S)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [EXIT_USAGE] * 2, outputs
+    for output in outputs:
+        assert all(f"  {what}: " in output for what in (*CHANGES, "validation data")), output
+    assert not list((tmp_path / "run").glob("*"))
+
+
 # What follows changes files at moments of the start.
 
 
@@ -226,18 +255,8 @@ def change_at(
     Heartbeat.beat, Heartbeat.enter = beating, entering
 
 
-@contextmanager
-def inside(directory: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def fingerprint(machine: Path, words: tuple[str, ...], *more: str) -> str:
-    with inside(machine):
+    with chdir(machine):
         return prepare_inputs(load_config([*words, *more]), progress=lambda: None).train.fingerprint
 
 

@@ -23,15 +23,6 @@ def error_of(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_valid_and_typed() -> None:
-    config = load_config([])
-    assert config.data.train_files == "quickstart"
-    assert isinstance(config.optim.eps, float) and config.optim.eps == 1e-8
-    assert config.optim.lr is None and config.trainer.total_training_steps is None
-    assert config.trainer.default_local_dir == "checkpoints/sft/quickstart"
-    assert set(config.resolved) == {"data", "model", "optim", "trainer"}
-
-
 def test_all_unknown_keys_are_named_at_once() -> None:
     lines = error_of(
         "data.train_batchsize=8", "optim.lr=1e-5", "zzz=1", "data.max_len=4"

@@ -17,9 +17,7 @@ from trainer.launch.ranks import NodeLayout, node_layout, parse_arguments
 from trainer.run.compose import load_config
 
 ROOT = Path(__file__).parents[2]
-SBATCH, JOBSET, DOCKERFILE = (
-    ROOT / "examples" / name for name in ("slurm.sbatch", "kubernetes.yaml", "Dockerfile")
-)
+SBATCH, JOBSET = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in
@@ -34,45 +32,39 @@ def job(tmp_path: Path) -> Any:
     """Starts the batch script as SLURM does, where `srun` does what it is told."""
 
     def start(behaviour: str, **env: str) -> "subprocess.Popen[str]":
-        srun = FAKE_SRUN.format(
-            calls=tmp_path / "srun", ready=tmp_path / "ready", behaviour=behaviour
-        )
-        for name, text in {
-            "srun": srun,
+        (tmp_path / "bin").mkdir()
+        programs = {
+            "srun": FAKE_SRUN.format(
+                calls=tmp_path / "srun", ready=tmp_path / "ready", behaviour=behaviour
+            ),
             "scontrol": f'#!/bin/sh\necho "$@" >>{tmp_path / "scontrol"}\n',
-        }.items():
-            (tmp_path / "bin").mkdir(exist_ok=True)
+        }
+        for name, text in programs.items():
             (tmp_path / "bin" / name).write_text(text)
             (tmp_path / "bin" / name).chmod(0o755)
-        slurm = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_CPUS_PER_TASK": "64",
-            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        }
-        return subprocess.Popen(
-            ["bash", str(SBATCH), "optim.lr=1"], env={**os.environ, **slurm, **env}, text=True
-        )
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "64", "PATH": path}
+        command = ["bash", str(SBATCH), "optim.lr=1"]
+        return subprocess.Popen(command, env={**os.environ, **slurm, **env}, text=True)
 
     return start
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "is_requeued"),
+    ("code", "env", "is_requeued"),
     [
-        ("75", "", True),
-        ("75", "49", True),
-        ("75", "50", False),
-        ("0", "", False),
-        ("1", "", False),
-        ("2", "", False),
+        ("75", {}, True),
+        ("75", {"SLURM_RESTART_COUNT": "49"}, True),
+        ("75", {"SLURM_RESTART_COUNT": "50"}, False),
+        ("0", {}, False),
+        ("1", {}, False),
+        ("2", {}, False),
     ],
 )
 def test_the_slurm_job_is_requeued_on_75_and_not_for_ever(
-    code: str, restarts: str, is_requeued: bool, job: Any, tmp_path: Path
+    code: str, env: dict[str, str], is_requeued: bool, job: Any, tmp_path: Path
 ) -> None:
-    assert job(code, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})).wait(30) == int(
-        code
-    )
+    assert job(code, **env).wait(30) == int(code)
     assert (tmp_path / "srun").read_text() == "--cpus-per-task=64 bash run_sft.sh optim.lr=1\n"
     assert (tmp_path / "scontrol").exists() is is_requeued
     if is_requeued:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,41 +72,34 @@ def test_node_layout(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("env", "message"),
     [
-        ({"NODE_RANK": ""}, "NODE_RANK is not set"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2"),
-        ({"NODE_RANK": "first"}, "NODE_RANK must be a whole number"),
-        ({"NNODES": "0"}, "NNODES must be a whole number of at least 1"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        ({**NODES, "NODE_RANK": ""}, "NODE_RANK is not set"),
+        ({**NODES, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({**NODES, "NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2"),
+        ({**NODES, "NODE_RANK": "first"}, "NODE_RANK must be a whole number"),
+        ({**NODES, "NNODES": "0"}, "NNODES must be a whole number of at least 1"),
+        ({**NODES, "MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        ({**SLURM, "SLURM_LOCALID": "1"}, "ntasks-per-node=1"),
     ],
 )
-def test_wrong_layout(change: dict[str, str], message: str) -> None:
+def test_wrong_layout(env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        node_layout({**NODES, **change})
+        node_layout(env)
 
 
-def test_several_slurm_tasks_on_a_node() -> None:
-    with pytest.raises(ConfigError, match="ntasks-per-node=1"):
-        node_layout({**SLURM, "SLURM_LOCALID": "1"})
+HOSTS = {
+    "a1": "a1",
+    "a1,b2": "a1",
+    "n[01-04]": "n01",
+    "gpu-[3,5-7]-ib,x": "gpu-3-ib",
+    "n[007],m1": "n007",
+}
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("a1", "a1"),
-        ("a1,b2", "a1"),
-        ("n[01-04]", "n01"),
-        ("gpu-[3,5-7]-ib,x", "gpu-3-ib"),
-        ("n[007],m1", "n007"),
-    ],
-)
-def test_first_host_without_scontrol(
-    nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_host_without_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
-    assert first_host(nodelist) == host
+    assert {nodelist: first_host(nodelist) for nodelist in HOSTS} == HOSTS
 
 
 def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +168,27 @@ def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, c
     assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
 
 
+@pytest.fixture
+def run_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], int]:
+    """Runs the agent of one of two machines. Returns the exit code of its launcher."""
+    monkeypatch.setenv("SFT_AGENT_PID", "")
+    monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
+
+    def run(host: str, port: int) -> int:
+        command = agent_command(1, NodeLayout(2, 0, host, port), [], timeout_s=60)
+        with new_status(1) as status:
+            monkeypatch.setenv(VARIABLE, status.address)
+            code = agent.run_agent(command[3:])
+            return run_exit_code(status.exit_code(), agent_code=code, was_signalled=False)
+
+    return run
+
+
 def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_agent: Callable[[str, int], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch.distributed.run
 
@@ -184,37 +197,21 @@ def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
             "Timed out after 61 seconds waiting for clients. 1/2 clients joined.\nframe"
         )
 
-    monkeypatch.setenv("SFT_AGENT_PID", "")
     monkeypatch.setattr(torch.distributed.run, "run", wait_for_machines)
-    monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
-    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
-    nodes = NodeLayout(2, 0, "head", 1234)
-    with new_status(1) as status:
-        monkeypatch.setenv(VARIABLE, status.address)
-        code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
-        reported = status.exit_code()
-    assert run_exit_code(reported, agent_code=code, was_signalled=False) == 75
+    assert run_agent("head", 1234) == 75
     error = capsys.readouterr().err
     assert "the machines did not meet: Timed out after 61 seconds" in error and "frame" not in error
 
 
 def test_a_port_that_is_in_use_on_this_machine_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_agent: Callable[[str, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SFT_AGENT_PID", "")
-    monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
-    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
-    with new_status(1) as status, socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv(VARIABLE, status.address)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        nodes = NodeLayout(2, 0, "127.0.0.1", port)
-        code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
-        assert run_exit_code(status.exit_code(), agent_code=code, was_signalled=False) == 2
+        assert run_agent("127.0.0.1", port) == 2
     error = capsys.readouterr().err
-    assert (
-        f"MASTER_PORT={port} is already in use" in error
-        and "Fix: set MASTER_PORT to a free port" in error
-    )
+    assert f"MASTER_PORT={port} is already in use" in error
+    assert "Fix: set MASTER_PORT to a free port" in error
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

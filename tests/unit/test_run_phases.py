@@ -44,26 +44,35 @@ class ReachedError(Exception):
     """As far as the test goes."""
 
 
-def test_a_rank_is_watched_while_it_imports_torch(
-    status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def rank_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]], int]:
+    """Starts a rank whose run is a function. Returns its exit code."""
+
+    def start(function: Callable[..., int]) -> int:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
+        monkeypatch.setattr(signals, "join_launcher", lambda: None)
+        monkeypatch.setattr(log, "configure", lambda rank: None)
+        monkeypatch.setattr(run, "run", function)
+        return __main__.main(LIMITS)
+
+    return start
+
+
+def test_a_rank_is_watched_while_it_imports_torch(status: Status, rank_runs: Any) -> None:
     def phase_of_the_first_rank(*args: Any) -> int:
         beat = status.beats()[0]
         assert (beat.phase, beat.limit_s) == ("start", 900)
         return 0
 
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
-    monkeypatch.setattr(signals, "join_launcher", lambda: None)
-    monkeypatch.setattr(log, "configure", lambda rank: None)
-    monkeypatch.setattr(run, "run", phase_of_the_first_rank)
-    assert __main__.main(LIMITS) == 0
+    assert rank_runs(phase_of_the_first_rank) == 0
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_rank_that_lost_another_says_so_first(
     is_signalled: bool,
     status: Status,
+    rank_runs: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -79,13 +88,8 @@ def test_a_rank_that_lost_another_says_so_first(
     lost.wait()
     for rank, pid in enumerate((os.getpid(), lost.pid)):
         write_beat(status.open_rank(rank), Beat(pid, 1.0, 900.0, "train"))
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
-    monkeypatch.setattr(signals, "join_launcher", lambda: None)
-    monkeypatch.setattr(log, "configure", lambda rank: None)
-    monkeypatch.setattr(run, "run", lose_a_rank)
     monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
-    assert __main__.main(LIMITS) == (75 if is_signalled else LOST_RANK)
+    assert rank_runs(lose_a_rank) == (75 if is_signalled else LOST_RANK)
     assert [record.getMessage() for record in caplog.records] == [
         "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed "
         "by peer"
@@ -123,44 +127,35 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
 
 
 def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    phases: list[tuple[str, float | None]] = []
-
-    class Recorder(Heartbeat):
-        def enter(self, phase: str, *, limit_s: float | None) -> None:
-            phases.append((phase, limit_s))
-            super().enter(phase, limit_s=limit_s)
-
-    def prepare_inputs(config: Any, *, progress: Callable[[], None]) -> Any:
-        progress()
-        return SimpleNamespace(total_steps_from=lambda start: 1)
+    phases: list[tuple[str, float]] = []
+    heartbeat = SimpleNamespace(
+        enter=lambda phase, *, limit_s: phases.append((phase, limit_s)),
+        beat=lambda: None,
+    )
 
     def decide_start(*args: Any, **settings: Any) -> None:
         raise ReachedError
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     # a lone rank says there where it meets itself
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    lone = {name: value for name, value in os.environ.items() if name not in ranks}
+    monkeypatch.setattr(os, "environ", lone)
     monkeypatch.setattr(
-        run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None))
+        run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", 0))
     )
-    monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
+    inputs = SimpleNamespace(total_steps_from=lambda start: 1)
+    monkeypatch.setattr(run, "prepare_inputs", lambda config, progress: inputs)
     monkeypatch.setattr(run, "facts_of", lambda inputs, progress: {})
     monkeypatch.setattr(run, "_lineage", lambda inputs: None)
     monkeypatch.setattr(run, "decide_start", decide_start)
+    config = load_config([*LIMITS, "trainer.deterministic=true"])
     try:
         with pytest.raises(ReachedError):
-            run.run(load_config([*LIMITS, "trainer.deterministic=true"]), StopRequest(), Recorder())
+            run.run(config, StopRequest(), heartbeat)  # type: ignore[arg-type]
     finally:
         run.distributed.stop()
-    assert phases == [
-        ("start", None),
-        ("deterministic", None),
-        ("prepare", 900),
-        ("meet", 900),
-        ("load", 2700),
-    ]
+    assert phases == [("deterministic", 0), ("prepare", 900), ("meet", 900), ("load", 2700)]
 
 
 def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(
