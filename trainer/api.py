@@ -1,4 +1,4 @@
-"""For scripts and notebooks (floor 5, no torch).
+"""The interface for scripts and notebooks (floor 5, no torch).
 
 from trainer.api import load_config, read_metrics, train
 run = train("experiment=mine.yaml", "optim.lr=1e-5", num_ranks=8)
@@ -33,7 +33,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """What a run has written so far; it may still be training."""
+    """The directory of a run, which may still be training."""
 
     directory: Path
 
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def export(self) -> Path | None:
-        """Its model for transformers and vLLM."""
+        """The model of that checkpoint for transformers and vLLM."""
         return None if self.checkpoint is None else self.checkpoint / "huggingface"
 
 

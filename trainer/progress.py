@@ -1,4 +1,4 @@
-"""Where a run stands (floor 0), and of which ranks the saved state of a part is."""
+"""The position, history and rollbacks of a run (floor 0), and what its parts remember over a restart."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,8 +12,7 @@ counts; each rank has its own, which another number of ranks cannot use."""
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands between two steps: finished optimizer steps, and samples consumed of epoch
-    `epoch`.
+    """A place between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
 
     It does not depend on the number of ranks. A finished epoch is the start of the next.
     """
@@ -25,10 +24,10 @@ class Position:
 
 @dataclass(frozen=True)
 class History:
-    """What of a run's past decides which checkpoints are kept."""
+    """The part of a run's past that decides which checkpoints are kept."""
 
     best_step: int | None = None
-    """Where the validation loss was lowest so far; the checkpoint of it is not rotated away."""
+    """The step with the lowest validation loss so far; its checkpoint is not rotated away."""
     episodes: tuple[tuple[int, int], ...] = ()
     """First and last step of each stretch of trouble; the newest checkpoint before the last one
     stays too.
@@ -37,8 +36,8 @@ class History:
 
 @dataclass(frozen=True)
 class Rollback:
-    """From the state after step `found_step` back to that after `target_step`; steps first to
-    last are passed over.
+    """A return from the state after step `found_step` to the state after `target_step`; the steps
+    from first to last are skipped.
     """
 
     onset: int
@@ -80,9 +79,8 @@ class Rollbacks:
 
 
 class Remembered:
-    """What of an object survives a restart: the attributes that `KEPT` names, in numbers, lists and
-    mappings, which JSON keeps exactly. A state that lacks one, of an older checkpoint, leaves it as
-    it is.
+    """Attributes of an object that survive a restart: those that `KEPT` names, in numbers, lists and
+    mappings, which JSON keeps exactly. An attribute that a checkpoint lacks keeps its value.
     """
 
     KEPT: ClassVar[tuple[str, ...]]
@@ -111,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _loaded(now: Any, saved: Any) -> Any:
-    """What was saved, as what is there now: of a mapping the keys there are now."""
+    """Return the saved value in the type of the present one; a mapping keeps its present keys."""
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(saved)
         return now
@@ -125,7 +123,7 @@ def _loaded(now: Any, saved: Any) -> Any:
 
 @dataclass
 class LoopState(Remembered):
-    """What the loop itself remembers over a restart."""
+    """State of the loop itself that survives a restart."""
 
     KEPT: ClassVar = ("owes_validation", "has_stopped_early")
     owes_validation: bool = False

@@ -17,21 +17,16 @@ def started(
     cwd: Path, redirection: str, num_ranks: int, *overrides: str
 ) -> Iterator[subprocess.Popen[str]]:
     """In a process group of its own, gone at the end of the block."""
-    words = [
-        "bash",
-        "-c",
-        f'exec "$@" {redirection}',
-        "bash",
-        *command(num_ranks, *SMALL, *overrides),
-    ]
-    streams: dict = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
-    env = environment(TMPDIR=str(cwd / "tmp"))
+    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash"]
     with subprocess.Popen(
-        words, cwd=cwd, env=env, text=True, start_new_session=True, **streams
+        [*shell, *command(num_ranks, *SMALL, *overrides)],
+        cwd=cwd,
+        env=environment(TMPDIR=str(cwd / "tmp")),
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             yield process

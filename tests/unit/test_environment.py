@@ -1,5 +1,8 @@
 """What a rank asks of allocators and threads."""
 
+import os
+from collections.abc import Callable
+
 import pytest
 
 from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep, pinned_bytes
@@ -11,6 +14,23 @@ CASES = [
     (grow_cuda_segments, SEGMENTS, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     (let_waiting_threads_sleep, WAITING, {"GOMP_SPINCOUNT": "1000"}),
 ]
+
+
+@pytest.mark.parametrize("chosen", [None, 0, 1])
+@pytest.mark.parametrize(("set_up", "names", "usual"), CASES)
+def test_allocator_and_threads_are_set_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+    set_up: Callable[[], None],
+    names: tuple[str, ...],
+    usual: dict[str, str],
+    chosen: int | None,
+) -> None:
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    own = {} if chosen is None else {names[chosen]: "as I like"}
+    environment = others | own
+    monkeypatch.setattr(os, "environ", environment)
+    set_up()
+    assert environment == others | (own or usual)
 
 
 @pytest.mark.parametrize(

@@ -71,21 +71,16 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
     def run(agent: str, *before: str) -> subprocess.Popen:
         (tmp_path / "agent.py").write_text(agent)
-        command = [
-            *before,
-            sys.executable,
-            "-c",
-            LAUNCHER,
-            tmp_path / "agent.py",
-            tmp_path / "rank.py",
-        ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "SCRATCH": str(tmp_path / "scratch")}
-        streams: dict = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.PIPE,
-        }
-        return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
+        programs = (tmp_path / "agent.py", tmp_path / "rank.py")
+        return subprocess.Popen(
+            [*before, sys.executable, "-c", LAUNCHER, *programs],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "SCRATCH": str(tmp_path / "scratch")},
+            start_new_session=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
 
     return run
 

@@ -34,10 +34,8 @@ MODEL = {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "mode
 def write_model(directory: Path, **changes: str | None) -> Path:
     """Files named like a model's; `config_json=None` leaves that one out."""
     directory.mkdir(exist_ok=True)
-    for name, text in {
-        **MODEL,
-        **{key.replace("_", "."): text for key, text in changes.items()},
-    }.items():
+    files = MODEL | {key.replace("_", "."): text for key, text in changes.items()}
+    for name, text in files.items():
         if text is not None:
             (directory / name).write_text(text)
     return directory
@@ -123,17 +121,11 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    messages = done.stderr.split("-- ")
-    found = [
-        (int(line), message)
-        for line, message in zip(done.stdout.splitlines(), messages, strict=False)
-    ]
-    wrong = {
-        word: message
-        for (word, (code, part)), (found_code, message) in zip(MISTAKES.items(), found, strict=True)
-        if (found_code, part in message) != (code, True)
-    }
-    assert wrong == {}
+    codes, messages = done.stdout.splitlines(), done.stderr.split("-- ")
+    assert len(codes) == len(MISTAKES)
+    for word, found_code, message in zip(MISTAKES, codes, messages, strict=False):
+        code, part = MISTAKES[word]
+        assert int(found_code) == code and part in message, word
 
 
 def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(

@@ -53,7 +53,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on and how it is batched."""
+    """The training data and its batches."""
 
     train_files: str | list[str | SourceConfig] = key(
         QUICKSTART,
@@ -146,7 +146,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """Where a row keeps its conversation (`data.messages_key`, …); nested columns as `a.b`."""
+    """The columns of a row's conversation (`data.messages_key`, …); nested columns as `a.b`."""
 
     messages_key: str = "messages"
     tools_key: str = "tools"
@@ -201,7 +201,6 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
     # a source that names its columns does not look where others have theirs
     has_own = any((given.messages_key, given.prompt_key, given.text_key))
-    columns: DataConfig | SourceConfig = given if has_own else data
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
@@ -211,9 +210,9 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         keys=RowKeys(
             messages_key=given.messages_key or data.messages_key,
             tools_key=given.tools_key or data.tools_key,
-            prompt_key=columns.prompt_key,
-            response_key=columns.response_key,
-            text_key=columns.text_key,
+            prompt_key=given.prompt_key if has_own else data.prompt_key,
+            response_key=given.response_key if has_own else data.response_key,
+            text_key=given.text_key if has_own else data.text_key,
         ),
     )
 

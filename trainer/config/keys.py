@@ -1,4 +1,4 @@
-"""How a key is declared: a field of a frozen dataclass with its type, default, meaning and
+"""The declaration of a key: a field of a frozen dataclass with its type, default, meaning and
 checks in one place.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
-"""Of a value that has the right type and is not null: what is wrong, as it follows the key's
+"""Takes a value of the right type that is not null. Returns what is wrong, as it follows the key's
 name, or ''.
 """
 
@@ -128,4 +128,4 @@ duration = where(parse_duration_s, "must be a time such as 3h30m, 90m or 45s; go
 inside_checkpoints = where(
     lambda name: ".." not in name.split("/"), "must not lead out of checkpoints/: {}"
 )
-"""For a name that is a part of a path."""
+"""The check of a name that is a part of a path."""

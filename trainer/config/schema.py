@@ -38,7 +38,7 @@ _STEPS_OR_END = at_least(1, special=-1, means="-1 (only at the end)")
 
 @dataclass(frozen=True)
 class FsdpConfig:
-    """How parameters are sharded and computed with."""
+    """Sharding and computation of parameters."""
 
     param_dtype: str = key(
         AUTO,
@@ -63,7 +63,7 @@ class FsdpConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model, and which parts of it are trained."""
 
     partial_pretrain: str = key(
         QUICKSTART,
@@ -214,7 +214,7 @@ class GuardRule:
         return f"{self.metric} {limit}{lasting}: {self.action}"
 
     def holds(self, value: float) -> bool:
-        """Whether a finite or infinite value is beyond the limit; NaN never is."""
+        """Return True for a finite or infinite value beyond the limit; NaN never is."""
         if self.above is None:
             return self.below is not None and value < self.below
         return value > self.above
@@ -245,7 +245,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a checkpoint holds and how it is written."""
+    """Contents of checkpoints, and writing them."""
 
     save_contents: list[str] = key(
         [*LOADED, "hf_model"],
@@ -381,6 +381,6 @@ class Config:
 
     @property
     def max_micro_batch_tokens(self) -> int | None:
-        """Of all the ranks that hold a micro-batch between them."""
+        """Most tokens of a micro-batch, over all ranks that hold it between them."""
         limit = self.data.max_token_len_per_gpu
         return None if limit is None else limit * self.model.ulysses_sequence_parallel_size

@@ -1,7 +1,7 @@
-"""How many ranks start here, which of several machines this is, over which network interface it
-reaches the others, and what the ranks find in their environment.
+"""The number of ranks here, the place of this machine among several, its network interface, and the
+environment of the ranks (floor 5).
 
-No torch: it is asked in a process of its own, and only where there may be a GPU (floor 5).
+No torch: only a machine that may have a GPU asks torch, in another process.
 """
 
 import json
@@ -49,7 +49,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Which of several machines this is; alone it needs no address."""
+    """The place of this machine among several; a single machine needs no address."""
 
     num_nodes: int = 1
     node_rank: int = 0

@@ -70,7 +70,7 @@ def supervise(
 
 
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
-    """What the ranks reported, unless they reported an orderly end that the agent did not see.
+    """Return what the ranks reported, unless they reported an orderly end that the agent did not see.
 
     Then one rank was lost, or left at once on a signal, and another only believed in an orderly
     end. `ABORTED` stays: what it means depends on the run.
@@ -92,8 +92,8 @@ def killed_exit_code(reported: int | None) -> int:
 
 
 def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
-    """In the new process: die with the launcher, and undo the launcher's way of receiving
-    signals.
+    """Die with the launcher, and undo the launcher's way of receiving signals. Runs in the new
+    process.
     """
     die_with_parent(launcher_pid, code=EXIT_CRASH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)

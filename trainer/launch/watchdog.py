@@ -31,9 +31,9 @@ STACKS_S = 2.0
 """A rank has written its stacks by then, in many small pieces."""
 COPY_S = 10.0
 PEERS_S = 10.0
-"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and
-not yet broken; and an agent after its ranks, so that those elsewhere find the store in which they
-meet.
+"""Ranks with peers elsewhere live on for this long, so that every launcher sees its own ranks silent
+and not yet broken. An agent outlives its ranks as long, so that ranks elsewhere find the store in
+which they meet.
 """
 GONE_S = 5.0
 CONDITIONS = {

@@ -82,7 +82,7 @@ def load_config(words: list[str]) -> Config:
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
-    """The same configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
+    """Return the configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
     return _configure(OmegaConf.create(config.resolved), words)
 
 

@@ -1,6 +1,4 @@
-"""How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it
-(floor 4).
-"""
+"""The end of a run, whatever ended it: close its parts, and put what it leaves on disk (floor 4)."""
 
 import logging
 from collections.abc import Iterator
@@ -103,10 +101,10 @@ def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
 
 
 def lost_rows(run_dir: Path, step: int) -> str:
-    """What to add to the message of a run that is complete at `step`, if its metrics have gaps; ""
-    if they have none.
+    """Return what to add to the message of a run that is complete at `step` if its metrics have gaps;
+    "" if they have none.
 
-    Steps that a rollback passed over were never trained.
+    Steps that a rollback skipped were never trained.
     """
     metrics_path = run_dir / metrics_file.FILE_NAME
     try:

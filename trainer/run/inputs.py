@@ -1,5 +1,4 @@
-"""What a run is made from: model files, tokenizer and tokens, ready before any process group
-exists.
+"""The inputs of a run: model files, tokenizer and tokens, ready before any process group exists.
 
 Commands that only look at tokens prepare them alone.
 """
@@ -46,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """What is trained and validated on."""
+    """Samples to train and to validate on, and their tokenizer."""
 
     train: Samples
     validation: Samples | None
     tokenizer: PreTrainedTokenizerBase
-    """With the chat template that is exported; its `tokenizer_digest` covers both."""
+    """It has the chat template that is exported; `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
 

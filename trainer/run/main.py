@@ -182,7 +182,7 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
     config, inputs, tracking = setup.config, setup.inputs, parts.tracking
 
     def tell(kind: str, step: int, message: str, level: str) -> None:
-        """To the run's events, which put warnings on the console too."""
+        """Write to the run's events, which put warnings on the console too."""
         if tracking is not None:
             tracking.event(kind, step, message, level)
             tracking.flush()

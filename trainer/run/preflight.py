@@ -45,7 +45,7 @@ def require_usable(config: Config) -> None:
 
 
 def find_candidates(config: Config) -> Selection:
-    """What the run would continue from. Raises `ConfigError`, `CannotWriteError`."""
+    """Return what the run would continue from. Raises `ConfigError`, `CannotWriteError`."""
     try:
         return candidates_of(config.trainer)
     except OSError as error:
@@ -76,8 +76,9 @@ def find_files(config: Config) -> DataFiles:
 
 
 def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
-    """Where the model lies, downloaded if need be; `progress` is called as bytes arrive. Raises
-    `ConfigError`.
+    """Return the directory of the model, downloaded if necessary. Raises `ConfigError`.
+
+    `progress` is called as bytes arrive.
     """
     if model.partial_pretrain == QUICKSTART:
         return str(MODEL_DIR)

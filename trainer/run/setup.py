@@ -1,4 +1,4 @@
-"""What a run is built from (floor 4)."""
+"""The value that a run is built from (floor 4)."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Who this rank is. A rank is a process with its device; a data rank takes its own part of each
-    global batch.
+    """The place of this rank. A rank is a process with its device; a data rank takes its own part of
+    each global batch.
 
     A data rank is one rank, or `sequence_size` neighbours that hold the positions of its samples
     between them. Parameters and checkpoints know nothing of that: they lie over all ranks. No two
@@ -65,7 +65,7 @@ class World:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold the same parameter shard."""
+        """Number of ranks that hold the same parameter shard."""
         return self.size // self.num_shards
 
     @property
@@ -78,7 +78,7 @@ class World:
 
     @property
     def sequence_rank(self) -> int:
-        """Which share of the positions this rank holds."""
+        """The share of the positions that this rank holds."""
         return self.rank % self.sequence_size
 
 

@@ -1,5 +1,5 @@
-"""What torchrun tells a rank, what a rank asks of the C library, how users call commands (floor
-1, no torch).
+"""The environment of a rank: torchrun's variables, allocators, threads and the name of commands
+(floor 1, no torch).
 """
 
 import ctypes
@@ -30,8 +30,8 @@ def ranks_on_machine() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For imports: they make some 350,000 objects that all stay; walking through them again and
-    again takes a fifth of the time. What was made is left out of later collections too.
+    """Import without garbage collection, which takes a fifth of the time: imports make some 350,000
+    objects that all stay. Later collections skip these objects too.
     """
     gc.disable()
     try:

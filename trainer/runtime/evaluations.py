@@ -32,7 +32,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """Those that count: {name: {step: row}}, by rising step."""
+    """Return the summaries that count: {name: {step: row}}, by rising step."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     summaries = [row for row in read_evaluations(run_dir) if row["kind"] == SUMMARY]
     for row in sorted(summaries, key=lambda row: row["step"]):
@@ -42,7 +42,7 @@ def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 
 def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]], best_metric: str) -> str | None:
-    """Which evaluation tells the best checkpoint: the one asked for, else the only one (of
+    """Name the evaluation that tells the best checkpoint: the one asked for, else the only one (of
     programs).
     """
     if best_metric in names:

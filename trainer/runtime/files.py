@@ -118,7 +118,7 @@ def sync(path: Path) -> None:
 
 POLL_S = 0.2
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""What some network file systems answer."""
+"""Errors of network file systems without locks."""
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class Heartbeat:
         self.enter("start", limit_s=None)
 
     def report_to(self, run_dir: Path) -> None:
-        """From now on also keep `heartbeat/rank_<rank>.json` there, for people: step, phase and
-        time, every 30 s.
+        """Begin to write `heartbeat/rank_<rank>.json` there, for people: step, phase and time, every
+        30 s.
         """
         self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank_and_size()[0]}.json"
         self._write_report(self._report)
@@ -82,8 +82,8 @@ class Heartbeat:
 
 
 LOCK = ".train.lock"
-"""Its holder's record; empty once the run has given it back, left as it is by one that was
-killed.
+"""The record of the process that trains; empty once the run has given the lock back, and kept by a
+run that was killed.
 """
 SILENT_S = 3 * REPORT_EVERY_S
 

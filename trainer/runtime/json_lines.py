@@ -33,7 +33,7 @@ MAX_LINE_BYTES = 2**26
 MAX_FILE_BYTES = 2**34
 """No run writes as much; to read more would take hours."""
 MAX_WAITING_BYTES = 2**25
-"""Of lines that cannot be written now: more than 10,000 rows."""
+"""Limit for lines that cannot be written now: more than 10,000 rows."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -150,7 +150,7 @@ class AppendFile:
     def __init__(self, path: Path, *, is_guest: bool = False) -> None:
         self._path, self._is_guest = path, is_guest
         self._error: OSError | None = None
-        """Why lines wait; None while they can be written."""
+        """The reason why lines wait; None while they can be written."""
         self._waiting: deque[tuple[object, bytes]] = deque()
         """The step of each line, and the line."""
         self._lost_steps: list[object] = []

@@ -60,10 +60,10 @@ def escape_unprintable() -> None:
 
 
 def keep_streams_safe(*, says_so: bool = True) -> None:
-    """To be called first in a process: closed standard streams lead to /dev/null, and broken ones
-    do no harm.
+    """Lead closed standard streams to /dev/null, and make broken ones harmless. Call it first in a
+    process.
 
-    Else a file opened later would get the free number, and receive what is meant for the terminal.
+    A file opened later would get the free number, and receive what is meant for the terminal.
     With `says_so` the loss of stdout is told on stderr.
     """
     escape_unprintable()

@@ -23,8 +23,8 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def status_of(process: psutil.Process) -> str:
-    """What the process does in psutil's words; empty when it has ended, reaped or not, or is
-    another by now.
+    """Return psutil's status of the process; '' when it has ended, reaped or not, or when its number
+    belongs to another process by now.
     """
     try:
         status = str(process.status()) if process.is_running() else ""
@@ -83,8 +83,8 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
-    """In a thread of its own that holds up no end of the process: a storage, or a stopped
-    process, may never answer.
+    """Begin the work in a thread that does not hold up the end of the process: a storage, or a
+    stopped process, may never answer.
     """
     answer = Future[T]()
 

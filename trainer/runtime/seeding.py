@@ -30,10 +30,9 @@ def seed_step(seed: int, *, step: int, rank: int) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """What adds up in no fixed order on a GPU (attention's backward pass, cuBLAS, NCCL) does so in
-    one from here on.
+    """Fix the order of sums on a GPU (attention's backward pass, cuBLAS, NCCL).
 
-    To be called before the first CUDA call. Torch raises where an operation has no such kernel.
+    Call it before the first CUDA call. Torch raises where an operation has no such kernel.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")

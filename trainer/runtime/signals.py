@@ -80,7 +80,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """What asked for the stop; None when it was another rank."""
+        """The signal or key that asked for the stop; None when another rank was asked."""
         return self.signal_name or ("trainer.max_time" if self.is_set else None)
 
     @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""What the ranks of a machine tell their launcher, in files without a name (floor 1, no torch).
+"""Messages of the ranks of a machine to their launcher, in files without a name (floor 1, no
+torch).
 
 Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent
 closes inherited descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the
