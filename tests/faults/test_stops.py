@@ -168,7 +168,7 @@ def _snapshot(run_dir: Path) -> dict[str, tuple[int, int]]:
 # --------------------
 
 
-def kill_before(place: str, name: str) -> None:
+def kill_before(run_dir: Path, place: str, name: str) -> None:
     """In this process: it is killed instead of this call, after the last step."""
     import importlib
 
@@ -178,7 +178,7 @@ def kill_before(place: str, name: str) -> None:
     whole = getattr(holder, name)
 
     def call(*arguments: Any, **settings: Any) -> Any:
-        if len(list(Path(os.environ["RUN_DIR"]).glob("global_step_8"))):
+        if (run_dir / "global_step_8").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(*arguments, **settings)
 
@@ -197,9 +197,9 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_killed_at_its_end_is_tidied(
-    start: Start, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    start: Start, straight: Path, tmp_path: Path, end: str
 ) -> None:
-    code, _ = start(functools.partial(_killed, tmp_path / "run", ENDS[end]))
+    code, _ = start(functools.partial(kill_before, tmp_path / "run", *ENDS[end]))
     assert code == 1, "killed"
     code, output = start()
     assert code == 0 and "was the last step, but the run did not end" in output
@@ -213,7 +213,8 @@ def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(
     start: Start, straight: Path, tmp_path: Path
 ) -> None:
     """It gives back the lock, by which the next start would have known that the run was killed."""
-    assert start(functools.partial(_killed, tmp_path / "run", ENDS["before the report"]))[0] == 1
+    kill = functools.partial(kill_before, tmp_path / "run", *ENDS["before the report"])
+    assert start(kill)[0] == 1
     assert start(_fail_to_begin)[0] == 1
     code, output = start()
     assert (
@@ -230,11 +231,6 @@ def _fail_to_begin() -> None:
         raise RuntimeError("a rank was lost")
 
     start._require_shared = fail
-
-
-def _killed(run_dir: Path, place: tuple[str, str]) -> None:
-    os.environ["RUN_DIR"] = str(run_dir)
-    kill_before(*place)
 
 
 # what is said, and what is logged last
@@ -267,19 +263,14 @@ def test_a_full_disk_has_room_again_with_fewer_checkpoints(start: Start, tmp_pat
     """What the message advises works: old checkpoints go before room is asked for, and never
     the newest.
     """
-    assert (
-        start(
-            functools.partial(stop_in_step, 7), "trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"
-        )[0]
-        == 75
+    stop, full = (
+        functools.partial(stop_in_step, 7),
+        functools.partial(full_beyond, tmp_path / "run", 5),
     )
-    code, output = start(
-        functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=5"
-    )
+    assert start(stop, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=5")[0] == 75
+    code, output = start(full, "trainer.max_ckpt_to_keep=5")
     assert code == 73 and "lower trainer.max_ckpt_to_keep" in output
-    code, output = start(
-        functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=1"
-    )
+    code, output = start(full, "trainer.max_ckpt_to_keep=1")
     assert code == 0, output
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_8"]
 

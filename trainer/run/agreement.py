@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.config import ConfigError
 from trainer.data.tokens import tokenizer_digest
 from trainer.run.inputs import Inputs
@@ -46,14 +46,15 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
 
     `progress` is called as weights are read. Raises `ConfigError`.
     """
-    config, model = inputs.config, Path(inputs.source.path)
+    config, contents = inputs.config, inputs.model_files.contents
     weights = "random"
     if not inputs.source.random_weights:
-        weights = digest_of_weights(weight_files(model), progress=progress)[:DIGITS]
+        files = weight_files(inputs.model_files.directory)
+        weights = digest_of_weights(files, progress=progress)[:DIGITS]
     bare_tokenizer = copy.copy(inputs.tokenizer)
     bare_tokenizer.chat_template = None
     facts = {
-        "config.json": _digest((model / "config.json").read_bytes()),
+        "config.json": _digest(contents[CONFIG]),
         "weights": weights,
         "tokenizer": tokenizer_digest(bare_tokenizer)[:DIGITS],
         "chat template": _digest(str(inputs.tokenizer.chat_template).encode()),
@@ -61,11 +62,12 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
         "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
     }
     if config.model.trust_remote_code:
-        facts["model code"] = _digest(*(path.read_bytes() for path in sorted(model.glob("*.py"))))
+        code = (content for name, content in contents.items() if name.endswith(".py"))
+        facts["model code"] = _digest(*code)
     if config.model.lora_adapter_path is not None:
         adapter = Path(config.model.lora_adapter_path)
-        files = (adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-        facts["adapter"] = _digest(*(path.read_bytes() for path in files))
+        names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        facts["adapter"] = _digest(*((adapter / name).read_bytes() for name in names))
     settings = {name: json.dumps(value) for name, value in flat(config.resolved).items()}
     return facts | {name: settings[name] for name in settings if name not in OWN_OF_A_MACHINE}
 

@@ -67,21 +67,17 @@ def keep_streams_safe(*, says_so: bool = True) -> None:
     With `says_so` the loss of stdout is told on stderr.
     """
     escape_unprintable()
-    for number, mode in enumerate(("r", "w", "w")):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             os.set_inheritable(number, True)
-            if null != number:
-                os.close(null)
-        name = ("stdin", "stdout", "stderr")[number]
-        stream = getattr(sys, name) or open(number, mode, closefd=False)  # noqa: SIM115
-        is_told = says_so and name == "stdout"
-        setattr(
-            sys, name, stream if mode == "r" else SafeStream(stream, name=name, says_so=is_told)
-        )
+        stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+        if number:
+            is_told = says_so and name == "stdout"
+            stream = SafeStream(stream, name=name, says_so=is_told)
+        setattr(sys, name, stream)
 
 
 def say(text: str) -> None:
