@@ -228,8 +228,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: seeds ask whether there is any card",
         "runtime/seeding.py",
-        '(self._device)} if self._device.type == "cuda"',
-        "(self._device)} if torch.cuda.is_available()",
+        '        if self._device.type == "cuda":\n            state[',
+        "        if torch.cuda.is_available():\n            state[",
         ("unit/test_seeding.py::test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone",),
     ),
     Mutation(

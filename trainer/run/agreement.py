@@ -68,7 +68,9 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
         adapter = Path(config.model.lora_adapter_path)
         names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         facts["adapter"] = _digest(*((adapter / name).read_bytes() for name in names))
-    settings = {name: json.dumps(value) for name, value in flat(config.resolved).items()}
+    settings = {
+        name: json.dumps(value, default=str) for name, value in flat(config.resolved).items()
+    }
     return facts | {name: settings[name] for name in settings if name not in OWN_OF_A_MACHINE}
 
 
