@@ -16,7 +16,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Share
 from trainer.model import source
 from trainer.run import main as run
 from trainer.run.compose import load_config

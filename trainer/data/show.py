@@ -240,9 +240,7 @@ def _turns(train: Samples) -> str:
     return text
 
 
-def source_facts(
-    train: Samples, schedule: Schedule, *, total_steps: int
-) -> dict[str, float]:
+def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
     """Return metrics of each source, where there are several."""
     if len(train.sources) == 1:
         return {}
@@ -253,9 +251,7 @@ def source_facts(
     }
 
 
-def _facts(
-    train: Samples, schedule: Schedule, total_steps: int
-) -> dict[str, dict[str, float]]:
+def _facts(train: Samples, schedule: Schedule, total_steps: int) -> dict[str, dict[str, float]]:
     """Return numbers of each source by its name."""
     found: dict[str, dict[str, float]] = {}
     for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
