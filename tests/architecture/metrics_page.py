@@ -4,20 +4,18 @@ writes it.
 
 from pathlib import Path
 
-from trainer.metrics import METRICS
-from trainer.metrics.foreign import FOREIGN
+from trainer.metrics import FOREIGN, METRICS
 from trainer.metrics.words import Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 GROUPS = {
-    "optimisation": "Loss, gradient, learning rate.",
-    "validation": "Loss on held-out data.",
+    "optimisation": "Loss in training and on held-out data, gradient, learning rate, guard.",
     "length": "Lengths of samples.",
     "data": "Contents of the batches.",
-    "timing": "Time of each phase, throughput.",
+    "timing": "Time of each phase, throughput. The phases, `time/train/<phase>_s`, are those of the "
+    "step before\nthis row's; in an attempt's first row they are rank 0's alone.",
     "memory": "Memory of devices and hosts.",
     "state": "Progress, restarts, checkpoints.",
-    "guard": "Online detection of anomalies.",
     "other": "Hardware, and the cost of monitoring.",
 }
 INTRODUCTION = """\
@@ -27,14 +25,15 @@ Every metric that this trainer logs. Any other key can be logged as well. A suff
 `@sum` on a logged key names the reduction over ranks and is removed.
 
 - *Over ranks*: `sum`, `mean`, `max` or `min` over ranks; `slowest`: the rank where it is largest; `skew`:
-  largest / median; `global`: of the whole batch or model, equal on every rank; `main`: as rank 0 has it.
+  largest / median; `global`: of the whole batch or model, equal on every rank; `guard`:
+  computed by the guard, equal on every rank; `main`: as rank 0 has it.
 - *When*: every `step`; `eval`: every validation (`trainer.test_freq`); `checkpoint`: every save
   (`trainer.save_freq`); `rare`: every 50 steps; `timer`: measured every 10 s, logged every 50 steps;
   `event`: when it happens.
 - *Good*: lower (`down`), higher (`up`), a `middle` range, or `none`.
 - In a key, `<source>` is a data source, `<block>` a layer block, `<group>` a parameter group, `<name>` a
   reward function, `<infix>` a cluster and operation such as `actor_train/compute_log_probs`, and
-  `<device>` the number of a device.
+  `<device>` the number of a device; `<split>` is `train` or `val`, `<statistic>` is `mean`, `min` or `max`.
 
 """
 FOREIGN_NAMES = """\

@@ -107,6 +107,16 @@ def test_rows_go_on_at_the_path_when_the_file_is_moved_away(
     assert caplog.text.count("was moved away or removed") == 1
 
 
+def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    file = AppendFile(tmp_path / "run" / "rows.jsonl")
+    file.append({"step": 1})
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    file.append({"step": 2})
+    file.close()
+    assert steps(tmp_path / "renamed" / "rows.jsonl") == [1, 2]
+
+
 def test_no_row_is_written_through_a_link_or_into_what_is_no_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,7 @@ import pytest
 from acceptance.table import all_lines
 
 from trainer import metrics
-from trainer.metrics import METRICS
-from trainer.metrics.foreign import FOREIGN
+from trainer.metrics import FOREIGN, METRICS
 from trainer.metrics.words import COMBINED, Metric, split_reducer
 from trainer.report.vocabulary import lookup, meaning
 from trainer.tracking import Tracking, read_metrics
@@ -26,6 +25,8 @@ EXAMPLES = {
     "<name>": "Format",
     "<infix>": "sft/do_checkpoint",
     "<device>": "7",
+    "<split>": "val",
+    "<statistic>": "max",
 }
 LOGGED = re.compile(
     r"(?:train|val|time|throughput|memory|optim|progress|data|guard|system|ckpt|checkpoint|obs)/[\w/()-]+"
@@ -99,42 +100,14 @@ def test_every_line_for_rl_has_its_keys_here() -> None:
     assert [line.id for line in all_lines() if "F" in line.marks and line.id not in RL_KEYS] == []
 
 
-@pytest.mark.covers("S0.11", "S0.12", "S0.13", "S0.15", "S0.22", "S0.32", "S1.16", "S2.4", "S2.5")
 @pytest.mark.covers(
-    "S4.1",
-    "S4.2",
-    "S4.3",
-    "S4.4",
-    "S4.5",
-    "S4.6",
-    "S4.7",
-    "S4.8",
-    "S4.9",
-    "S4.10",
-    "S4.11",
-    "S4.12",
-    "S4.13",
-    "S4.14",
-    "S4.15",
-    "S4.16",
-    "S4.17",
-    "S4.18",
-    "S4.20",
-    "S4.22",
-    "S4.26",
-)
-@pytest.mark.covers(
-    "S0.17:F",
-    "S0.25:F",
-    "S2.13:F",
-    "S2.14:F",
-    "S2.15:F",
-    "S2.16:F",
-    "S2.17:F",
-    "S2.18:F",
-    "S2.19:F",
-)
-@pytest.mark.covers("S4.19:F", "S4.23:F", "S4.27:F")
+    "S0.11", "S0.12", "S0.13", "S0.15", "S0.22", "S0.32", "S1.16", "S2.4",
+    "S2.5", "S4.1", "S4.2", "S4.3", "S4.4", "S4.5", "S4.6", "S4.7",
+    "S4.8", "S4.9", "S4.10", "S4.11", "S4.12", "S4.13", "S4.14", "S4.15",
+    "S4.16", "S4.17", "S4.18", "S4.20", "S4.22", "S4.26", "S0.17:F", "S0.25:F",
+    "S2.13:F", "S2.14:F", "S2.15:F", "S2.16:F", "S2.17:F", "S2.18:F", "S2.19:F", "S4.19:F",
+    "S4.23:F", "S4.27:F",
+)  # fmt: skip
 def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path: Path) -> None:
     keys = {key for text in RL_KEYS.values() for key in text.split()}
     for key in keys:
@@ -148,13 +121,13 @@ def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path: Pa
 
 @pytest.mark.covers("S0.3")
 def test_entries_are_complete() -> None:
-    assert len(KNOWN) == len(METRICS) + len(FOREIGN) > 200
+    assert len(KNOWN) == len(METRICS) + len(FOREIGN) > 190
     assert [key for key in METRICS if "/" not in key] == []
     for metric in KNOWN.values():
         assert metric.meaning.endswith(".") and len(metric.meaning) > 10, metric.key
         assert metric.better in ("up", "down", "middle", "none"), metric.key
     for metric in METRICS.values():
-        assert metric.source in METRICS and metric.over_ranks in {*COMBINED, "global", "main"}
+        assert metric.source in METRICS and metric.over_ranks in {*COMBINED, *metrics.NOT_COMBINED}
 
 
 @pytest.mark.parametrize("key", [key for key in KNOWN if "<" in key])
@@ -183,7 +156,7 @@ def test_validation_mirrors_training() -> None:
             twin = found(here + name)
             assert (twin.unit, twin.better) == (metric.unit, metric.better), metric.key
             num_twins += 1
-    assert num_twins > 25
+    assert num_twins > 20
 
 
 @pytest.mark.covers("S0.5", "S2.3:C")

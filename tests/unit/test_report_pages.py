@@ -39,9 +39,9 @@ def run(request: pytest.FixtureRequest) -> Run:
     return examples()[request.param]
 
 
-def text_of(report: Report, *, width: int = 120) -> str:
+def text_of(run: Run, *, width: int = 120) -> str:
     console = Console(file=StringIO(), width=width)
-    print_report(console, report)
+    print_report(console, *run)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -67,7 +67,7 @@ def floats(tree: object) -> Iterator[float]:
 def test_text_page_and_json_show_the_same_numbers(run: Run) -> None:
     words = Page(as_page([run])).words
     page = numbers_in(words.replace("(", " ").replace("×", " "))
-    assert numbers_in(text_of(run[0])) - numbers_in(words) == set()
+    assert numbers_in(text_of(run)) - numbers_in(words) == set()
     tree = as_json(run[0])
     wanted = ("findings", "anomalies", "metrics", "generalisation", "thresholds")
     expected = [value for name in wanted for value in floats(tree[name])]
@@ -94,7 +94,7 @@ def test_numbers_that_are_not_finite_become_null_and_a_dash(run: Run) -> None:
     assert tree["findings"][0]["value"] is None and tree["anomalies"][0]["z"] is None
     assert schema_faults(tree, SCHEMA) == []
     assert "– (limit inf)" in Page(as_page([(hurt, log)])).words
-    assert "nan" not in text_of(hurt).lower()
+    assert "nan" not in text_of((hurt, log)).lower()
 
 
 def test_pages_need_nothing_from_outside() -> None:
@@ -132,7 +132,7 @@ def test_names_from_the_log_cannot_become_markup(run: Run) -> None:
     page = Page(html)
     assert "script" not in {tag for tag, _ in page.tags} and "\x1b" not in html
     assert page.words.count('<script>alert("1")</script>&') > 10
-    assert "\x1b" not in text_of(evil) and "[red]" in text_of(evil)
+    assert "\x1b" not in text_of((evil, log)) and "[red]" in text_of((evil, log))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_any_series_can_be_drawn(run: Run, values: list[float]) -> None:
 
 def test_a_run_without_anything_still_has_a_page(run: Run) -> None:
     report, log = bare(run)
-    assert "<section" not in as_page([(report, log)]) and report.verdict in text_of(report)
+    assert "<section" not in as_page([(report, log)]) and report.verdict in text_of((report, log))
     (compared,) = side_by_side([(report, log)] * 2)
     assert compared.table is not None and ("anomalies", "0", "0") in compared.table.rows
 
@@ -206,7 +206,7 @@ def test_the_terminal_says_verdict_then_what_to_do_within_its_width(width: int) 
     words = "words " * 20
     more = tuple(replace(report.findings[-1], id=f"f{n}", title=words) for n in range(30))
     report = replace(report, metrics=report.metrics + many, findings=report.findings + more)
-    text = text_of(report, width=width)
+    text = text_of((report, log), width=width)
     assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) < 100
     places = [text.index(part) for part in ("FAIL ", "Do: Use the", "What next", "\nAnomalies")]
     assert places == sorted(places) and text.count("Do: ") == 3
@@ -227,7 +227,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lacks", ["", *UNKNOWN])
 def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
-    report, _ = examples()["sft"]
+    report, log = examples()["sft"]
     assert report.learning_rate is not None
     rate = replace(report.learning_rate, raised=(RaisedRate((40, 60), 1e-5, 3e-5, is_over=False),))
     scores = {
@@ -237,7 +237,7 @@ def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
     report = replace(report, learning_rate=rate, evaluations=scores)
     if lacks:
         report = replace(report, **{lacks: replace(getattr(report, lacks), **UNKNOWN[lacks])})
-    text = str([section for section in sections(report) if section.id != "top"])
+    text = str([section for section in sections(report, log) if section.id != "top"])
     assert not re.search(r"None[^,)]|nan\b|Undefined|[a-zA-Z] –", text)
     assert schema_faults(as_json(report), SCHEMA) == []
     assert "'eval/code', '500', '0.5', '0.4', '0.6'" in text

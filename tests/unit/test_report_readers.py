@@ -111,7 +111,7 @@ def test_histories_of_epochs_and_their_tags_read_alike(tmp_path: Path) -> None:
         tag = "/".join(["Train", "_".join(word.capitalize() for word in column.split("_"))])
         assert canonical(tag)[0] in log.series
     (tmp_path / "renamed.csv").write_text(text)
-    assert values(read_run(tmp_path / "renamed.csv"))["train/reward_mean"] == {1: -0.1, 2: 0.1}
+    assert values(read_run(tmp_path / "renamed.csv"))["reward_mean"] == {1: -0.1, 2: 0.1}
 
 
 def test_our_histories_have_the_steps_of_their_epochs(tmp_path: Path) -> None:

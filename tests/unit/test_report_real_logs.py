@@ -103,7 +103,7 @@ def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> 
 @pytest.mark.parametrize("name", [*RAISED, *HEALTHY])
 def test_what_trainer_state_does_not_hold_is_not_said_to_be_unset(name: str) -> None:
     text = StringIO()
-    print_report(Console(width=120, file=text), report_of(name))
+    print_report(Console(width=120, file=text), report_of(name), read_run(LOGS / name))
     assert name in text.getvalue() and "is not set" not in text.getvalue()
 
 

@@ -51,8 +51,8 @@ def _print(runs: list[Run]) -> None:
     from trainer.report.terminal import print_report, print_section
 
     console = Console()
-    for report, _ in runs:
-        print_report(console, report)
+    for report, log in runs:
+        print_report(console, report, log)
         console.print()
     for section in side_by_side(runs) if len(runs) > 1 else ():
         print_section(console, section)

@@ -1,6 +1,6 @@
 """The one table of metrics (floor 0): unit, meaning, reduction over ranks, console and CSV format.
 
-To add a metric, write an entry in `table.py` and call `put` where its value is known. The entry's
+To add a metric, write an entry in the text of `table.py` and call `put` where its value is known. The entry's
 `over_ranks` decides whether the value travels to the other ranks. Rows, the guard's rules, the
 console, histories and docs/metrics.md follow the table.
 """
@@ -11,11 +11,14 @@ from dataclasses import replace
 from math import isnan, nan
 from typing import SupportsFloat
 
-from trainer.metrics.table import TABLE
-from trainer.metrics.words import COMBINED, Metric, pattern
+from trainer.metrics import table
+from trainer.metrics.words import COMBINED, Metric, entry_of
 
-METRICS: dict[str, Metric] = {metric.key: metric for metric in TABLE}
+METRICS: dict[str, Metric] = {metric.key: metric for metric in table.TABLE}
 """By key, which may hold placeholders. An entry is added on every rank, before the run is built."""
+FOREIGN: dict[str, Metric] = {metric.key: metric for metric in table.FOREIGN}
+"""Metrics of other trainers."""
+NOT_COMBINED = ("global", "guard", "main")
 ABSENT = float("-inf")
 """The packet's slot of a metric that a rank did not measure."""
 
@@ -62,13 +65,13 @@ def put(key: str, value: SupportsFloat) -> None:
     _values[key] = value
 
 
-def take(over_ranks: Collection[str] = (*COMBINED, "global", "main")) -> dict[str, SupportsFloat]:
+def take(over_ranks: Collection[str] = (*COMBINED, *NOT_COMBINED)) -> dict[str, SupportsFloat]:
     """Remove and return the values of metrics that are combined in one of these ways."""
     ways = {key: metric.over_ranks if (metric := find(key)) else "main" for key in _values}
     return {key: _values.pop(key) for key, way in ways.items() if way in over_ranks}
 
 
-def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, float]:
+def take_numbers(over_ranks: Collection[str] = NOT_COMBINED) -> dict[str, float]:
     """Remove and return values that do not travel, as numbers for a row."""
     return {
         key: value if isinstance(value, int) else float(value)
@@ -78,10 +81,7 @@ def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, 
 
 def find(key: str) -> Metric | None:
     """Return the entry of a key, else the one whose placeholders fit, else None."""
-    if (metric := METRICS.get(key)) is not None:
-        return metric
-    patterns = (metric for name, metric in METRICS.items() if "<" in name)
-    return next((metric for metric in patterns if pattern(metric.key).fullmatch(key)), None)
+    return entry_of(key, METRICS)
 
 
 def is_signal(key: str) -> bool:
@@ -91,7 +91,7 @@ def is_signal(key: str) -> bool:
     metric = find(key)
     if metric is None or metric.every != "step":
         return False
-    return metric.over_ranks != "main" and metric.group != "guard"
+    return metric.over_ranks not in ("main", "guard")
 
 
 def travelling() -> tuple[str, ...]:

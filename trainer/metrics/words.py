@@ -1,7 +1,7 @@
 """The entry of a metric, how ranks combine values, and the parts of a key that vary."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median
@@ -16,14 +16,30 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
 }
 """Reductions of the values that ranks measure; such values travel in the step's packet.
 
-The other two are "global" (of the whole batch or model, equal on every rank) and "main" (as rank 0
-has it).
+The others are "global" (of the whole batch or model, equal on every rank), "guard" (computed by the
+guard, equal on every rank) and "main" (as rank 0 has it).
 """
-REDUCERS = ("sum", "mean", "max", "min", "last", "norm", "std", "p50", "p95", "p99")
-"""Suffixes as in `loss@mean`, with which other trainers name the reduction over ranks."""
-PLACEHOLDERS = {"<infix>": "[^/]+/[^/]+", "<device>": r"\d+"}
+_REDUCER = re.compile("(.+)@(sum|mean|max|min|last|norm|std|p50|p95|p99)")
+"""Other trainers append the reduction over ranks to a key, as in `loss@mean`."""
+PLACEHOLDERS = {
+    "<infix>": "[^/]+/[^/]+",
+    "<device>": r"\d+",
+    "<split>": "(train|val)",
+    "<statistic>": "(mean|min|max)",
+}
 """Part of a key that differs from run to run -> the text it matches; any text, if not listed."""
 _PARTS = re.compile("(<.*?>)")
+GROUPS = {
+    "length": "completions/|tokens/|(train|val)/seq_|.*response_length",
+    "reward": "(train/|val/)?(reward|tag_count)|critic/(score|reward|returns|values)|val/score|"
+    "(.*/)?(accuracy|latency|budget)|frac_reward",
+    "timing": "time/|throughput/|val/.*(runtime|per_second)|system/tps|train/time|weights/sync",
+    "state": "progress/|ckpt/|checkpoint/|weights/|.*num_tokens|.*max_steps",
+    "data": "data/|train/(total_|.*_count)|actor/(valid|total)_sample",
+    "optimisation": "train/|val/|optim/|guard/|actor/|critic/|moe/|clip_ratio|.*(kl|entropy)",
+    "memory": "memory|train_memory",
+}
+"""Group of metrics -> beginnings of their keys; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,7 @@ class Metric:
     """up, down, middle (a middle range is best) or none."""
     meaning: str
     over_ranks: str = "global"
-    """A key of `COMBINED`, "global" or "main"."""
-    group: str = "other"
+    """A key of `COMBINED`, "global", "guard" or "main"."""
     every: str = "step"
     """step, eval, checkpoint, rare (every 50 steps), timer (measured every 10 s) or event."""
     of: str = ""
@@ -56,14 +71,28 @@ class Metric:
     def source(self) -> str:
         return self.of or self.key
 
+    @property
+    def group(self) -> str:
+        """The key of `GROUPS` that its name tells, else "other"."""
+        found = (group for group, names in GROUPS.items() if re.match(names, self.key))
+        return next(found, "other")
+
 
 def split_reducer(key: str) -> tuple[str, str | None]:
     """Split `tokens@sum` into (`tokens`, `sum`); a key without such a suffix comes with None."""
-    name, _, reducer = key.rpartition("@")
-    return (name, reducer) if name and reducer in REDUCERS else (key, None)
+    match = _REDUCER.fullmatch(key)
+    return (match[1], match[2]) if match else (key, None)
 
 
 @lru_cache
 def pattern(key: str) -> re.Pattern[str]:
     """Compile a key with placeholders."""
     return re.compile(_PARTS.sub(lambda part: PLACEHOLDERS.get(part[0], ".+"), re.escape(key)))
+
+
+def entry_of(key: str, table: Mapping[str, Metric]) -> Metric | None:
+    """Return the entry of a key, else the first whose placeholders fit, else None."""
+    if key in table:
+        return table[key]
+    patterns = (metric for name, metric in table.items() if "<" in name)
+    return next((metric for metric in patterns if pattern(metric.key).fullmatch(key)), None)

@@ -50,7 +50,7 @@ def _summary(run: AnalysedRun, key: str, series: Series) -> MetricSummary:
     return MetricSummary(
         key=key,
         group=entry.group,
-        unit=entry.unit,
+        unit="" if entry.unit == "1" else entry.unit,
         meaning=entry.meaning,
         direction=entry.better,
         num_points=len(series),

@@ -1,35 +1,30 @@
-"""The sections of a report, which the page and the terminal show in the same order."""
+"""The sections of a report: plain blocks that the terminal and the page show in the same order."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.report.formatting import (
-    MISSING,
-    capitalised,
-    counted,
-    interval,
-    number,
-    share,
-    shown,
-    step,
-    told,
-)
+from trainer.report.formatting import capitalised, interval, number, share, shown, step, told
+from trainer.report.names import ROLES
 from trainer.report.result import Finding, Generalisation, LearningRate, Report, Throughput
+from trainer.report.run_log import RunLog
 
-MAX_MAIN_ROWS = 8
-"""Rows of a table in the terminal."""
 STATUSES = ("fail", "note", "unknown", "pass")
+MAX_PLOTS = 12
+"""Beside the loss."""
+LOSSES = (*ROLES["loss"], *ROLES["val_loss"])
+PLOTS = (
+    "Pale: as logged; dark: smoothed by 0.9; points: validation. Yellow: anomaly; triangle: "
+    "checkpoint; dashed: best validation; red cross: not a number."
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown; a terminal shows the first `num_main` rows and `num_columns`."""
+    """Cells as they are shown."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    num_main: int
-    num_columns: int
 
     def is_number(self, column: int) -> bool:
         """Return whether a column holds numbers, which are aligned right."""
@@ -37,8 +32,17 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Plot:
+    """The course of metrics, by their keys in the log."""
+
+    title: str
+    about: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Section:
-    """A heading, one sentence, findings, a table, and notes on it."""
+    """A heading, one sentence, findings, a table, notes on it, and plots."""
 
     id: str
     title: str
@@ -46,22 +50,19 @@ class Section:
     table: Table | None = None
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    is_detail: bool = False
+    """Only the page shows it."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.lead or self.table or self.notes or self.findings)
+        return not (self.table or self.notes or self.findings or self.plots or self.lead)
 
 
-def table_of(
-    header: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    num_main: int = MAX_MAIN_ROWS,
-    num_columns: int | None = None,
-) -> Table | None:
+def table_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Table | None:
     """Make a table of values, written by their types; None without rows."""
     cells = tuple(tuple(map(_cell, row)) for row in rows)
-    return Table(tuple(header), cells, num_main, num_columns or len(header)) if cells else None
+    return Table(tuple(header), cells) if cells else None
 
 
 def _cell(value: object) -> str:
@@ -70,34 +71,53 @@ def _cell(value: object) -> str:
     return "; ".join(map(shown, value)) if isinstance(value, tuple) else shown(value)
 
 
-def _attributes(
-    items: Iterable[object], names: str, num_columns: int | None = None
-) -> Table | None:
+def _attributes(items: Iterable[object], names: str) -> Table | None:
     """Make a table with an item a row and the named attributes as columns."""
     columns = names.split()
     rows = [[getattr(item, name) for name in columns] for item in items]
-    header = [name.replace("_", " ") for name in columns]
-    return table_of(header, rows, num_columns=num_columns)
+    return table_of([name.replace("_", " ") for name in columns], rows)
 
 
-def sections(report: Report) -> tuple[Section, ...]:
+def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
     """Return the sections that have something to say: what matters, what next, then details."""
     others = tuple(finding for finding in report.findings if finding not in report.top)
+    best, rate, speed = report.generalisation, report.learning_rate, report.throughput
     found = (
         Section("top", "What matters", findings=report.top),
         Section("next", "What next", report.closing.removeprefix("Next: ")),
         Section("findings", "Also found", findings=others),
-        _validation(report.generalisation) if report.generalisation else None,
-        _anomalies(report) if report.anomalies else None,
+        _plots(report, log),
+        _events(log),
+        _validation(best) if best else None,
+        _anomalies(report),
         _serving(report) if report.serving else None,
         _evaluations(report) if report.evaluations else None,
-        _learning_rate(report.learning_rate) if report.learning_rate else None,
-        _throughput(report.throughput) if report.throughput else None,
+        _learning_rate(rate) if rate else None,
+        _throughput(speed) if speed else None,
         _checklist(report) if report.checklist else None,
         _metrics(report) if report.metrics else None,
+        _configuration(log),
         _limits(report) if report.thresholds else None,
     )
     return tuple(section for section in found if section and not section.is_empty)
+
+
+def _plots(report: Report, log: RunLog) -> Section:
+    """Show the loss, then the metrics that findings ask for or that left their usual range."""
+    losses = tuple(key for key in LOSSES if key in log.series)
+    moved = {mover.metric for anomaly in report.anomalies for mover in anomaly.movers}
+    wanted = moved.union(*ROLES.values()) - {*LOSSES, *ROLES["epoch"]}
+    varying = [one for one in report.metrics if one.key in wanted and one.minimum < one.maximum]
+    plots = [Plot("Loss", ", ".join(losses), losses)] if losses else []
+    plots += [Plot(one.key, one.observation, (one.key,)) for one in varying[:MAX_PLOTS]]
+    lead = PLOTS if plots else ""
+    return Section("plots", "Plots", lead, plots=tuple(plots), is_detail=True)
+
+
+def _events(log: RunLog) -> Section:
+    """Show what happened, the newest first, without what recurs."""
+    events = [event for event in reversed(log.events) if event.kind != "checkpoint"]
+    return Section("events", "What happened", table=_attributes(events, "step kind level message"))
 
 
 def _validation(best: Generalisation) -> Section:
@@ -114,8 +134,9 @@ def _validation(best: Generalisation) -> Section:
     }
     rows = [
         (at, best.values[at], verdict, ", ".join(mark for mark in marks if marks[mark] == at))
-        for at, verdict in sorted(best.verdicts.items())
+        for at, verdict in sorted(best.verdicts.items(), reverse=True)
     ]
+    rows.sort(key=lambda row: not row[-1])
     notes = []
     if best.recommended_step is not None:
         at, path = step(best.recommended_step), best.recommended_path
@@ -124,12 +145,11 @@ def _validation(best: Generalisation) -> Section:
             f" It gains {number(best.expected_gain)} over the last." if best.expected_gain else ""
         )
         notes.append(f"{chosen}. {best.reason.rstrip('.')}.{gain}")
-    table = table_of(("step", best.metric, "verdict", "mark"), rows, num_main=0)
+    table = table_of(("step", best.metric, "verdict", "mark"), rows)
     return Section("validation", "Generalisation", lead, table, tuple(notes))
 
 
 def _anomalies(report: Report) -> Section:
-    anomalies = report.anomalies
     rows = [
         (
             interval(one.steps).split(" ", 1)[1],
@@ -140,18 +160,16 @@ def _anomalies(report: Report) -> Section:
             one.z,
             tuple(f"{mover.metric} {number(mover.peak_value)}" for mover in one.movers),
         )
-        for one in anomalies
+        for one in report.anomalies
     ]
     header = ("steps", "metric", "peak", "to usual", "recovered", "z", "moved")
-    chains = Counter(" → ".join(one.chain) for one in anomalies if len(one.chain) > 1)
-    orders = [f"{times} of {len(anomalies)}: {chain}" for chain, times in chains.most_common(3)]
-    return Section(
-        "anomalies",
-        "Anomalies",
-        f"{counted(len(anomalies), 'interval')} in which metrics left their usual range.",
-        table_of(header, rows, num_columns=5),
-        tuple(f"Order of onset in {order}." for order in orders),
+    chains = Counter(" → ".join(one.chain) for one in report.anomalies if len(one.chain) > 1)
+    notes = (
+        f"Order of onset in {times} of {len(rows)}: {chain}."
+        for chain, times in chains.most_common(3)
     )
+    lead = "Intervals in which metrics left their usual range." if rows else ""
+    return Section("anomalies", "Anomalies", lead, table_of(header, rows), tuple(notes))
 
 
 def _serving(report: Report) -> Section:
@@ -160,13 +178,13 @@ def _serving(report: Report) -> Section:
         f"In {num_equal} of {num_proofs} proofs an export serves the loss its step was validated "
         "with."
     )
-    names = "step engine val_loss served_loss tolerance is_equal causes"
+    names = "step engine is_equal causes val_loss served_loss tolerance"
     return Section("serving", "Served loss", lead, _attributes(report.serving, names))
 
 
 def _evaluations(report: Report) -> Section:
     rows = [
-        (name, at, result["mean"], *(result.get(side, MISSING) for side in ("low", "high")))
+        (name, at, result["mean"], result.get("low"), result.get("high"))
         for name, results in report.evaluations.items()
         for at, result in results.items()
     ]
@@ -176,40 +194,40 @@ def _evaluations(report: Report) -> Section:
 
 
 def _learning_rate(rate: LearningRate) -> Section:
-    raised = [
-        f"Raised {number(one.factor)} times, to {number(one.peak)}, at {interval(one.steps)}"
-        f"{'' if one.is_over else ', to the end'}."
-        for one in rate.raised
-    ]
-    fell = told(share(rate.anomalies_at_high_share), "{} of the anomalies fell into that time.")
     lead = (
         f"{capitalised(rate.schedule)} schedule, peak {number(rate.peak)} after "
         f"{step(rate.warmup_steps)} warm-up steps, last {number(rate.last)}; at 0.8 of the peak or "
         f"more for {share(rate.high_share)} of the run."
     )
-    return Section("learning-rate", "Learning rate", lead, notes=(*raised, *filter(None, [fell])))
+    notes = [
+        f"Raised {number(one.factor)} times, to {number(one.peak)}, at {interval(one.steps)}"
+        f"{'' if one.is_over else ', to the end'}."
+        for one in rate.raised
+    ]
+    if rate.anomalies_at_high_share is not None:
+        notes.append(f"{share(rate.anomalies_at_high_share)} of the anomalies fell into that time.")
+    return Section("learning-rate", "Learning rate", lead, notes=tuple(notes))
 
 
 def _throughput(speed: Throughput) -> Section:
     shares = sorted(speed.shares.items(), key=lambda item: item[1], reverse=True)
     rows = [(phase, share(part), part * speed.step_s) for phase, part in shares]
-    known = (
+    sentences = (
+        f"A step takes {number(speed.step_s)} s.",
+        speed.bottleneck,
         told(speed.tokens_per_s, "{} tokens per second."),
         told(share(speed.mfu), "MFU {}."),
         told(share(speed.goodput), "Goodput {}."),
     )
-    step_time = f"A step takes {number(speed.step_s)} s."
-    lead = " ".join(filter(None, (step_time, speed.bottleneck, *known)))
-    return Section(
-        "throughput", "Speed and memory", lead, table_of(("phase", "share", "seconds"), rows)
-    )
+    table = table_of(("phase", "share", "seconds"), rows)
+    return Section("throughput", "Speed and memory", " ".join(filter(None, sentences)), table)
 
 
 def _checklist(report: Report) -> Section:
     items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
     counts = Counter(item.status for item in items)
     lead = ", ".join(f"{counts[status]} {status}" for status in reversed(STATUSES))
-    table = _attributes(items, "status text detail phase", num_columns=3)
+    table = _attributes(items, "status text detail phase")
     return Section("checklist", "Checklist", f"{lead}.", table)
 
 
@@ -218,15 +236,17 @@ def _metrics(report: Report) -> Section:
         "key first last minimum maximum trend minimum_step maximum_step median unit direction "
         "observation meaning"
     )
-    table = _attributes(report.metrics, names, num_columns=6)
+    table = _attributes(report.metrics, names)
     return Section("metrics", "Metrics", f"{len(report.metrics)} were logged.", table)
 
 
+def _configuration(log: RunLog) -> Section:
+    table = table_of(("key", "value"), log.config.items())
+    return Section("configuration", "Configuration", table=table, is_detail=True)
+
+
 def _limits(report: Report) -> Section:
-    limits, overridden = report.thresholds, report.overridden
-    rows = [(name, limit, name in overridden) for name, limit in limits.items()]
-    unjudged = report.insufficient
-    lead = f"{len(limits)} in use, {len(overridden)} overridden; {len(unjudged)} rules were not judged."
-    table = table_of(("limit", "value", "overridden"), rows, num_main=0)
-    notes = (f"{rule} was not judged: {reason}." for rule, reason in unjudged)
-    return Section("limits", "Limits", lead, table, tuple(notes))
+    rows = [(name, limit, name in report.overridden) for name, limit in report.thresholds.items()]
+    table = table_of(("limit", "value", "overridden"), rows)
+    notes = (f"{rule} was not judged: {reason}." for rule, reason in report.insufficient)
+    return Section("limits", "Limits", table=table, notes=tuple(notes), is_detail=True)

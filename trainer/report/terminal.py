@@ -7,11 +7,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.report.formatting import facts, place
-from trainer.report.result import Finding, Report
+from trainer.report.result import Report
+from trainer.report.run_log import RunLog
 from trainer.report.sections import Section, Table, sections
 from trainer.runtime.text import clean_lines
 
 MAX_WIDTH = 120
+MAX_ROWS, MAX_COLUMNS = 8, 6
+"""Of a table."""
 MAX_OTHERS = 6
 """Findings beside the three that matter."""
 REST = "The rest: --html FILE, or --json."
@@ -25,61 +28,54 @@ STYLES = {
 }
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: Report, log: RunLog) -> None:
     """Print the verdict and each section with its most important rows."""
     short, long = facts(report)
     _print(console, _text(f"{report.title} ({report.source})", "bold"))
     _print(console, _labelled(report.verdict, report.headline), _text(short, "dim"))
-    for section in sections(report):
-        _print(console, *_section(section, is_whole=False))
+    for section in sections(report, log):
+        if not section.is_detail:
+            _print(console, *_section(section, MAX_ROWS, MAX_COLUMNS))
     _print(console, *(_text(fact, "dim") for fact in (*long, REST)))
 
 
 def print_section(console: Console, section: Section) -> None:
-    """Print one section whole, with all its rows and columns."""
-    _print(console, *_section(section, is_whole=True))
+    """Print one section with all rows and columns."""
+    _print(console, *_section(section))
 
 
-def _section(section: Section, *, is_whole: bool) -> Iterator[RenderableType]:
+def _section(
+    section: Section, num_rows: int | None = None, num_columns: int | None = None
+) -> Iterator[RenderableType]:
     yield ""
-    lead = f": {section.lead}" if section.lead else ""
-    yield Text.assemble(_text(section.title, "bold"), _text(lead))
+    yield Text.assemble(_text(section.title, "bold"), _text(f"  {section.lead}"))
     is_top = section.id == "top"
     shown = section.findings if is_top else section.findings[:MAX_OTHERS]
     for finding in shown:
         yield _labelled(finding.level, finding.title)
         if is_top:
-            yield from _details(finding)
+            yield _text(place(finding), "dim")
+            yield _text(f"Do: {finding.remedy}" if finding.remedy else "")
     if num_left := len(section.findings) - len(shown):
         yield _text(f"… {num_left} more", "dim")
-    if section.table is not None and (is_whole or section.table.num_main):
-        yield _table(section.table, is_whole=is_whole)
-    if is_whole or section.id != "limits":
-        yield from map(_text, section.notes)
+    if section.table is not None:
+        yield _table(section.table, num_rows, num_columns)
+    yield from map(_text, section.notes)
 
 
-def _details(finding: Finding) -> Iterator[RenderableType]:
-    if where := place(finding):
-        yield _text(where, "dim")
-    if finding.remedy:
-        yield _text(f"Do: {finding.remedy}")
-
-
-def _table(table: Table, *, is_whole: bool) -> RenderableType:
+def _table(table: Table, num_rows: int | None, num_columns: int | None) -> RenderableType:
     """Words wrap where they must, numbers never."""
-    rows = table.rows if is_whole else table.rows[: table.num_main]
-    columns = range(len(table.header) if is_whole else table.num_columns)
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for column in columns:
+    for column, name in enumerate(table.header[:num_columns]):
         is_number = table.is_number(column)
         rich.add_column(
-            _text(table.header[column]),
+            _text(name),
             justify="right" if is_number else "left",
             no_wrap=is_number,
             overflow="fold",
         )
-    for row in rows:
-        rich.add_row(*(_text(row[column], STYLES.get(row[column], "")) for column in columns))
+    for row in table.rows[:num_rows]:
+        rich.add_row(*(_text(cell, STYLES.get(cell, "")) for cell in row[:num_columns]))
     return rich
 
 

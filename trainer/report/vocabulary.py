@@ -1,26 +1,13 @@
 """Meanings of metrics in any log, ours or another trainer's, and what their jumps testify to."""
 
 import re
-from dataclasses import replace
 from functools import cache
 
 from trainer import metrics
-from trainer.metrics.foreign import FOREIGN
-from trainer.metrics.words import Metric, pattern, split_reducer
+from trainer.metrics.words import Metric, entry_of, split_reducer
 from trainer.report.names import ROLES
 
-FAMILIES = {
-    "length": "completions/|tokens/|.*response_length",
-    "reward": "(train/)?(reward|tag_count)|critic/(score|reward)|val/(score|reward)|(.*/)?accuracy",
-    "timing": "time/|throughput/|val/.*(runtime|per_second)|system/tps",
-    "optimisation": "val/|optim/|guard/|actor/|train/(lr|ppl|loss)|clip_ratio|.*(kl|entropy)",
-    "memory": "memory|train_memory|system/",
-    "data": "data/|train/(total|.*_count)",
-    "state": "progress/|.*num_tokens|.*max_steps",
-}
-"""Group -> beginnings of names that are in no table."""
-_REPORT_GROUPS = {"validation": "optimisation", "guard": "optimisation"}
-"""Groups of the table of metrics that a report shows as another."""
+_ORDER = [key for keys in ROLES.values() for key in keys]
 
 
 def lookup(key: str) -> Metric | None:
@@ -30,22 +17,17 @@ def lookup(key: str) -> Metric | None:
     or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
     """
     name, _ = split_reducer(key)
+    spellings = [name]
+    if name.startswith("eval/"):
+        spellings.append(f"val/{name.removeprefix('eval/')}")
+    found = (metrics.find(spelling) for spelling in spellings)
+    if (ours := next(filter(None, found), None)) is not None:
+        return ours
     split, _, rest = name.partition("/")
-    found = metrics.find(name) or _foreign(name)
-    if found is None and split == "eval":
-        found = metrics.find(f"val/{rest}") or _foreign(f"val/{rest}")
-    if found is None and split in ("train", "val", "eval"):
-        found = _foreign(rest)
-    return found
-
-
-def _foreign(name: str) -> Metric | None:
-    patterns = (metric for key, metric in FOREIGN.items() if "<" in key)
-    fitting = (metric for metric in patterns if pattern(metric.key).fullmatch(name))
-    return FOREIGN.get(name) or next(fitting, None)
-
-
-_ORDER = [key for keys in ROLES.values() for key in keys]
+    if split in ("train", "val", "eval"):
+        spellings.append(rest)
+    found = (entry_of(spelling, metrics.FOREIGN) for spelling in spellings)
+    return next(filter(None, found), None)
 
 
 def role_order(key: str) -> tuple[int, str]:
@@ -55,12 +37,8 @@ def role_order(key: str) -> tuple[int, str]:
 
 @cache
 def meaning(key: str) -> Metric:
-    """Describe a key of any log by the tables of metrics; of an unknown one, guess the group."""
-    if (known := lookup(key) or lookup(f"train/{key}")) is not None:
-        group = _REPORT_GROUPS.get(known.group, known.group)
-        return replace(known, key=key, group=group, unit="" if known.unit == "1" else known.unit)
-    groups = (group for group, beginning in FAMILIES.items() if re.match(beginning, key))
-    return Metric(key, "", "none", "Unknown metric.", group=next(groups, "other"))
+    """Return the entry that describes a key of any log; a key without one has no meaning."""
+    return lookup(key) or lookup(f"train/{key}") or Metric(key, "1", "none", "Unknown metric.")
 
 
 _WITNESSES = {

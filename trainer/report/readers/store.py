@@ -16,6 +16,7 @@ MAX_KEYS = 20_000
 """More keys than any run has: a damaged file must not make a column for each of its rows."""
 CLOCKS = ("ts", "_timestamp")
 """Columns with the wall time in seconds; they are no metrics."""
+ELAPSED, STEP_TIME = "progress/elapsed_s", "train/time(s)"
 
 Row = dict[str, Any]
 
@@ -29,8 +30,8 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self.num_unparsed = self.num_rows = 0
-        self.num_attempts, self._num_lost_steps = 1, 0
+        self.num_unparsed = self.num_rows = self.num_lost_steps = 0
+        self.num_attempts = 1
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self._last = -1
         self._waiting: tuple[int, Row] | None = None
@@ -52,7 +53,7 @@ class Store:
     def rewind(self, step: int) -> None:
         """Take back all values of later steps: training continued from `step`."""
         self._settle(None)
-        self._num_lost_steps += max(0, self._last - step)
+        self.num_lost_steps += max(0, self._last - step)
         self.num_attempts += bool(self.num_rows)
         self._last = step
         for steps, values in self._columns.values():
@@ -71,16 +72,15 @@ class Store:
         self._last = max(self._last, step)
         if dict in map(type, row.values()):
             row = flat(row, separator="/")
-        columns = self._columns
         for key, cell in row.items():
             value = cell if type(cell) is float else as_number(cell)
             if value is None:
                 continue
-            column = columns.get(key)
+            column = self._columns.get(key)
             if column is None:
-                if len(columns) == MAX_KEYS:
+                if len(self._columns) == MAX_KEYS:
                     continue
-                column = columns[key] = (array("q"), array("d"))
+                column = self._columns[key] = (array("q"), array("d"))
             column[0].append(step)
             column[1].append(value)
 
@@ -92,31 +92,37 @@ class Store:
     def log(self, path: Path, source: str, run_dir: Path, **facts: Any) -> RunLog:
         """Return the log with sorted series under our keys; `facts` are other fields of it."""
         self._settle(None)
-        clocks = [self._columns.pop(key)[1] for key in CLOCKS if key in self._columns]
+        clocks = [np.array(self._columns.pop(key)[1]) for key in CLOCKS if key in self._columns]
+        series = self._series()
+        if ELAPSED in series:
+            clocks.append(series[ELAPSED].values)
+            series.setdefault(STEP_TIME, _differences(series[ELAPSED]))
         known: dict[str, Any] = {
-            "series": self._series(),
-            "num_rows": self.num_rows,
-            "num_unparsed": self.num_unparsed,
-            "checkpoints": find_checkpoints(run_dir),
-            "tracker_step": layout.read_pointer(run_dir).step,
             "num_attempts": self.num_attempts,
-            "num_lost_steps": self._num_lost_steps,
             "span_s": float(np.ptp(clocks[0])) if clocks else None,
         }
-        return RunLog(path=path, source=source, **(known | facts))
+        return RunLog(
+            path=path,
+            source=source,
+            series=series,
+            num_rows=self.num_rows,
+            num_unparsed=self.num_unparsed,
+            num_lost_steps=self.num_lost_steps,
+            checkpoints=find_checkpoints(run_dir),
+            tracker_step=layout.read_pointer(run_dir).step,
+            **(known | facts),
+        )
 
     def _series(self) -> dict[str, Series]:
         series: dict[str, Series] = {}
         ours = {name: canonical(name) for name in self._columns}
-        order = {key: place for place, (key, _) in enumerate(ours.values())}
         # A column with our name comes before its mirrors in other units.
-        for name in sorted(ours, key=lambda name: (order[ours[name][0]], ours[name][0] != name)):
+        for name in sorted(ours, key=lambda name: ours[name][0] != name):
             key, factor = ours[name]
-            columns = self._columns.pop(name)
-            points = Series(np.array(columns[0], np.int64), np.array(columns[1]) * factor)
-            if key not in series and len(points):
-                series[key] = _rising(points)
-        return series
+            steps, values = self._columns.pop(name)
+            if key not in series and steps:
+                series[key] = _rising(Series(np.array(steps, np.int64), np.array(values) * factor))
+        return {key: series[key] for key, _ in ours.values() if key in series}
 
 
 def _rising(points: Series) -> Series:
@@ -125,3 +131,9 @@ def _rising(points: Series) -> Series:
         return points
     points = points[np.argsort(points.steps, kind="stable")]
     return points[np.append(np.diff(points.steps) > 0, True)]
+
+
+def _differences(elapsed: Series) -> Series:
+    """Return the seconds of a step; the clock may begin again at a restart."""
+    step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
+    return Series(elapsed.steps[1:], step_s)[step_s >= 0]
