@@ -54,7 +54,7 @@ def _print(runs: list[Run]) -> None:
     for report, log in runs:
         print_report(console, report, log)
         console.print()
-    for section in side_by_side(runs) if len(runs) > 1 else ():
+    for section in side_by_side(runs):
         print_section(console, section)
 
 

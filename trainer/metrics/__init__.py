@@ -6,7 +6,7 @@ console, histories and docs/metrics.md follow the table.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import isnan, nan
 from typing import SupportsFloat
@@ -110,7 +110,7 @@ def combined(
     is_rare: bool = True,
     among: Iterable[Metric] | None = None,
 ) -> dict[str, float]:
-    """Combine all ranks' values of the slots that any rank measured.
+    """Combine all ranks' values of the slots that any rank measured; NaN of any rank gives NaN.
 
     Without `is_rare`, leave out metrics that are not logged every step. `among` is what
     `combined_metrics` returned, for callers that ask in every step.
@@ -119,15 +119,13 @@ def combined(
     for metric in combined_metrics() if among is None else among:
         if is_rare or metric.every not in ("rare", "timer"):
             values = by_rank.get(metric.source, ())
-            if values.count(ABSENT) < len(values):
-                found[metric.key] = combine(metric.over_ranks, values)
+            measured = [value for value in values if value != ABSENT]
+            if any(map(isnan, measured)):
+                found[metric.key] = nan
+            elif measured:
+                # its position among all ranks names the slowest
+                is_slowest = metric.over_ranks == "slowest"
+                found[metric.key] = COMBINED[metric.over_ranks](
+                    list(values) if is_slowest else measured
+                )
     return found
-
-
-def combine(over_ranks: str, by_rank: Sequence[float]) -> float:
-    """Reduce the values of all ranks, without absent ones; NaN of any rank gives NaN."""
-    if any(map(isnan, by_rank)):
-        return nan
-    if over_ranks == "slowest":  # the position is the result
-        return COMBINED[over_ranks](list(by_rank))
-    return COMBINED[over_ranks]([value for value in by_rank if value != ABSENT])

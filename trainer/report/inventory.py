@@ -15,7 +15,6 @@ MIN_POINTS = 4
 """Of a trend."""
 MIN_EPOCHS = 8
 """With fewer, a trend is that of 50 bins."""
-WANTED = {"rising": "up", "falling": "down"}
 
 
 def phases(run: AnalysedRun, role: str) -> str:
@@ -90,17 +89,15 @@ def _observation(run: AnalysedRun, key: str, trend: str, moves: str) -> str:
     if not len(points):
         return "Never a number."
     low, high = map(number, np.quantile(points.values, [0.05, 0.95]).tolist())
-    jumps = [mover for one in run.anomalies for mover in one.movers if mover.metric == key]
-    better = meaning(key).better
-    verdict = ""
-    if better in WANTED.values():
-        verdict = ", as it should" if better == WANTED.get(trend) else ", the wrong way"
+    wanted = {"up": "rising", "down": "falling"}.get(meaning(key).better)
     if moves:
+        verdict = ", as it should" if trend == wanted else ", the wrong way" if wanted else ""
         course = f"{capitalised(trend)} {moves}{verdict}."
     elif low == high:
         course = f"Constant at {low}."
     else:
         course = f"Between {low} and {high} nearly always, without a clear trend."
+    jumps = [mover for one in run.anomalies for mover in one.movers if mover.metric == key]
     if jumps:
         peaks = listed(f"{number(one.peak_value)} @ {step(one.peak_step)}" for one in jumps)
         course += f" Jumps to {peaks}."

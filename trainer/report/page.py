@@ -28,7 +28,7 @@ def as_page(runs: Sequence[tuple[Report, RunLog]]) -> str:
     return template.render(
         runs=runs,
         sections=sections,
-        compared=side_by_side(runs) if len(runs) > 1 else (),
+        compared=side_by_side(runs),
         drawn=drawn,
         facts=formatting.facts,
         place=formatting.place,

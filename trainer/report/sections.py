@@ -127,25 +127,15 @@ def _validation(best: Generalisation) -> Section:
         f"{capitalised(best.metric)}: best {number(best.best_value)} at step "
         f"{step(best.best_step)}, last {number(best.last_value)}{gap}."
     )
-    marks = {
-        "best": best.best_step,
-        "recommended": best.recommended_step,
-        "overfits from here": best.overfit_step,
-    }
-    rows = [
-        (at, best.values[at], verdict, ", ".join(mark for mark in marks if marks[mark] == at))
-        for at, verdict in sorted(best.verdicts.items(), reverse=True)
-    ]
-    rows.sort(key=lambda row: not row[-1])
+    verdicts = sorted(best.verdicts.items(), reverse=True)
+    rows = [(at, best.values[at], verdict) for at, verdict in verdicts]
     notes = []
     if best.recommended_step is not None:
         at, path = step(best.recommended_step), best.recommended_path
         chosen = f"Use the checkpoint of step {at} ({path})" if path else f"Step {at} was best"
-        gain = (
-            f" It gains {number(best.expected_gain)} over the last." if best.expected_gain else ""
-        )
+        gain = told(best.expected_gain or None, " It gains {} over the last.")
         notes.append(f"{chosen}. {best.reason.rstrip('.')}.{gain}")
-    table = table_of(("step", best.metric, "verdict", "mark"), rows)
+    table = table_of(("step", best.metric, "verdict"), rows)
     return Section("validation", "Generalisation", lead, table, tuple(notes))
 
 

@@ -26,15 +26,17 @@ Run = tuple[Report, RunLog]
 
 
 def side_by_side(runs: Sequence[Run]) -> tuple[Section, ...]:
-    """Compare runs with the first one."""
+    """Compare runs with the first one; a single run has nothing to be compared with."""
+    if len(runs) == 1:
+        return ()
     names = [f"{place}: {report.title}" for place, (report, _) in enumerate(runs, 1)]
     curves = {role: [_curve(run, role) for run in runs] for role in NAMES}
-    last = {
-        f"last {name}, smoothed": [one.values[-1] if len(one) else None for one in curves[role]]
-        for role, name in NAMES.items()
-    }
-    rows = _results([report for report, _ in runs]) | last
-    known = [(name, *row) for name, row in rows.items() if any(cell is not None for cell in row)]
+    facts = [_facts(report) for report, _ in runs]
+    rows = [(name, *(one[name] for one in facts)) for name in facts[0]]
+    for role, name in NAMES.items():
+        values = [one.values[-1] if len(one) else None for one in curves[role]]
+        rows.append((f"last {name}, smoothed", *values))
+    known = [row for row in rows if any(cell is not None for cell in row[1:])]
     # The loss of a policy is no measure.
     is_policy = any(report.profile in ("grpo", "controller") for report, _ in runs)
     compared = [role for role in NAMES if role != "loss" or not is_policy]
@@ -52,25 +54,19 @@ def _curve(run: Run, role: str) -> Series:
     return smooth(AnalysedRun(log, report.profile, {}).find(role) or NOTHING)
 
 
-def _results(reports: Sequence[Report]) -> dict[str, list[object]]:
-    """Return the results of the runs by name."""
-    best = [report.generalisation for report in reports]
-    speed = [report.throughput for report in reports]
-    peaks = [
-        [metric.maximum for metric in report.metrics if metric.key in PEAK_MEMORY]
-        for report in reports
-    ]
+def _facts(report: Report) -> dict[str, object]:
+    """Return the results of a run by name."""
+    best, speed = report.generalisation, report.throughput
+    peaks = (metric.maximum for metric in report.metrics if metric.key in PEAK_MEMORY)
     return {
-        "verdict": [report.verdict for report in reports],
-        "steps": [report.facts.get("steps") for report in reports],
-        "best validation": [
-            one and f"{number(one.best_value)} @ {step(one.best_step)}" for one in best
-        ],
-        "measured by": [one and one.metric for one in best],
-        "step time in s": [one and one.step_s for one in speed],
-        "tokens per second": [one and one.tokens_per_s for one in speed],
-        "peak memory in GiB": [max(values, default=None) for values in peaks],
-        "anomalies": [len(report.anomalies) for report in reports],
+        "verdict": report.verdict,
+        "steps": report.facts.get("steps"),
+        "best validation": best and f"{number(best.best_value)} @ {step(best.best_step)}",
+        "measured by": best and best.metric,
+        "step time in s": speed and speed.step_s,
+        "tokens per second": speed and speed.tokens_per_s,
+        "peak memory in GiB": max(peaks, default=None),
+        "anomalies": len(report.anomalies),
     }
 
 

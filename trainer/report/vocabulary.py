@@ -17,17 +17,12 @@ def lookup(key: str) -> Metric | None:
     or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
     """
     name, _ = split_reducer(key)
-    spellings = [name]
-    if name.startswith("eval/"):
-        spellings.append(f"val/{name.removeprefix('eval/')}")
-    found = (metrics.find(spelling) for spelling in spellings)
-    if (ours := next(filter(None, found), None)) is not None:
-        return ours
     split, _, rest = name.partition("/")
-    if split in ("train", "val", "eval"):
-        spellings.append(rest)
-    found = (entry_of(spelling, metrics.FOREIGN) for spelling in spellings)
-    return next(filter(None, found), None)
+    ours = f"val/{rest}" if split == "eval" else name
+    bare = rest if split in ("train", "val", "eval") else name
+    own = metrics.find(name) or metrics.find(ours)
+    foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (name, ours, bare))
+    return own or next(filter(None, foreign), None)
 
 
 def role_order(key: str) -> tuple[int, str]:

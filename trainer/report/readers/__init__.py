@@ -69,8 +69,8 @@ def _candidates(path: Path) -> Iterator[Path]:
         return
     # ms-swift makes a directory v<N>-<time> for each start, transformers checkpoint-<step>.
     names = ("metrics.jsonl", "logging.jsonl", "v*-*/logging.jsonl", STATE, f"checkpoint-*/{STATE}")
-    known = [sorted(path.glob(name), key=_number, reverse=True) for name in (*names, *rows.PAIR)]
-    yield from (file for files in known for file in files)
+    for name in (*names, *rows.PAIR):
+        yield from sorted(path.glob(name), key=_number, reverse=True)
     if tensorboard.event_files(path):
         yield path
     suffixes = list(READERS)

@@ -30,9 +30,9 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
     except OSError as error:
         notes = (f"{error.filename} cannot be read: {error.strerror}",)
     store.num_unparsed += lines.num_unparsed
-    ends = [
-        one.get("exit_code") for one in events if one.get("kind") == "start" or "exit_code" in one
-    ]
+    starts_and_ends = [one for one in events if one.get("kind") == "start" or "exit_code" in one]
+    # a start has no exit code: the run was continued since
+    exit_code = starts_and_ends[-1].get("exit_code") if starts_and_ends else None
     return store.log(
         path,
         "fsdp-sft",
@@ -43,7 +43,7 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
         evaluations=evaluations,
         notes=notes,
         num_attempts=num_attempts,
-        exit_code=as_step(ends[-1]) if ends else None,  # None if it started again since
+        exit_code=as_step(exit_code),
         proofs=tuple(sorted(_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),
         is_running=is_live(run_dir),
     )
