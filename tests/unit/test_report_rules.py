@@ -13,13 +13,13 @@ from sweeps import some
 from trainer.cli.report import EXIT_CODES
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import recognise_profile
-from trainer.report.checks import CHECKS
+from trainer.report.judge import CHECKS
 from trainer.report.result import LEVELS, Finding, Report
 from trainer.report.run_log import RunLog
 
 FAILS = ("loss_nonfinite", "loss_zero", "loss_diverging", "oom_nccl", "ckpt_complete", "overfit")
 FAILS += ("adv_shape", "kl", "clipped_ratio", "not_learning", "serving")
-NOTES = ("grad_range", "val_train_disagree", "val_leak")
+NOTES = ("grad_range", "val_train_disagree")
 INFOS = ("jitter_normal", "time_periodic", "insufficient")
 LEVEL_OF = {**dict.fromkeys(FAILS, "fail"), **dict.fromkeys(NOTES, "note")}
 LEVEL_OF |= dict.fromkeys(INFOS, "info")

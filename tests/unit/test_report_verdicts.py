@@ -80,11 +80,6 @@ def test_normal_jitter_is_explained_and_not_warned_about() -> None:
     assert all(
         words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty")
     )
-    assert (
-        "to 8 or 10" in finding.remedy
-        and "decay" in finding.remedy
-        and "train longer" in finding.remedy
-    )
 
 
 @pytest.mark.covers("S3.43", "S3.32", "S1.31")
@@ -124,9 +119,9 @@ def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
 
 @pytest.mark.covers("S3.44")
 def test_an_external_result_outranks_the_validation_loss() -> None:
-    result = analyse(
-        overfitting_example(), external={500: 0.31, 1500: 0.44, 1700: 0.9}
-    ).generalisation
+    means = {500: 0.31, 1500: 0.44, 1700: 0.9}
+    evaluations = {"eval/mine": {step: {"mean": mean} for step, mean in means.items()}}
+    result = analyse(replace(overfitting_example(), evaluations=evaluations)).generalisation
     assert result is not None and result.recommended_step == 1500, "1700 has no checkpoint"
     assert "outranks" in result.reason
 
@@ -317,13 +312,26 @@ def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
         2.5, abs=0.05
     )
     assert report.throughput.bottleneck.startswith("backward takes 59.9 % of a step: computing")
-    assert of(report, "time_periodic:compile").level == "info" and report.verdict == "OK"
+    assert report.verdict == "OK"
     waiting = analyse(put("time/train/data_s", slice(None), 1.9)())
     assert (
         waiting.throughput is not None
         and "the loader is the bottleneck" in waiting.throughput.bottleneck
     )
     assert of(waiting, "data_bound").level == "fail"
+
+
+@pytest.mark.parametrize("config", [{}, {"model.partial_pretrain": "quickstart"}])
+def test_a_validation_loss_below_the_training_loss_is_a_leak_of_pretrained_models(
+    config: dict[str, str],
+) -> None:
+    log = sft_run(2)
+    losses = log.series["val/loss"]
+    low = Series(losses.steps, 0.7 * losses.values)
+    log = replace(log, series={**log.series, "val/loss": low}, config={**log.config, **config})
+    leaks = [one for one in analyse(log).findings if one.rule == "val_leak"]
+    assert [one.level for one in leaks] == ([] if config else ["warn"])
+    assert config or leaks[0].steps == losses.ends, "from the first validation on"
 
 
 @pytest.mark.covers("S1.24", "S1.44")
@@ -343,14 +351,11 @@ def test_epoch_means_decide_and_not_batches() -> None:
 
 
 @pytest.mark.covers("S1.11", "S1.28", "S1.32")
-def test_a_controller_that_stays_flat_is_told_its_phases_its_bands_and_what_to_change() -> None:
+def test_a_controller_that_stays_flat_is_told_what_to_change() -> None:
     low = 0.05 + 0.01 * np.sin(np.arange(30))
     report = analyse(changed(controller_run(0), accuracy_mean=low, reward_mean=low))
-    assert "accuracy_mean 0.0" in of(report, "accuracy:bands").title
     assert "change learning_rate" in of(report, "accuracy:flat").remedy
     assert "num_generations to 8 or 10" in of(report, "reward_trend:flat").remedy
-    evidence = of(analyse(controller_run(0)), "jitter_normal").evidence[0]
-    assert evidence.startswith("early ") and "jitter " in evidence
 
 
 @pytest.mark.covers("S3.25", "S3.37")

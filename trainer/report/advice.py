@@ -6,95 +6,84 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.formatting import listed, shown
+from trainer.report.formatting import shown
 from trainer.report.learning_rate import scheduled
 
 
 class Advice(NamedTuple):
-    """A sentence with {option} by purpose; {now} and {then} are the present and the new value."""
+    """A sentence with the {option}s of a framework, by their purpose."""
 
-    purpose: str
-    factor: float
-    """The new value, in terms of the present one."""
     text: str
-    unknown: str
-    """The sentence where the present value is not known."""
     why: str
     """The principle, and what it costs."""
+    known: str = ""
+    """The sentence where the configuration tells the present value: {now}, and the {new} one."""
+    purpose: str = ""
+    """The option that has this value."""
+    factor: float = 1
+    """The new value, in terms of the present one."""
 
 
 ADVICE: Mapping[str, Advice] = {
     "clip": Advice(
-        "clip", 0.5,
-        "Lower {clip} from {now} to {then}, and skip the optimizer step when the norm is far above "
-        "it.",
         "Set {clip} to 1.0, or 0.5 where spikes stay, and skip the optimizer step when the norm is "
         "far above it.",
         "A clipped update moves the weights no further than the limit, whatever the batch; set too "
         "low, it slows all learning.",
+        "Lower {clip} from {now} to {new}, and skip the optimizer step when the norm is far above "
+        "it.",
+        "clip", 0.5,
     ),
     "lower_rate": Advice(
-        "lr", 0.1,
-        "Lower {lr} from {now} to {then} and set {warmup} to 0.1.",
         "Lower {lr} to a tenth and set {warmup} to 0.1.",
         "Smaller updates stay where the loss still falls; training takes more steps.",
+        "Lower {lr} from {now} to {new} and set {warmup} to 0.1.",
+        "lr", 0.1,
     ),
     "decay": Advice(
-        "schedule", 0,
-        "Let the rate fall: {schedule}=cosine or linear.",
         "Let the rate fall: {schedule}=cosine or linear.",
         "The last updates average out instead of following the last batches; a run prolonged later "
         "goes on from a low rate.",
     ),
     "larger_batch": Advice(
-        "batch", 4,
-        "Raise {batch} from {now} to {then}, or {accumulation} to 8.",
         "Raise {batch} to 4 or {accumulation} to 8.",
         "More samples make a gradient less noisy; each step takes more time or memory.",
+        "Raise {batch} from {now} to {new}, or {accumulation} to 8.",
+        "batch", 4,
     ),
     "stronger_kl": Advice(
-        "beta", 1,
-        "Raise {beta} from {now} to 0.1 to 0.2 and adapt it to the measured KL.",
         "Raise {beta} (often 0.04) to 0.1 to 0.2 and adapt it to the measured KL.",
         "The penalty pulls the policy back to its reference; it also holds back what is to be "
         "learnt.",
+        "Raise {beta} from {now} to 0.1 to 0.2 and adapt it to the measured KL.",
+        "beta",
     ),
     "tighter_ratio": Advice(
-        "epsilon_low", 1,
-        "Clip probability ratios tighter: {epsilon_low} and {epsilon_high} at 0.1.",
         "Clip probability ratios tighter: {epsilon_low} and {epsilon_high} at 0.1.",
         "An update cannot move probabilities far from those that sampled; learning gets slower.",
     ),
     "shorter_completions": Advice(
-        "completion", 0.5,
-        "Lower {completion} from {now} to {then}, give truncated answers reward 0, and set stop "
-        "words or the end-of-text token.",
         "Lower {completion} (512 to 256), give truncated answers reward 0, and set stop words or "
         "the end-of-text token.",
         "Answers that never stop no longer fill the batch; those that need the length are lost.",
+        "Lower {completion} from {now} to {new}, give truncated answers reward 0, and set stop "
+        "words or the end-of-text token.",
+        "completion", 0.5,
     ),
     "watch": Advice(
-        "eval", 1,
-        "Validate and save often ({eval}=100 and {save}=100); {watched}.",
         "Validate and save often ({eval}=100 and {save}=100); {watched}.",
         "A fault is noticed early and little is lost; validating and saving take time and disk.",
     ),
     "larger_group": Advice(
-        "group", 1,
-        "Raise {group} to 8 or 10, the batch size, the learning rate's decay, or train longer.",
         "Raise {group} to 8 or 10, the batch size, the learning rate's decay, or train longer.",
         "More answers to a prompt make advantages less noisy and equal rewards rarer; generation "
         "takes longer.",
     ),
     "loading": Advice(
-        "workers", 1,
-        "Raise {workers}, prepare the data beforehand, or put it on a faster disk.",
         "Raise {workers}, prepare the data beforehand, or put it on a faster disk.",
         "Loading beside the step hides its time; workers take memory and processor cores.",
     ),
     "memory": Advice(
-        "memory", 1,
-        "Use {memory}, or a smaller micro-batch.",
         "Use {memory}, or a smaller micro-batch.",
         "Activations are computed again instead of kept, and less is held at once; a step takes "
         "longer.",
@@ -109,53 +98,25 @@ OTHER_WATCH = "where loss or gradient norm are far off, return to a checkpoint, 
 
 def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
     """Return a sentence and its principle, of a name of `ADVICE`; another sentence as it is."""
-    is_policy = run.key("kl") or run.key("update_kl")
-    is_own = run.log.source == "fsdp-sft"
-    words = {
-        **run.options,
-        "watched": POLICY_WATCH if is_policy else OWN_WATCH if is_own else OTHER_WATCH,
-    }
     if name not in ADVICE:
-        return name.format_map(words), ""
+        return name.format_map(run.options), ""
     advice = ADVICE[name]
-    now = run.setting(advice.purpose)
-    rates = run.find("lr") if name == "lower_rate" else None
-    if now is None and rates is not None:
-        now = float(scheduled(rates).values.max())
-    is_known = isinstance(now, int | float) and now > 0 and not (name == "clip" and now > 1)
-    if is_known:
-        then = now * advice.factor
-        words |= {"now": shown(now), "then": shown(int(then) if then == int(then) else then)}
-    return (advice.text if is_known else advice.unknown).format_map(words), advice.why
+    watched = OWN_WATCH if run.log.source == "fsdp-sft" else OTHER_WATCH
+    if run.key("kl") or run.key("update_kl"):
+        watched = POLICY_WATCH
+    now = _present(run, advice.purpose) if advice.known else None
+    words = {**run.options, "watched": watched}
+    if not isinstance(now, int | float) or now <= 0:
+        return advice.text.format_map(words), advice.why
+    new = now * advice.factor
+    words |= {"now": shown(now), "new": shown(int(new) if new == int(new) else new)}
+    return advice.known.format_map(words), advice.why
 
 
-def why_recovered(run: AnalysedRun) -> str:
-    """Return what may have ended the intervals that passed, from the configuration and the rate."""
-    over = [a for a in run.anomalies if a.has_recovered]
-    if not over:
-        return ""
-    clip, rates = run.setting("clip"), run.find("lr")
-    has_cap = run.key("max_length") or run.key("clipped_ratio")
-    reasons = {
-        f"gradient clipping ({run.options['clip']} = {clip}) limits the updates that follow": clip,
-        "the KL penalty pulls the policy back once it is far away": run.key("kl"),
-        "the learning rate falls late in the run": rates is not None
-        and rates.values[-1] < 0.95 * rates.values.max(),
-        "the length limit and format rewards force short, readable answers again": has_cap,
-        "the following batches are ordinary again": True,
-    }
-    held = listed(reason for reason, holds in reasons.items() if holds)
-    return f"{len(over)} of {len(run.anomalies)} passed by themselves: {held}."
-
-
-def how_common(run: AnalysedRun) -> str:
-    """Return how usual such intervals are; nothing where a jump of the learning rate explains
-    them all.
-    """
-    if all(run.name("lr") in anomaly.chain[:1] for anomaly in run.anomalies):
-        return ""
-    if run.key("kl") or run.key("update_kl") or run.key("reward"):
-        return "Such bursts are common in reinforcement learning (PPO, GRPO, DPO)."
-    return (
-        "Single spikes are common in language model training; large pre-trainings saw about twenty."
-    )
+def _present(run: AnalysedRun, purpose: str) -> object:
+    """Return the value of an option: a peak rate also from the log; none of a loose clipping."""
+    value, rates = run.setting(purpose), run.find("lr")
+    if purpose == "lr" and value is None and rates is not None:
+        return float(scheduled(rates).values.max())
+    is_loose = purpose == "clip" and isinstance(value, int | float) and value > 1
+    return None if is_loose else value

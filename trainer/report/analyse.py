@@ -9,67 +9,50 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.report.advice import how_common
 from trainer.report.analysed_run import AnalysedRun, recognise_profile
 from trainer.report.anomalies import find_anomalies, observe
+from trainer.report.checks import judge
 from trainer.report.checks_run import too_little
 from trainer.report.checks_speed import throughput
 from trainer.report.checks_validation import generalisation
 from trainer.report.formatting import counted, duration, listed
 from trainer.report.inventory import group_counts, inventory
-from trainer.report.judge import checklist, judge, ordered
+from trainer.report.judge import CHECKS, checklist, ordered
 from trainer.report.learning_rate import learning_rate
 from trainer.report.limits import merged
 from trainer.report.result import Finding, MetricSummary, Report
 from trainer.report.run_log import RunLog
-from trainer.report.statistics import Slope, slope
-from trainer.report.words import story
-from trainer.runtime.evaluations import deciding
+from trainer.report.words import how_common, story
 from trainer.runtime.text import readable
 
 NUM_TOP = 3
 SLACK_SHARE, LEAST_SLACK = 0.02, 10
 """Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
-IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
-"""Role of a controller's result -> its good trend."""
 
 
 # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
 @np.errstate(all="ignore")
 def analyse(
-    log: RunLog,
-    *,
-    profile: str = "auto",
-    thresholds: Mapping[str, float] | None = None,
-    external: Mapping[int, float] | None = None,
+    log: RunLog, *, profile: str = "auto", thresholds: Mapping[str, float] | None = None
 ) -> Report:
-    """Everything that can be said about a log.
+    """Return everything that can be said about a log.
 
-    `thresholds` override single limits of the table of rules. `external` is a metric measured
-    elsewhere, step -> value, higher is better: it outranks the validation loss, as an evaluation of
-    the run does where it is absent. Raises `ValueError` for an unknown limit.
+    `thresholds` override single limits. Raises `ValueError` for an unknown limit.
     """
     limits = merged(thresholds)
     kind = recognise_profile(log) if profile == "auto" else profile
-    run = _evaluated(AnalysedRun(log, kind, limits, external=external))
-    witnesses = observe(log, is_generating=run.profile == "grpo")
+    run = AnalysedRun(log, kind, limits)
+    witnesses = observe(log, is_generating=kind == "grpo")
     run = replace(run, anomalies=find_anomalies(witnesses, last_step=run.total_steps))
-    del witnesses
-    judged = judge(run)
-    found = [finding for one in judged for finding in one.findings]
+    found, unjudged = judge(run, CHECKS)
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
-    rates = run.find("lr")
-    rate = (
-        None if rates is None else learning_rate(rates, run.anomalies, total_steps=run.total_steps)
-    )
-    metrics = inventory(run)
-    verdict = _verdict(run, findings)
+    rates, metrics, verdict = run.find("lr"), inventory(run), _verdict(run, findings)
     return Report(
         title=_title(log.path),
         source=log.source,
         path=log.path,
-        profile=run.profile,
+        profile=kind,
         verdict=verdict,
         headline=_headline(run, verdict, findings),
         facts=_facts(run, metrics),
@@ -78,26 +61,18 @@ def analyse(
         metrics=metrics,
         anomalies=run.anomalies,
         generalisation=generalisation(run),
-        learning_rate=rate,
+        learning_rate=learning_rate(rates, run.anomalies, total_steps=run.total_steps)
+        if rates
+        else None,
         throughput=throughput(run),
         serving=log.proofs,
-        checklist=checklist(run, judged),
+        checklist=checklist(run, findings, unjudged),
         thresholds=limits,
         overridden=tuple(thresholds or ()),
-        insufficient=tuple((one.check.name, one.not_judged) for one in judged if one.not_judged),
+        insufficient=tuple(unjudged.items()),
         closing=_closing(run, verdict, findings),
         evaluations=log.evaluations,
     )
-
-
-def _evaluated(run: AnalysedRun) -> AnalysedRun:
-    """With the evaluation that decides, unless results from outside do."""
-    evaluations = run.log.evaluations
-    chosen = deciding(evaluations, str(run.config("trainer.best_metric")))
-    if chosen is None or run.external:
-        return run
-    means = {step: float(row["mean"]) for step, row in evaluations[chosen].items()}
-    return replace(run, external=means, external_name=chosen)
 
 
 def _title(path: Path) -> str:
@@ -135,16 +110,20 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 def _normal(run: AnalysedRun) -> str:
     """What a healthy run shows; a controller by the trends of its three results."""
-    p, loss = run.limits["trend_p"], run.find("loss")
     if run.profile == "controller":
-        known = {
-            role: improves for role, improves in IMPROVES.items() if run.find(role) is not None
+        courses = {
+            "reward": run.is_rising,
+            "accuracy": run.is_rising,
+            "violation": run.is_falling,
         }
         improving = [
-            run.name(role) for role, improves in known.items() if improves(run.slope(role), p)
+            run.name(role)
+            for role, improves in courses.items()
+            if run.find(role) and improves(run.levels(role))
         ]
         return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
-    falls = "the loss falls and " if loss is not None and slope(loss).is_falling(p) else ""
+    loss = run.find("loss")
+    falls = "the loss falls and " if loss and run.is_falling(loss) else ""
     return (
         f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
     )
@@ -152,8 +131,9 @@ def _normal(run: AnalysedRun) -> str:
 
 def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
     """Lines of the header; those that the log tells."""
-    log, known = run.log, run.is_configured
+    log = run.log
     total = readable(sum(state.size_bytes for state in log.checkpoints))
+    launch = listed(run.quoted(purpose) for purpose in ("lr", "clip", "batch"))
     facts = {
         "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
         "metrics": group_counts(metrics),
@@ -165,9 +145,7 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
         "rows skipped": str(log.num_unparsed or ""),
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
-        "configuration": listed(run.facts[purpose] for purpose in ("lr", "clip", "batch"))
-        if known
-        else "",
+        "configuration": launch if run.is_configured else "",
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from trainer.metrics.words import pattern
 from trainer.report.formatting import shown
 from trainer.report.names import ROLES
-from trainer.report.options import OPTIONS, SYNONYMS, TRANSFORMERS
+from trainer.report.options import OPTIONS, names_in
 from trainer.report.result import Anomaly
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Ints, Slope, epoch_means, finite, slope
+from trainer.report.statistics import Ints, epoch_means, finite, slope
 
 PROFILES = ("sft", "grpo", "controller", "generic")
 MIN_CADENCE = 5
-"""Below it every other step is one that saves: nothing can be told apart."""
-_GENERATES = ("kl", "update_kl", "clipped_ratio", "adv_mean")
+"""Saves or validations that come more often cannot be told apart from other steps."""
 NUM_COMPILE = 3
 """Steps that are slower because they compile."""
 NUM_WARMING = 20
@@ -29,7 +28,7 @@ MIN_ORDINARY = 20
 
 
 class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
-    """A check that lacks what it needs; the text says what."""
+    """A check lacks what it needs; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +39,30 @@ class AnalysedRun:
     profile: str
     limits: Mapping[str, float]
     anomalies: tuple[Anomaly, ...] = ()
-    external: Mapping[int, float] | None = None
-    """Results that outrank the validation loss, higher is better, by step."""
-    external_name: str = "external result"
 
     def key(self, role: str) -> str | None:
-        """Return the key under which this log has a role; of several devices that of the highest
-        value.
+        """Return the key under which this log has a role; of several devices the one with the
+        highest value.
         """
         series, names = self.log.series, ROLES[_source(role)]
-        if (found := next((key for key in names if key in series), None)) is not None:
-            return found
+        for key in names:
+            if key in series:
+                return key
         patterns = [pattern(key) for key in names if "<" in key]
-        several = [key for key in series if any(one.fullmatch(key) for one in patterns)]
-        return max(
-            several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None
-        )
+        peaks = {
+            key: np.nanmax(one.values, initial=-np.inf)
+            for key, one in series.items()
+            if any(one.fullmatch(key) for one in patterns)
+        }
+        return max(peaks, key=peaks.__getitem__, default=None)
 
     def find(self, role: str) -> Series | None:
         """Return the finite points of a role; None where the log has none."""
         key = self.key(role)
         points = finite(self.log.series[key]) if key else None
-        if points is not None and len(points) and role in DERIVED:
+        if points and role in DERIVED:
             points = DERIVED[role][1](self, points)
-        return points if points is not None and len(points) else None
+        return points or None
 
     def get(self, role: str) -> Series:
         """Return the finite points of a role; raises `NotJudged` without them."""
@@ -75,30 +74,21 @@ class AnalysedRun:
     def name(self, role: str) -> str:
         return self.key(role) or ROLES[_source(role)][0]
 
-    def epochs(self, role: str) -> Series:
-        """Return the epoch means of a role; a controller logs one point an epoch, unless it says
-        that it logs batches.
+    def levels(self, role: str) -> Series:
+        """Return the points that a level is judged by: epoch means where a controller, which
+        swings from batch to batch, logs batches.
         """
-        series = self.get(role)
-        if self.profile != "controller":
-            return epoch_means(series, self.find("epoch"))
-        return self.judged(role)
+        series, epochs = self.get(role), self.find("epoch")
+        if self.profile != "controller" or epochs is None:
+            return series
+        has_batches = len(np.unique(np.ceil(epochs.values))) < len(epochs) / 2
+        return epoch_means(series, epochs, least=1) if has_batches else series
 
-    def judged(self, role: str) -> Series:
-        """Return the points of a role that a level is judged by: of a controller, that swings from
-        batch to batch, epoch means.
-        """
-        series = self.get(role)
-        return epoch_means(series, self.find("epoch"), least=1) if self.has_batches else series
+    def is_rising(self, series: Series) -> bool:
+        return slope(series).is_rising(self.limits["trend_p"])
 
-    @cached_property
-    def has_batches(self) -> bool:
-        """Whether a controller logs more often than once an epoch."""
-        epochs = self.find("epoch") if self.profile == "controller" else None
-        return epochs is not None and len(np.unique(np.ceil(epochs.values))) < len(epochs) / 2
-
-    def slope(self, role: str) -> Slope:
-        return slope(self.epochs(role))
+    def is_falling(self, series: Series) -> bool:
+        return slope(series).is_falling(self.limits["trend_p"])
 
     def config(self, *names: str) -> Any:
         """Return the first option of these names, given in full or by the last part; None where
@@ -112,14 +102,12 @@ class AnalysedRun:
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """Purpose -> name in the framework that wrote the log; transformers' for those without
-        names of their own.
-        """
-        return {**TRANSFORMERS, **OPTIONS.get(self.log.source, {})}
+        """Purpose -> name in the framework that wrote the log."""
+        return names_in(self.log.source)
 
     def setting(self, purpose: str) -> Any:
         """Return what the run's configuration says of an option; None where it says nothing."""
-        return self.config(self.options[purpose], *SYNONYMS.get(purpose, ()))
+        return self.config(self.options[purpose], *OPTIONS[purpose])
 
     @cached_property
     def is_configured(self) -> bool:
@@ -129,28 +117,19 @@ class AnalysedRun:
         purposes = ("lr", "clip", "warmup", "schedule")
         return any(self.setting(purpose) is not None for purpose in purposes)
 
-    @cached_property
-    def facts(self) -> Mapping[str, str]:
-        """By purpose a quotation of the configuration: `max_grad_norm is not set`,
-        `learning_rate = 5e-5`.
-        """
+    def quoted(self, purpose: str) -> str:
+        """Quote the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`."""
         if not self.is_configured:
-            return dict.fromkeys(self.options, "the run's configuration is not known")
-        found = {purpose: self.setting(purpose) for purpose in self.options}
-        return {
-            purpose: f"{self.options[purpose]} is not set"
-            if value is None
-            else f"{self.options[purpose]} = {shown(value)}"
-            for purpose, value in found.items()
-        }
+            return "the run's configuration is not known"
+        value, name = self.setting(purpose), self.options[purpose]
+        return f"{name} is not set" if value is None else f"{name} = {shown(value)}"
 
     def checkpoint(self, step: int) -> str:
         """Return words for the newest complete checkpoint up to a step."""
-        complete = [one.step for one in self.log.checkpoints if one.is_complete]
-        newest = max((saved for saved in complete if saved <= step), default=None)
-        if newest is None:
+        saved = [one.step for one in self.log.checkpoints if one.is_complete and one.step <= step]
+        if not saved:
             return f"a checkpoint of step {step} or before, if one was kept"
-        return f"the checkpoint of step {newest}"
+        return f"the checkpoint of step {max(saved)}"
 
     @cached_property
     def is_pretrained(self) -> bool:
@@ -158,16 +137,9 @@ class AnalysedRun:
         is_quickstart = self.config("model.partial_pretrain") == "quickstart"
         return not (self.config("model.random_weights") or is_quickstart)
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether the run goes on and its learning rate has risen up to now."""
-        rates = self.find("lr")
-        is_peak = rates is not None and int(np.argmax(rates.values)) == len(rates) - 1 > 0
-        return is_peak and self.last_step < self.total_steps
-
     @cached_property
     def last_step(self) -> int:
-        ends = (series.ends[1] for series in self.log.series.values() if len(series))
+        ends = (series.ends[1] for series in self.log.series.values() if series)
         return max(ends, default=0)
 
     @cached_property
@@ -177,24 +149,21 @@ class AnalysedRun:
     @cached_property
     def cadences(self) -> tuple[int, ...]:
         """After how many steps the run saves and validates, as far as its configuration tells."""
-        found = (
-            self.config("trainer.save_freq", "save_steps", "save_freq"),
-            self.config("trainer.test_freq", "eval_steps", "test_freq"),
+        found = (self.setting("save"), self.setting("eval"))
+        return tuple(
+            int(value) for value in found if isinstance(value, int | float) and value >= MIN_CADENCE
         )
-        numbers = [value for value in found if isinstance(value, int | float)]
-        return tuple(int(value) for value in numbers if value >= MIN_CADENCE)
 
     def is_busy(self, steps: Ints) -> NDArray[np.bool_]:
         """Return which steps, or the ones before them, saved or validated: as the log shows and
         the configuration says.
         """
         kinds = ("checkpoint", "save", "eval")
-        known = {state.step for state in self.log.checkpoints}
-        known |= {event.step for event in self.log.events if event.kind in kinds}
+        known = [state.step for state in self.log.checkpoints]
+        known += [event.step for event in self.log.events if event.kind in kinds]
         if (losses := self.find("val_loss")) is not None:
-            known |= set(losses.steps.tolist())
-        ends = np.array(sorted(known), dtype=np.int64)
-        mask = np.isin(steps, ends) | np.isin(steps, ends + 1)
+            known += losses.steps.tolist()
+        mask = np.isin(steps, known) | np.isin(steps - 1, known)
         for cadence in self.cadences:
             mask |= steps % cadence <= 1
         return mask
@@ -209,8 +178,6 @@ def _ordinary(run: AnalysedRun, times: Series) -> Series:
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
     """Return the share of a step that waits for data, of the steps after the first."""
     times, late = run.get("time"), waits[NUM_COMPILE:]
-    if not len(late):
-        return late
     step_s = np.interp(late.steps, times.steps, times.values)
     return Series(late.steps, late.values / np.maximum(step_s, np.finfo(float).tiny))
 
@@ -241,7 +208,8 @@ def recognise_profile(log: RunLog) -> str:
     run = AnalysedRun(log, "generic", {})
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
-    has_rewards = bool(run.key("reward")) or any(key.startswith("rewards/") for key in log.series)
-    if has_rewards or any(run.key(role) for role in _GENERATES):
+    signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
+    has_rewards = any(key.startswith("rewards/") for key in log.series)
+    if has_rewards or any(run.key(role) for role in signs):
         return "grpo"
     return "sft" if run.key("loss") else "generic"

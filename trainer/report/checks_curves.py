@@ -4,22 +4,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.report.advice import how_common, why_recovered
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.anomalies import is_of
 from trainer.report.checks import START_STEPS, fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
-from trainer.report.inventory import phases
 from trainer.report.learning_rate import learning_rate, scheduled
-from trainer.report.result import Finding
+from trainer.report.result import Anomaly, Finding
 from trainer.report.run_log import Series
 from trainer.report.shapes import Move, beyond, shift
 from trainer.report.statistics import bins, noise, slope, within
 from trainer.report.vocabulary import ROLES
-from trainer.report.words import is_led_by_rate, moved_along
+from trainer.report.words import how_common, is_led_by_rate, moved_along, why_recovered
 
 NUM_STRETCHES = 20
-"""Parts the first steps are divided into when their trend is tested; points that a rate is
+"""Parts that the first steps are divided into when their trend is tested; points that a rate is
 judged by.
 """
 NUM_ZERO = 10
@@ -28,6 +26,8 @@ NUM_EARLY, NUM_FEW = 96, 5
 """Points in which a rise is one of the first steps, where a level is that of few points."""
 NUM_RECENT = 32
 """Points whose median is the present level of a loss."""
+RISE_RATIO, LEAST_RISE = 1.25, 0.1
+"""Present level of a loss over its best, and nats above it, from which on it diverges."""
 POLICY_RISE = 0.5
 """The rise of a loss that changes its sign, as it holds a penalty for KL that grows."""
 EXPLOSION = 20
@@ -36,31 +36,42 @@ SWING = 0.5
 """Change of a loss from point to point, as a share of it, from here on violent."""
 JITTER = 0.1
 """The same, from here on worth a word."""
+UNSTABLE = ("loss", "grad", "kl", "update_kl")
+"""Roles whose anomalies speak of a rate that is too high."""
+
+
+def _anomalies_of(run: AnalysedRun, *roles: str) -> list[Anomaly]:
+    return [one for one in run.anomalies if any(is_of(one, role) for role in roles)]
+
+
+def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
+    return anomalies[0].steps[0], anomalies[-1].steps[1]
 
 
 @finding("loss_nonfinite")
 def nonfinite(run: AnalysedRun) -> Iterator[Finding]:
     """Find losses and norms that are no numbers, and steps that the run counted as such."""
-    found = {}
+    bad: dict[int, str] = {}
     for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
-        if (series := run.log.series.get(key)) is not None:
+        if series := run.log.series.get(key):
             is_counter = key == "train/nonfinite"
-            found[key] = series[series.values > 0 if is_counter else ~np.isfinite(series.values)]
-    every = sorted({step for series in found.values() for step in series.steps.tolist()})
-    if every:
+            is_bad = series.values > 0 if is_counter else ~np.isfinite(series.values)
+            bad = dict.fromkeys(series.steps[is_bad].tolist(), key) | bad
+    if bad:
+        first, last = min(bad), max(bad)
         yield fail(
-            f"{counted(len(every), 'step')} with a loss or gradient that is not a number, first at "
-            f"{every[0]}.",
-            metric=next(key for key, series in found.items() if len(series)),
-            steps=(every[0], every[-1]),
-            evidence=[f"steps {listed(map(str, every))}"],
+            f"{counted(len(bad), 'step')} with a loss or gradient that is not a number, first at "
+            f"{first}.",
+            metric=bad[first],
+            steps=(first, last),
+            evidence=[f"steps {listed(map(str, sorted(bad)))}"],
             cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks "
             "the model.",
-            remedy=("lower_rate", "clip", f"Look at the batch of step {every[0]}."),
+            remedy=("lower_rate", "clip", f"Look at the batch of step {first}."),
         )
 
 
-@finding("loss_zero", "loss", profile=["sft", "controller"])
+@finding("loss_zero", "loss", profiles=("sft", "controller"))
 def zero_losses(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     zero = losses[losses.values == 0]
     if len(zero) < NUM_ZERO:
@@ -78,16 +89,18 @@ def zero_losses(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     )
 
 
-@finding("loss_not_falling", "loss", profile=["sft", "generic"])
+@finding("loss_not_falling", "loss", profiles=("sft", "generic"))
 def falling(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
-    p, rise = run.limits["trend_p"], rise_of(run, losses)
     if len(losses) < NUM_STRETCHES:
         raise NotJudged(f"{len(losses)} points of loss, {NUM_STRETCHES} are needed")
+    rise, rates = rise_of(losses), run.find("lr")
     before = within(losses, 0, rise.at) if rise else losses
+    is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
+    is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
-    falls = any(slope(part).is_falling(p) for part in (losses, before))
-    if not falls and not run.is_warming_up and (rise is None or len(before) >= NUM_EARLY):
+    falls = run.is_falling(losses) or run.is_falling(before)
+    if not falls and not is_warming_up and (rise is None or len(before) >= NUM_EARLY):
         yield warn(
             f"The loss does not fall: its level is {number(slope(losses).level)} over "
             f"{len(losses)} points.",
@@ -95,7 +108,7 @@ def falling(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
             cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
             remedy=("Try {lr} three times higher and lower for 100 steps; check the labels.",),
         )
-    elif len(first) == NUM_STRETCHES and not slope(first).is_falling(p):
+    elif len(first) == NUM_STRETCHES and not run.is_falling(first):
         yield note(
             f"The loss does not fall yet in the first {START_STEPS} steps.",
             id="start",
@@ -105,14 +118,13 @@ def falling(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
         )
 
 
-def rise_of(run: AnalysedRun, losses: Series) -> Move | None:
+def rise_of(losses: Series) -> Move | None:
     """Return the rise of a loss over its best level so far, if it is more than noise.
 
     A loss that changes its sign is looked at in its own unit. In the first steps a level is that of
     few points, which no later one sees again.
     """
-    ratio, least = run.limits["diverging_ratio"], run.limits["diverging_rise"]
-    sigma, part = 4, 0.0
+    ratio, sigma, part, least = RISE_RATIO, 4, 0.0, LEAST_RISE
     if losses.values.min() <= 0:
         ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
@@ -131,9 +143,9 @@ def rise_of(run: AnalysedRun, losses: Series) -> Move | None:
     return None
 
 
-@finding("loss_diverging", "loss", profile=["sft", "grpo", "generic"])
+@finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
 def diverging(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
-    rise = rise_of(run, losses)
+    rise = rise_of(losses)
     if rise is None:
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
@@ -149,7 +161,7 @@ def diverging(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     )
 
 
-@finding("loss_oscillating", "loss", profile=["sft", "generic", "controller"])
+@finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
 def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     """Hold the changes from point to point against the level; a policy's loss has no level."""
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
@@ -157,7 +169,7 @@ def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     if run.profile == "controller":
         swings, limit = Series(losses.steps, np.abs(losses.values)), run.limits["loss_swing"]
     found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
-    if found and not slope(within(losses, *found.steps)).is_falling(run.limits["trend_p"]):
+    if found and not run.is_falling(within(losses, *found.steps)):
         yield warn(
             f"The loss swings violently ({number(found.level)}, limit {number(limit)}) from step "
             f"{found.steps[0]} on, without getting better.",
@@ -169,58 +181,52 @@ def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 @finding("loss_spike", "loss")
 def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
-    spikes = [a for a in run.anomalies if is_of(a, "loss")]
+    spikes = _anomalies_of(run, "loss")
     movers = [m for a in spikes for m in a.movers if m.metric in ROLES["loss"]]
     if not movers:
         return
     peak = max(movers, key=lambda mover: abs(mover.peak_value))
-    is_led = all(is_led_by_rate(run, a) for a in spikes)
     yield warn(
         f"{counted(len(spikes), 'loss spike')}, the furthest {number(peak.peak_value)} at step "
-        f"{peak.peak_step}; the usual loss is {number(float(np.median(losses.values)))}.",
-        steps=(spikes[0].steps[0], spikes[-1].steps[1]),
+        f"{peak.peak_step}; the usual loss is {number(np.median(losses.values))}.",
+        steps=_span(spikes),
         evidence=[
             f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
         ],
-        cause="The learning rate jumped first."
-        if is_led
-        else "Updates or batches that throw the model off; see what moved along.",
-        remedy=("watch",) if is_led else ("clip", "larger_batch", "watch"),
+        cause="Updates or batches that throw the model off; see what moved along.",
+        remedy=("clip", "larger_batch", "watch"),
     )
 
 
 @finding("jitter_normal", "loss")
 def jitter(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
     """Tell noise from point to point while the run improves: by its rewards in a controller."""
-    p, is_policy = run.limits["trend_p"], run.profile == "controller"
-    level = 1.0 if is_policy else max(abs(float(np.median(losses.values))), 1e-9)
-    improves = run.slope("loss").is_falling(p)
-    if is_policy:
-        improves = run.find("reward") is not None and run.slope("reward").is_rising(p)
+    level, improves = abs(slope(losses).level), run.is_falling(losses)
+    if run.profile == "controller":
+        level, improves = 1.0, run.is_rising(run.get("reward"))
     if improves and noise(losses) > JITTER * level:
         yield info(
             f"The loss jitters by {number(noise(losses))} from point to point while the run gets "
             f"better: that is normal.",
-            evidence=[phases(run, "loss")],
             cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
             "training.",
-            remedy=("None needed. To smooth it:", "larger_batch", "larger_group")[: 2 + is_policy],
+            remedy=("None needed. To smooth it:", "larger_batch"),
         )
 
 
-@finding("grad_high", "grad")
+@finding("grad_high:explosion", "grad")
 def explosions(run: AnalysedRun, norms: Series) -> Iterator[Finding]:
     """Find bursts above the highest usual level that the norm has in a third of the run."""
-    usual = max(float(np.median(part)) for part in np.array_split(norms.values, 3) if len(part))
+    usual = max(np.median(part) for part in np.array_split(norms.values, 3) if len(part))
     far = norms[norms.values > EXPLOSION * usual]
-    if len(far):
+    if far:
+        peak = np.argmax(far.values)
         yield warn(
-            f"Gradient explosions: up to {number(float(far.values.max()))} at step "
-            f"{far.steps[np.argmax(far.values)]}; {number(usual)} is usual.",
-            id="explosion",
+            f"Gradient explosions: up to {number(far.values[peak])} at step {far.steps[peak]}; "
+            f"{number(usual)} is usual.",
             steps=far.ends,
-            evidence=[f"{counted(len(far), 'point')}: {listed(map(str, far.steps.tolist()))}"],
+            evidence=[f"{counted(len(far), 'point')}: {listed(map(str, far.steps))}"],
             cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
             "update then throws the weights further off.",
             remedy=("clip", "lower_rate"),
@@ -229,13 +235,13 @@ def explosions(run: AnalysedRun, norms: Series) -> Iterator[Finding]:
 
 @finding("grad_unclipped", "grad")
 def unclipped(run: AnalysedRun, _: Series) -> Iterator[Finding]:
-    met = [a for a in run.anomalies if is_of(a, "grad")]
-    if run.is_configured and met and not run.setting("clip"):
+    bursts = _anomalies_of(run, "grad")
+    if run.is_configured and bursts and not run.setting("clip"):
         yield warn(
-            f"{counted(len(met), 'burst')} of the gradient went into the weights unclipped: "
-            f"{run.facts['clip']}.",
-            steps=(met[0].steps[0], met[-1].steps[1]),
-            evidence=[run.facts["clip"], run.facts["lr"]],
+            f"{counted(len(bursts), 'burst')} of the gradient went into the weights unclipped: "
+            f"{run.quoted('clip')}.",
+            steps=_span(bursts),
+            evidence=[run.quoted("lr")],
             cause="Without clipping one extreme batch moves all weights by a multiple of a usual "
             "step.",
             remedy=("clip",),
@@ -251,7 +257,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
     restored = "A scheduler that was changed or restored wrongly, or a change by hand."
     if told.raised:
         worst = max(told.raised, key=lambda stretch: stretch.factor)
-        led = [a for a in run.anomalies if is_led_by_rate(run, a)]
+        led = [anomaly for anomaly in run.anomalies if is_led_by_rate(anomaly)]
         yield warn(
             f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
             f"{number(worst.factor)} times its schedule: "
@@ -266,7 +272,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
                 "it and train on with the schedule unbroken.",
             ),
         )
-    at = _jump(run, rates, told.peak) if told.schedule == "unknown" else None
+    at = _jump(rates, told.peak) if told.schedule == "unknown" else None
     if at is not None:
         yield warn(
             f"The learning rate jumps at step {at} and follows no known schedule.",
@@ -286,32 +292,27 @@ def schedule(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
         )
 
 
-def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
+def _jump(rates: Series, peak: float) -> int | None:
     """Return the first step after the warm-up at which the rate moves further than a schedule
     does. A rise from a low rate to the peak before is a restart of cosines.
     """
-    if "restart" in str(run.setting("schedule")) or peak <= 0:
-        return None
-    rates = series.values / peak
-    before, after = rates[:-1], rates[1:]
-    moves, highest = after - before, np.maximum.accumulate(before)
+    before, after = rates.values[:-1], rates.values[1:]
+    moves, highest = (after - before) / peak, np.maximum.accumulate(before)
     is_restart = (before < 0.12 * highest) & (after > 0.7 * highest) & (after < 1.05 * highest)
     is_jump = ((moves > 0.05) & ~is_restart) | (moves < -0.25)
-    jumps = np.flatnonzero(is_jump & np.logical_or.accumulate(moves < 0))
-    return int(series.steps[1 + jumps[0]]) if len(jumps) else None
+    jumps = rates.steps[1:][is_jump & np.logical_or.accumulate(moves < 0)]
+    return jumps[0] if len(jumps) else None
 
 
 @finding("lr_schedule:warmup", "lr")
 def warmup(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
     """Find that the rate does not rise as long as the configuration says."""
-    ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
     fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
     # ours and verl's: null or -1 leave it to the share
     is_fixed = fixed is not None and int(fixed) > 0
-    length = int(fixed if is_fixed else float(ratio or 0) * run.total_steps)
+    length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
     # frameworks differ by a step or two in where a warm-up ends
-    inside = scheduled(rates)
-    inside = inside[inside.steps <= 0.9 * length]
+    inside = within(scheduled(rates), 0, 0.9 * length)
     if len(inside) >= 3 and not np.all(np.diff(inside.values) > 0):
         yield warn(
             f"The learning rate does not rise in its warm-up of {length} steps.",
@@ -319,20 +320,21 @@ def warmup(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
             cause="The scheduler is not stepped, or was restored from another run.",
             remedy=("Check {warmup} and how often the scheduler is stepped.",),
         )
+    elif not learning_rate(rates, (), total_steps=run.total_steps).warmup_steps:
+        raise NotJudged("there was no warm-up")
 
 
 @finding("lr_too_high", "lr")
 def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
-    roles = ("loss", "grad", "kl", "update_kl")
-    unstable = [a for a in run.anomalies if any(is_of(a, role) for role in roles)]
+    unstable = _anomalies_of(run, *UNSTABLE)
     told = learning_rate(rates, unstable, total_steps=run.total_steps)
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
         yield warn(
             f"{share(part)} of the unstable intervals lie where the learning rate is near its peak "
             f"{number(told.peak)}: it is too high for too long.",
-            steps=(unstable[0].steps[0], unstable[-1].steps[1]),
-            evidence=[f"schedule {told.schedule}", run.facts["lr"], run.facts["warmup"]],
+            steps=_span(unstable),
+            evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],
             cause=f"Updates are large while the run is unstable. {why_recovered(run)} "
             f"{how_common(run)}",
             remedy=("lower_rate", "decay"),
@@ -341,10 +343,10 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
 
 @finding("not_learning")
 def learning(run: AnalysedRun) -> Iterator[Finding]:
-    """Find that nothing that learning shows in changes at all; in a controller by its results."""
+    """Find that nothing that learning shows in changes at all."""
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
-    tracked = {run.name(role): series for role in roles if (series := run.find(role)) is not None}
-    long = {key: series.values for key, series in tracked.items() if len(series) >= 10}
+    tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
+    long = {key: values for key, values in tracked.items() if len(values) >= 10}
     # a range below 1 % of the level is constant
     if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
         yield fail(
@@ -353,13 +355,14 @@ def learning(run: AnalysedRun) -> Iterator[Finding]:
             cause="No update reaches the weights, or no sample carries a signal.",
             remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),
         )
-    if run.profile != "controller" or len(run.epochs("reward")) < run.limits["min_epochs"]:
-        return
-    if run.get("reward").values.max() < 0 and run.get("accuracy").values.max() == 0:
+
+
+@finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
+def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Iterator[Finding]:
+    is_long = len(run.levels("reward")) >= run.limits["min_epochs"]
+    if is_long and rewards.values.max() < 0 and right.values.max() == 0:
         yield fail(
             "Bad run: the reward stays below 0 and the accuracy at 0 throughout.",
-            id="bad",
-            metric=run.name("reward"),
             cause="The controller learns nothing: answers missing from the metadata, or unsuitable "
             "reward weights.",
             remedy=(

@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
-from trainer.report.advice import how_common, why_recovered
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.checks import fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
@@ -15,7 +13,7 @@ from trainer.report.run_log import Series
 from trainer.report.shapes import began, onset, shift
 from trainer.report.statistics import finite, slope
 from trainer.report.vocabulary import meaning
-from trainer.report.words import moved_along, story
+from trainer.report.words import how_common, moved_along, story, why_recovered
 
 CAP_SHARE = 0.97
 """A longest answer within 3 % of the cap has reached it."""
@@ -25,9 +23,7 @@ CAP_OFTEN = 0.2
 """Share of points at the cap, from here on a fault."""
 KL_FAR = 10
 MIN_EPOCHS = 8
-BANDS = {"reward": (-0.5, 0.0, 0.3), "accuracy": (0.0, 0.1, 0.2), "violation": (0.5, 0.3, 0.2)}
-"""What a controller reaches in epochs 1-10, 11-20 and 21-30, about; violations are to be lower."""
-SLACK = {"reward": 0.25, "accuracy": 0.0, "violation": 0.1}
+MAX_EVIDENCE = 10
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
 
@@ -35,21 +31,21 @@ _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Finding]:
     """Find a KL far from the reference, from the step on at which it began to move by factors."""
     far = kl[kl.values > KL_FAR]
-    if not len(far):
+    if not far:
         return
     met = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
     # with a few points behind the first, or a step could not be told
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
+    peak = np.argmax(far.values)
     yield fail(
         f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "
-        f"{number(float(far.values.max()))} at step {far.steps[np.argmax(far.values)]}; 0.01 to 5 "
-        f"is healthy.",
-        steps=(int(kl.steps[start]), far.ends[1]),
+        f"{number(far.values[peak])} at step {far.steps[peak]}; 0.01 to 5 is healthy.",
+        steps=(kl.steps[start], far.steps[-1]),
         evidence=[
             story(run.anomalies),
-            *(f"{interval(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in met[:10]),
-            f"median {number(float(np.median(kl.values)))}; {run.facts['beta']}",
+            *(f"{interval(a.steps)}: {moved_along(a)}" for a in met[:MAX_EVIDENCE]),
+            f"median {number(np.median(kl.values))}; {run.quoted('beta')}",
         ],
         cause="The policy has moved far from its reference; its texts change: lengths, format, "
         f"gradient and loss follow. {why_recovered(run)} {how_common(run)}",
@@ -57,55 +53,55 @@ def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Finding]:
     )
 
 
-@finding("length_shift", "min_length")
+@finding("length_shift:shortest", "min_length")
 def long_shortest(run: AnalysedRun, shortest: Series) -> Iterator[Finding]:
-    usual, highest = float(np.median(shortest.values)), float(shortest.values.max())
-    if highest > 2 * max(usual, 1.0):
-        at = int(shortest.steps[np.argmax(shortest.values)])
+    usual, longest = np.median(shortest.values), shortest.values.max()
+    if longest > 2 * max(usual, 1):
+        at = shortest.steps[np.argmax(shortest.values)]
         yield note(
-            f"Even the shortest answer of a batch once had {number(highest)} tokens, at step {at}; "
+            f"Even the shortest answer of a batch once had {number(longest)} tokens, at step {at}; "
             f"{number(usual)} is usual.",
-            id="shortest",
             steps=(at, at),
             cause="No answer stopped where it should: what ends a text was disturbed.",
             remedy=("watch",),
         )
 
 
-@finding("clipped_ratio", "max_length", profile=["grpo"])
+@finding("clipped_ratio:cap", "max_length", profiles=("grpo",))
 def at_the_cap(run: AnalysedRun, lengths: Series) -> Iterator[Finding]:
     """Find longest answers that reach the limit; one that is not told is a length met often."""
-    cap = run.setting("completion")
+    cap, longest = run.setting("completion"), lengths.values.max()
     if not isinstance(cap, int | float):
-        top = lengths.values.max()
-        cap = top if np.count_nonzero(lengths.values == top) >= MIN_HITS else np.inf
+        is_often = np.count_nonzero(lengths.values == longest) >= MIN_HITS
+        cap = longest if is_often else np.inf
     hits = lengths[lengths.values >= CAP_SHARE * cap]
     part = len(hits) / len(lengths)
     if len(hits) >= MIN_HITS:
         yield (warn if part > CAP_OFTEN else note)(
-            f"The longest answer reaches the limit of {number(float(cap))} tokens at {share(part)} "
+            f"The longest answer reaches the limit of {number(cap)} tokens at {share(part)} "
             f"of the points, first at step {hits.steps[0]}.",
-            id="cap",
             steps=hits.ends,
-            evidence=[f"steps {listed(map(str, hits.steps.tolist()))}", run.facts["completion"]],
+            evidence=[f"steps {listed(map(str, hits.steps))}", run.quoted("completion")],
             cause="Some answers never stop by themselves.",
             remedy=("shorter_completions",),
         )
 
 
-@finding("reward_drop", "reward", profile=["grpo"])
+@finding("reward_drop", "reward", profiles=("grpo",))
 def reward_drops(run: AnalysedRun, _: Series) -> Iterator[Finding]:
     """Find rewards that more than halved in an interval of instability, and what moved in phase."""
-    fallen = [(a, m) for a in run.anomalies for m in a.movers if _has_halved(run, m)]
+    fallen = {m: a for a in run.anomalies for m in a.movers if _has_halved(run, m)}
     if not fallen:
         return
-    drops = list(dict.fromkeys(anomaly for anomaly, _ in fallen))
+    drops = list(dict.fromkeys(fallen.values()))
     yield warn(
         f"Rewards fell by more than half in {counted(len(drops), 'interval')}: "
-        f"{listed(dict.fromkeys(mover.metric for _, mover in fallen))}.",
-        metric=min((mover for _, mover in fallen), key=lambda mover: mover.z).metric,
+        f"{listed(dict.fromkeys(mover.metric for mover in fallen))}.",
+        metric=min(fallen, key=lambda mover: mover.z).metric,
         steps=(drops[0].steps[0], drops[-1].steps[1]),
-        evidence=[f"{interval(one.steps)}, in phase: {moved_along(one)}" for one in drops[:10]],
+        evidence=[
+            f"{interval(one.steps)}, in phase: {moved_along(one)}" for one in drops[:MAX_EVIDENCE]
+        ],
         cause="The answers of these batches broke the expected format or were cut off, so that "
         "most rewards are 0: an unstable signal that steers the next update.",
         remedy=("larger_batch", "watch"),
@@ -119,15 +115,16 @@ def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
     return usual > 0 and mover.peak_value < 0.5 * usual
 
 
-@finding("reward_trend", "reward", profile=["grpo", "controller"])
+@finding("reward_trend", "reward", profiles=("grpo", "controller"))
 def rewards(run: AnalysedRun, _: Series) -> Iterator[Finding]:
     """Find rewards that never rise, or never became positive."""
-    means, rises = run.epochs("reward"), _has_risen(run, "reward")
+    means = run.levels("reward")
     if len(means) < MIN_EPOCHS:
         raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
+    rises = _has_risen(run, means)
     if not rises:
         yield warn(
-            f"The reward does not rise; its level is {number(float(np.median(means.values)))}.",
+            f"The reward does not rise; its level is {number(np.median(means.values))}.",
             id="flat",
             steps=means.ends,
             cause="The weights of the reward's parts drown what can be learnt, or groups are too "
@@ -143,10 +140,9 @@ def rewards(run: AnalysedRun, _: Series) -> Iterator[Finding]:
         )
 
 
-def _has_risen(run: AnalysedRun, role: str) -> bool:
+def _has_risen(run: AnalysedRun, means: Series) -> bool:
     """Return whether a result got better, over the run or up to a plateau."""
-    means = run.epochs(role)
-    return slope(means).is_rising(run.limits["trend_p"]) or shift(means, sign=1) is not None
+    return run.is_rising(means) or shift(means, sign=1) is not None
 
 
 @finding("reward_hacking")
@@ -155,16 +151,16 @@ def format_hacking(run: AnalysedRun) -> Iterator[Finding]:
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:
         raise NotJudged("the log has no format reward beside one for being right")
-    p, truth = run.limits["trend_p"], slope(right)
     for key in forms:
         values = finite(run.log.series[key])
         form = slope(values)
-        if not truth.is_rising(p) and form.is_rising(p) and form.relative_change > 0.05:
+        is_learnt = run.is_rising(values) and form.relative_change > 0.05
+        if is_learnt and not run.is_rising(right):
             yield warn(
                 f"{key} rises by {number(form.change)} while the share of right answers does not.",
                 id=key,
                 metric=key,
-                steps=(began(values), values.ends[1]),
+                steps=(began(values), values.steps[-1]),
                 cause="The policy learns the form of an answer, not its content: format hacking.",
                 remedy=(
                     "Lower the weight of the format reward, or give it only to right answers.",
@@ -172,49 +168,28 @@ def format_hacking(run: AnalysedRun) -> Iterator[Finding]:
             )
 
 
-@finding("accuracy", "accuracy", profile=["controller"])
-def accuracy(run: AnalysedRun, _: Series) -> Iterator[Finding]:
-    right = run.epochs("accuracy")
-    is_zero = right.values.max() == 0
-    if len(right) >= run.limits["min_epochs"] and not is_zero and not _has_risen(run, "accuracy"):
+@finding("accuracy:flat", "accuracy", profiles=("controller",))
+def flat_accuracy(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+    right = run.levels("accuracy")
+    is_judged = len(right) >= run.limits["min_epochs"] and right.values.max() > 0
+    if is_judged and not _has_risen(run, right):
         yield warn(
             f"The accuracy does not improve (from {number(right.values[0])} to "
             f"{number(right.values[-1])}).",
-            id="flat",
             steps=right.ends,
             cause="Too little training yet, or unsuitable hyper-parameters.",
             remedy=("Train longer, or change {lr} and {group}.",),
         )
-    if below := tuple(_below_the_bands(run)):
-        yield note(
-            f"Off the usual course: {below[0]}.",
-            id="bands",
-            evidence=below,
-            remedy=("The trend counts more than the level.",),
-        )
 
 
-def _below_the_bands(run: AnalysedRun) -> Iterator[str]:
-    for role, levels in BANDS.items():
-        if run.find(role) is None:
-            continue
-        means = run.epochs(role).values
-        sign = -1 if role == "violation" else 1
-        for (first, last), level in zip(pairwise((0, 10, 20, 30)), levels, strict=True):
-            part = means[first:last]
-            if len(part) >= 5 and sign * (part.mean() - level) < -SLACK[role]:
-                yield f"{run.name(role)} {number(part.mean())} in epochs {first + 1} to {last}"
-
-
-@finding("budget", "latency", profile=["controller"])
+@finding("budget:latency", "latency", profiles=("controller",))
 def latency(run: AnalysedRun, _: Series) -> Iterator[Finding]:
     names = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
-    given = run.limits["latency_budget"] or run.config(*names)
-    level = float(run.epochs("latency").values[-10:].mean())
-    if isinstance(given, int | float) and level > given:
+    budget = run.limits["latency_budget"] or run.config(*names)
+    level = run.levels("latency").values[-10:].mean()
+    if isinstance(budget, int | float) and level > budget:
         yield warn(
-            f"The latency ends at {number(level)} ms, above the budget of {number(float(given))} ms.",
-            id="latency",
+            f"The latency ends at {number(level)} ms, above the budget of {number(budget)} ms.",
             cause="The controller still chooses expensive configurations.",
             remedy=("Raise the weight of the latency penalty.",),
         )

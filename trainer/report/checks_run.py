@@ -18,22 +18,25 @@ from trainer.runtime.text import readable
 
 SIZE_SPREAD = 0.1
 """Share by which a checkpoint's size may differ from its siblings'."""
+NUM_AFTER = 6
+"""Points after a restart in which a jump of the loss is due to it."""
+UNDONE = ("rollback",)
+WARNED = ("guard/severe", "guard/diverging", "guard/dead")
+"""Kinds of events: steps that the guard took back, and steps that it warned of."""
 
 
 @finding("ckpt_complete")
 def checkpoints(run: AnalysedRun) -> Iterator[Finding]:
-    """Find checkpoints that are damaged, of another size, missing, or not the tracked one."""
-    states = run.log.checkpoints
-    if not states:
+    """Find checkpoints that are damaged or of another size."""
+    if not run.log.checkpoints:
         raise NotJudged("no checkpoint lies beside the log")
-    usual = float(np.median([state.size_bytes for state in states]))
-    for state in states:
-        steps = (state.step, state.step)
+    usual = np.median([state.size_bytes for state in run.log.checkpoints])
+    for state in run.log.checkpoints:
         if state.faults:
             yield fail(
                 f"The checkpoint of step {state.step} is not complete.",
                 id=f"step-{state.step}",
-                steps=steps,
+                steps=(state.step, state.step),
                 evidence=(*state.faults, str(state.path)),
                 cause="The save was cut off, or files were removed.",
                 remedy=("Resume from an older one; delete this directory.",),
@@ -43,67 +46,81 @@ def checkpoints(run: AnalysedRun) -> Iterator[Finding]:
                 f"The checkpoint of step {state.step} has {readable(state.size_bytes)}, unlike its "
                 f"siblings.",
                 id=f"size-{state.step}",
-                steps=steps,
+                steps=(state.step, state.step),
                 cause="Parts are missing or were written twice.",
                 remedy=("Compare its files with those of another checkpoint.",),
             )
-    newest = max((one.step for one in states if one.is_complete), default=None)
-    tracked = run.log.tracker_step
-    if tracked is not None and newest is not None and tracked != newest:
+
+
+@finding("ckpt_complete:tracker")
+def tracked_checkpoint(run: AnalysedRun) -> Iterator[Finding]:
+    complete = [state.step for state in run.log.checkpoints if state.is_complete]
+    if run.log.tracker_step is None or not complete:
+        raise NotJudged("there is no tracker file, or no checkpoint")
+    newest = max(complete)
+    if run.log.tracker_step != newest:
         yield fail(
-            f"latest_checkpointed_iteration.txt says {tracked}, the newest checkpoint is {newest}.",
-            id="tracker",
+            f"latest_checkpointed_iteration.txt says {run.log.tracker_step}, the newest checkpoint "
+            f"is {newest}.",
             cause="The save ended before the file was written, or checkpoints were copied.",
             remedy=(f"Write {newest} into the file, or remove what is newer than it.",),
         )
-    if missing := _missing_checkpoints(run):
+
+
+@finding("ckpt_complete:missing")
+def missing_checkpoints(run: AnalysedRun) -> Iterator[Finding]:
+    """Find steps at which the configuration foretells a checkpoint that does not exist.
+
+    One that the log says was saved was removed later: by `prune`, or because the run went on from a
+    mirror, which keeps few.
+    """
+    every, existing = run.setting("save"), {state.step for state in run.log.checkpoints}
+    if not isinstance(every, int | float) or every < 1 or not existing:
+        raise NotJudged("how often to save is not known, or no checkpoint lies beside the log")
+    saved = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
+    # a log of every step has no row of one that was passed over
+    losses, trained = run.find("loss"), set(range(run.last_step + 1))
+    if losses is not None and len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
+        trained = set(losses.steps.tolist())
+    # older ones were rotated away
+    expected = range(int(every), run.last_step + 1, int(every))
+    missing = [at for at in expected if at > min(existing) and at in trained - saved]
+    if missing:
         yield fail(
             f"No checkpoint for {listed(f'step {at}' for at in missing)}, where one was to be "
             f"saved.",
-            id="missing",
             steps=(missing[0], missing[-1]),
             cause="Saving failed, or the checkpoints were deleted.",
             remedy=("Look for errors of saving in the log, and at the free space.",),
         )
 
 
-def _missing_checkpoints(run: AnalysedRun) -> list[int]:
-    """Return the steps at which the configuration foretells a checkpoint that does not exist.
-
-    One that the log says was saved was removed later: by `prune`, or because the run went on from a
-    mirror, which keeps few.
+@finding("run_complete:steps")
+def completeness(run: AnalysedRun) -> Iterator[Finding]:
+    """Find steps that were planned and not trained: by intention where the run still trains or
+    was stopped early.
     """
-    every = run.config("trainer.save_freq", "save_steps", "save_freq")
-    if not isinstance(every, int | float) or every < 1:
-        return []
-    existing = {state.step for state in run.log.checkpoints}
-    saved = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
-    expected = range(int(every), run.last_step + 1, int(every))
-    # older ones were rotated away; a step that was passed over has no row in a log of every step
-    losses = run.find("loss")
-    is_dense = (
-        losses is not None and len(losses) > 1 and bool(np.median(np.diff(losses.steps)) == 1)
+    log, planned = run.log, run.log.total_steps
+    if planned is None:
+        raise NotJudged("the planned number of steps is not known")
+    if run.last_step >= planned:
+        return
+    stops = [event.message for event in log.events if event.kind == "early_stop"]
+    why = " and is still running" if log.is_running else ""
+    if stops and log.exit_code == 0:
+        why = f", as it was stopped early: {stops[-1]}"
+    yield (info if why else warn)(
+        f"The run has {run.last_step} of {planned} steps ({share(run.last_step / planned)}){why}.",
+        cause="" if why else "It was stopped, or it died.",
+        remedy=() if why else ("Start the same command again: it resumes.",),
     )
-    trained = set(losses.steps.tolist()) if losses is not None and is_dense else set(expected)
-    return [at for at in expected if at > min(existing) and at in trained - saved]
 
 
 @finding("run_complete")
-def completeness(run: AnalysedRun) -> Iterator[Finding]:
-    """Find steps that were planned and not trained, and a last attempt that ended badly."""
-    log, planned, trained = run.log, run.log.total_steps, run.last_step
-    if planned is None and log.exit_code is None:
-        raise NotJudged("the log says neither how long the run was to be nor how it ended")
-    if planned is not None and trained < planned:
-        yield _short(run, trained, planned)
-    elif log.source == "fsdp-sft" and log.exit_code is None and not log.is_running:
-        yield warn(
-            "All steps were trained, but no end was written: the process was killed or is still "
-            "finishing.",
-            id="end",
-            cause="The end of the run is written last.",
-            remedy=("Check that the last checkpoint is complete.",),
-        )
+def ending(run: AnalysedRun) -> Iterator[Finding]:
+    """Find a last attempt that ended badly, or whose end nobody wrote down."""
+    log = run.log
+    is_done = log.total_steps is not None and run.last_step >= log.total_steps
     if log.exit_code:
         errors = [f"step {one.step}: {one.message}" for one in log.events if one.level == "error"]
         yield warn(
@@ -113,22 +130,16 @@ def completeness(run: AnalysedRun) -> Iterator[Finding]:
             cause="See the last errors.",
             remedy=("Fix their cause and start the same command again: it resumes.",),
         )
-
-
-def _short(run: AnalysedRun, trained: int, planned: int) -> Finding:
-    """Return that a run is shorter than planned: by intention where it still runs or stopped
-    early.
-    """
-    ends = [event.message for event in run.log.events if event.kind == "early_stop"]
-    why = " and is still running" if run.log.is_running else ""
-    if ends and run.log.exit_code == 0:
-        why = f", as it was stopped early: {ends[-1]}"
-    return (info if why else warn)(
-        f"The run has {trained} of {planned} steps ({share(trained / max(planned, 1))}){why}.",
-        id="steps",
-        cause="" if why else "It was stopped, or it died.",
-        remedy=() if why else ("Start the same command again: it resumes.",),
-    )
+    elif log.exit_code is None:
+        if is_done and log.source == "fsdp-sft" and not log.is_running:
+            yield warn(
+                "All steps were trained, but no end was written: the process was killed or is "
+                "still finishing.",
+                id="end",
+                cause="The end of the run is written last.",
+                remedy=("Check that the last checkpoint is complete.",),
+            )
+        raise NotJudged("no end was written")
 
 
 @finding("serving")
@@ -150,15 +161,13 @@ def serving(run: AnalysedRun) -> Iterator[Finding]:
             )
 
 
-@finding("truncation", "total_len_max")
+@finding("truncation:length", "total_len_max")
 def long_samples(run: AnalysedRun, longest: Series) -> Iterator[Finding]:
     allowed = run.setting("max_length")
-    over = longest[longest.values > allowed] if isinstance(allowed, int | float) else longest[:0]
-    if len(over):
+    over = longest[longest.values > allowed] if isinstance(allowed, int | float) else None
+    if over:
         yield warn(
-            f"A sample has {number(float(over.values.max()))} tokens, more than "
-            f"{run.options['max_length']} = {number(float(allowed))}.",
-            id="length",
+            f"A sample has {number(over.values.max())} tokens: {run.quoted('max_length')}.",
             steps=over.ends,
             cause="Lengths are limited elsewhere than where they are configured.",
             remedy=("Check {max_length} and the truncation.",),
@@ -167,39 +176,37 @@ def long_samples(run: AnalysedRun, longest: Series) -> Iterator[Finding]:
 
 def too_little(run: AnalysedRun) -> str:
     """Return why the whole run cannot be called healthy; nothing where it can."""
+    longest, unit = max(map(len, run.log.series.values()), default=0), "points"
+    limit, purpose = run.limits["min_points"], "judge a run"
     if run.profile == "controller":
-        means = [run.epochs(role) for role in ("reward", "loss") if run.find(role) is not None]
-        longest, limit = max(map(len, means), default=0), int(run.limits["min_epochs"])
-        told = f"{longest} epochs, at least {limit} (better 30) are needed to see a trend"
-    else:
-        longest = max((len(series) for series in run.log.series.values()), default=0)
-        limit = int(run.limits["min_points"])
-        told = f"{longest} points, at least {limit} are needed to judge a run"
-    return told if longest < limit else ""
+        means = [run.levels(role) for role in ("reward", "loss") if run.find(role)]
+        longest, unit = max(map(len, means), default=0), "epochs"
+        limit, purpose = run.limits["min_epochs"], "see a trend"
+    if longest >= limit:
+        return ""
+    return f"{longest} {unit}, at least {number(limit)} are needed to {purpose}"
 
 
 @finding("insufficient")
 def enough(run: AnalysedRun) -> Iterator[Finding]:
     if reason := too_little(run):
-        yield info(
-            f"Too little was logged: {reason}.",
-            remedy=("Let it run on, or log more often.",),
-        )
+        remedy = ("Let it run on, or log more often.",)
+        yield info(f"Too little was logged: {reason}.", remedy=remedy)
 
 
-@finding("restarts", "loss")
+@finding("restarts:jump", "loss")
 def restarts(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
-    """Find a restart after which the loss jumps, and steps that the guard undid or warned of."""
+    """Find the first restart after which the loss jumps."""
     starts = {event.step for event in run.log.events if event.kind in ("start", "resume")}
-    jumps = sorted({*(a.steps[0] for a in run.anomalies if is_of(a, "loss")), *_risen(run, losses)})
-    for at in sorted(starts | set(_warmed_up_again(run))):
-        near = within(losses, at - 1, np.inf)[:6]
-        after = [jump for jump in jumps if at and jump in near.steps]
+    jumps = {anomaly.steps[0] for anomaly in run.anomalies if is_of(anomaly, "loss")}
+    if rise := rise_of(losses):
+        jumps.add(rise.steps[0])
+    for at in sorted(starts.union(_warmed_up_again(run)) - {0}):
+        after = jumps.intersection(within(losses, at - 1, np.inf)[:NUM_AFTER].steps.tolist())
         if after:
             yield warn(
-                f"The loss jumped at step {after[0]}, right after a restart at step {at}.",
-                id="jump",
-                steps=(at + 1, max(at + 1, after[-1])),
+                f"The loss jumped at step {min(after)}, right after a restart at step {at}.",
+                steps=(at + 1, max(at + 1, *after)),
                 cause="The restart did not restore the optimizer or the schedule: first updates "
                 "without their moments are too large.",
                 remedy=(
@@ -207,21 +214,7 @@ def restarts(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
                     f"back to {run.checkpoint(at)} and resume with all of it.",
                 ),
             )
-            break
-    events = [event for event in run.log.events if event.level in ("warn", "error")]
-    undone = [event for event in events if event.kind == "rollback"]
-    kinds = ("guard/severe", "guard/diverging", "guard/dead")
-    met = undone or [event for event in events if event.kind in kinds]
-    if met:
-        did = "undid" if undone else "warned of"
-        yield warn(
-            f"The guard {did} {counted(len(met), 'step')}, the last at step {met[-1].step}.",
-            id="rollback" if undone else "severe",
-            steps=(met[0].step, met[-1].step),
-            evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
-            cause="Batches, or a rank, that did harm.",
-            remedy=("Look at the samples in evidence/ and take bad ones out of the data.",),
-        )
+            return
 
 
 def _warmed_up_again(run: AnalysedRun) -> list[int]:
@@ -229,13 +222,24 @@ def _warmed_up_again(run: AnalysedRun) -> list[int]:
     rates = run.find("lr")
     if rates is None or len(rates) < 3:
         return []
-    values = rates.values / rates.values.max()
-    falls = (values[:-1] > 0.1) & (values[1:] < 0.5 * values[:-1])
-    falls[:-1] &= values[2:] > values[1:-1]
-    falls[-1] = False
-    return [int(at) for at in rates.steps[:-1][falls]]
+    before, after, later = (rates.values[i : len(rates) - 2 + i] for i in range(3))
+    falls = (before > 0.1 * rates.values.max()) & (after < 0.5 * before) & (later > after)
+    return rates.steps[:-2][falls].tolist()
 
 
-def _risen(run: AnalysedRun, losses: Series) -> list[int]:
-    rise = rise_of(run, losses)
-    return [rise.steps[0]] if rise else []
+@finding("restarts")
+def guarded(run: AnalysedRun) -> Iterator[Finding]:
+    """Find steps that the guard undid or warned of."""
+    events = [event for event in run.log.events if event.level in ("warn", "error")]
+    undone = [event for event in events if event.kind in UNDONE]
+    met = undone or [event for event in events if event.kind in WARNED]
+    if met:
+        yield warn(
+            f"The guard {'undid' if undone else 'warned of'} {counted(len(met), 'step')}, the last "
+            f"at step {met[-1].step}.",
+            id="rollback" if undone else "severe",
+            steps=(met[0].step, met[-1].step),
+            evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
+            cause="Batches, or a rank, that did harm.",
+            remedy=("Look at the samples in evidence/ and take bad ones out of the data.",),
+        )

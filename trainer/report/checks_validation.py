@@ -11,13 +11,21 @@ from trainer.detection.watches import judge_validations
 from trainer.detection.window import curve_noise
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.checks import fail, finding, note, warn
+from trainer.report.checks_curves import rise_of
 from trainer.report.formatting import number, share
 from trainer.report.result import Finding, Generalisation
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, longest_run, noise, within
+from trainer.runtime.evaluations import deciding
 
 NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""
+MIN_RISES, FATAL_RISES = 3, 5
+"""Rises of the validation loss in a row that are a fault; and to the end of the run a fatal one."""
+LEAK_LEAD, LEAK_SIGMA = 0.1, 4
+"""Validation below training that is a leak: by this share of it, and by so many standard deviations
+of their noise.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,71 +38,71 @@ class Criterion:
     """-1 where lower is better."""
 
 
-def val_losses(run: AnalysedRun) -> Series:
-    """Return the validation loss; raises `NotJudged` where it is that of a policy: noise around 0."""
+def _losses(run: AnalysedRun, *, least: float = 1) -> tuple[Series, Floats]:
+    """Return the validation losses, and the training loss around each: the median of the points
+    since the one before, NaN without a training loss.
+
+    Raises `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
+    """
     val, train = run.get("val_loss"), run.find("loss")
-    losses = [val.values, *([] if train is None else [train.values])]
-    is_noise = run.profile == "grpo" and any(np.any(values <= 0) for values in losses)
-    if is_noise or run.profile == "controller":
+    losses = np.concatenate([val.values, train.values if train else []])
+    if run.profile == "controller" or (run.profile == "grpo" and losses.min() <= 0):
         raise NotJudged(
             "the loss is that of a policy, which changes its sign: rewards tell how good it is"
         )
-    return val
+    if len(val) < least:
+        raise NotJudged(f"{len(val)} validations, {int(least)} are needed")
+    if train is None:
+        return val, np.full(len(val), np.nan)
+    stops = np.searchsorted(train.steps, val.steps, side="right")
+    starts = np.maximum([0, *stops[:-1]], stops - NUM_AROUND)
+    pairs = zip(starts, stops, strict=True)
+    return val, np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
 
 
 def _criterion(run: AnalysedRun) -> Criterion | None:
     """Return the validation loss; of a policy its reward or accuracy on held-out samples; else the
-    external results.
+    results of an evaluation.
     """
     try:
-        return Criterion("validation loss", val_losses(run), sign=-1)
+        return Criterion("validation loss", _losses(run)[0], sign=-1)
     except NotJudged:
         pass
     for role in ("val_reward", "val_accuracy"):
         if (points := run.find(role)) is not None:
             return Criterion(run.name(role), points)
-    return _external(run)
+    return _evaluation(run)
 
 
-def _external(run: AnalysedRun) -> Criterion | None:
-    """Return results that are better the higher, as a success rate is."""
-    if not run.external:
+def _evaluation(run: AnalysedRun) -> Criterion | None:
+    """Return the results of the evaluation that decides, where higher is better."""
+    evaluations = run.log.evaluations
+    name = deciding(evaluations, str(run.config("trainer.best_metric")))
+    if name is None:
         return None
-    steps = sorted(run.external)
-    values = np.array([run.external[step] for step in steps])
-    return Criterion(run.external_name, Series(np.array(steps), values))
-
-
-def train_losses_at(val: Series, train: Series | None) -> Floats:
-    """Return the training loss around each validation: the median of the points since the one
-    before; NaN without a training loss.
-    """
-    if train is None:
-        return np.full(len(val), np.nan)
-    stops = np.searchsorted(train.steps, val.steps, side="right")
-    starts = np.maximum(np.concatenate(([0], stops[:-1])), stops - NUM_AROUND)
-    pairs = zip(starts.tolist(), stops.tolist(), strict=True)
-    return np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
+    means = {step: float(row["mean"]) for step, row in sorted(evaluations[name].items())}
+    return Criterion(name, Series(np.array([*means]), np.array([*means.values()])))
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
-    """Return the best step and the checkpoint to take; None where the run never validated and no
-    external metric is given.
+    """Return the best step and the checkpoint to take; None where the run was never validated or
+    evaluated.
     """
     found = _criterion(run)
     if found is None:
         return None
-    points, gap = found.points, np.nan
-    values, verdicts = points.by_step(), [""] * len(points)
+    points, gap, losses = found.points, math.nan, {}
+    values = points.by_step()
+    verdicts = dict.fromkeys(values, "")
     if found.sign < 0:
-        trained = train_losses_at(points, run.find("loss"))
-        verdicts = judge_validations(points.values.tolist(), trained.tolist(), run.limits)
-        gap = float(points.values[-1] - trained[-1])
-    by_step = dict(zip(values, verdicts, strict=True))
+        _, trained = _losses(run)
+        told = judge_validations(points.values.tolist(), trained.tolist(), run.limits)
+        verdicts = dict(zip(values, told, strict=True))
+        gap, losses = float(points.values[-1] - trained[-1]), values
     best = max(values, key=lambda step: found.sign * values[step])
-    deciding = _external(run) or found
-    decisive = deciding.points.by_step()
-    step, path, reason = _recommended(run, deciding, values if found.sign < 0 else {})
+    deciding_one = _evaluation(run) or found
+    decisive = deciding_one.points.by_step()
+    step, path, reason = _recommended(run, deciding_one, losses)
     return Generalisation(
         metric=found.metric,
         values=values,
@@ -102,31 +110,31 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         best_value=values[best],
         last_value=float(points.values[-1]),
         gap=gap,
-        verdicts=by_step,
-        overfit_step=next((at for at, told in by_step.items() if told == "overfit"), None),
+        verdicts=verdicts,
+        overfit_step=next((at for at, told in verdicts.items() if told == "overfit"), None),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
-        expected_gain=deciding.sign * (decisive[step] - float(deciding.points.values[-1])),
+        expected_gain=deciding_one.sign * (decisive[step] - float(deciding_one.points.values[-1])),
     )
 
 
 def _recommended(
-    run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]
+    run: AnalysedRun, criterion: Criterion, losses: Mapping[int, float]
 ) -> tuple[int, Path | None, str]:
     """Return step, path and reason of the best checkpoint that exists; the best step where none is
     known to exist. Among equal results the validation loss decides.
     """
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
-    values = deciding.points.by_step()
+    values = criterion.points.by_step()
     ranked = sorted(
-        values, key=lambda step: (-deciding.sign * values[step], losses.get(step, math.inf))
+        values, key=lambda step: (-criterion.sign * values[step], losses.get(step, math.inf))
     )
     best, kept = ranked[0], [step for step in ranked if step in existing]
-    lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
-    outranks = " It outranks the validation loss." if run.external else ""
+    lead = f"{'Lowest' if criterion.sign < 0 else 'Highest'} {criterion.metric}"
+    outranks = " It outranks the validation loss." if _evaluation(run) else ""
     if not kept:
-        none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
+        none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
         return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
     lost = f"; the best, {number(values[best])} at step {best}, was not kept"
     reason = (
@@ -136,51 +144,50 @@ def _recommended(
     return kept[0], existing[kept[0]], reason
 
 
-def _losses(run: AnalysedRun) -> Series:
-    val = val_losses(run)
-    if len(val) < run.limits["min_evals"]:
-        raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
-    return val
-
-
 @finding("val_rising", "val_loss")
 def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Finding]:
     """Find the longest rise in a row where it is more than noise."""
-    val, limits = _losses(run), run.limits
+    val, _trained = _losses(run, least=run.limits["min_evals"])
     rise = longest_run(np.diff(val.values) > 0)
     part = val[rise.start : rise.stop + 1]
     rises, is_to_the_end = len(part) - 1, rise.stop == len(val) - 1
-    before, after = float(part.values[0]), float(part.values[-1])
-    sigma = limits["overfit_note_sigma"] * curve_noise(val.values)
-    if rises < limits["val_rises"] or after - before <= max(limits["overfit_note"] * before, sigma):
+    before, after = part.values[0], part.values[-1]
+    noise_of_curve = run.limits["overfit_note_sigma"] * curve_noise(val.values)
+    least = max(run.limits["overfit_note"] * before, noise_of_curve)
+    if rises < MIN_RISES or after - before <= least:
         return
-    is_lasting = is_to_the_end and rises >= limits["val_rises_fail"]
-    best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
-    yield (fail if is_lasting else warn)(
+    best = val.steps[np.argmin(val.values)]
+    yield (fail if is_to_the_end and rises >= FATAL_RISES else warn)(
         f"The validation loss rose {rises} times in a row, from {number(before)} to "
         f"{number(after)}{', up to the end' if is_to_the_end else ''}.",
         steps=part.ends,
         cause="The model learns its samples by heart, or training has become unstable.",
-        remedy=(f"Stop training and take {best}.",),
+        remedy=(f"Stop training and take {run.checkpoint(best)}.",),
     )
 
 
 @finding("overfit", "val_loss", "loss")
-def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Finding]:
-    val, told = _losses(run), generalisation(run)
+def overfitting(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
+    val, _trained = _losses(run, least=run.limits["min_evals"])
+    told = generalisation(run)
     if told is None or told.overfit_step is None:
         return
-    at = told.overfit_step
-    kept = [state.step for state in run.log.checkpoints if state.is_complete]
-    is_lost = bool(kept) and told.best_step not in kept and not run.external
+    at, kept = told.overfit_step, [one.step for one in run.log.checkpoints if one.is_complete]
+    is_lost = bool(kept) and told.best_step not in kept and not _evaluation(run)
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
-    verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items()]
     yield (fail if is_lost else warn)(
         f"Overfitting from step {at}: validation {number(told.values[at])} against "
         f"{number(told.best_value)} at step {told.best_step}, while training fell to "
-        f"{number(float(within(losses, 0, at).values[-1]))}.",
-        steps=(told.best_step, int(val.steps[-1])),
-        evidence=[*(verdict for verdict in verdicts if not verdict.endswith("ok")), told.reason],
+        f"{number(within(train, 0, at).values[-1])}.",
+        steps=(told.best_step, val.steps[-1]),
+        evidence=[
+            *(
+                f"step {step}: {verdict}"
+                for step, verdict in told.verdicts.items()
+                if verdict != "ok"
+            ),
+            told.reason,
+        ],
         cause=f"More passes over the samples than they can teach.{lost}",
         remedy=(
             f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
@@ -190,33 +197,32 @@ def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Finding
 
 
 @finding("val_train_disagree", "val_loss", "loss")
-def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
-    val, limit = _losses(run), run.limits["gap"]
-    last, trained = float(val.values[-1]), float(train_losses_at(val, train)[-1])
-    part = (last - trained) / abs(last) if last else 0.0
-    if part > limit:
+def disagreement(run: AnalysedRun, *_: Series) -> Iterator[Finding]:
+    val, trained = _losses(run, least=run.limits["min_evals"])
+    last, gap = val.values[-1], val.values[-1] - trained[-1]
+    if gap > run.limits["gap"] * abs(last):
         yield note(
-            f"Validation ({number(last)}) and training loss ({number(trained)}) are apart by "
-            f"{share(part)} of the validation loss.",
+            f"Validation ({number(last)}) and training loss ({number(trained[-1])}) are apart by "
+            f"{share(gap / abs(last))} of the validation loss.",
             steps=val[-1:].ends,
             cause="Overfitting, or validation samples of another kind than the training samples.",
             remedy=("Trust the validation loss; compare samples of both sets.",),
         )
 
 
-@finding("val_leak", "val_loss", "loss", profile=["sft"])
+@finding("val_leak", "val_loss", "loss", profiles=("sft",))
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
-    val = _losses(run)
-    late = val[len(val) // 2 :]
-    trained = train_losses_at(val, train)[len(val) // 2 :]
+    val, trained = _losses(run, least=run.limits["min_evals"])
     sigma = curve_noise(val.values) + noise(train) / NUM_AROUND**0.5
-    lead = float(np.min(trained - late.values))
-    if len(late) >= run.limits["min_evals"] and lead > max(4 * sigma, 0.1 * float(trained.max())):
-        yield note(
-            f"The validation loss ({number(late.values[-1])}) stays below the training loss "
+    lead = np.nanmin(trained - val.values)
+    # only pretrained weights whose loss falls steadily have a level to compare with
+    is_learning = run.is_pretrained and rise_of(train) is None and run.is_falling(train)
+    if is_learning and lead > max(LEAK_SIGMA * sigma, LEAK_LEAD * np.nanmedian(trained)):
+        yield warn(
+            f"The validation loss ({number(val.values[-1])}) stays below the training loss "
             f"({number(trained[-1])}) by more than their noise.",
-            steps=late.ends,
+            steps=val.ends,
             cause="Validation rows are among the training rows, or validation is another, easier "
             "kind of data.",
             remedy=(

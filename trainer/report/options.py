@@ -2,62 +2,58 @@
 
 from collections.abc import Mapping
 
-TRANSFORMERS: Mapping[str, str] = {
-    "clip": "max_grad_norm",
-    "lr": "learning_rate",
-    "warmup": "warmup_ratio",
-    "schedule": "lr_scheduler_type",
-    "batch": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "eval": "eval_steps",
-    "save": "save_steps",
-    "beta": "beta",
-    "epsilon_low": "epsilon",
-    "epsilon_high": "epsilon_high",
-    "group": "num_generations",
-    "completion": "max_completion_length",
-    "workers": "dataloader_num_workers",
-    "max_length": "max_length",
-    "memory": "gradient_checkpointing=true",
-    "epochs": "num_train_epochs",
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "clip": ("max_grad_norm", "optim.clip_grad"),
+    "lr": ("learning_rate", "optim.lr"),
+    "warmup": ("warmup_ratio", "optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"),
+    "schedule": ("lr_scheduler_type", "optim.lr_scheduler"),
+    "batch": ("per_device_train_batch_size", "data.train_batch_size"),
+    "eval": ("eval_steps", "trainer.test_freq", "trainer.test_freq", "test_freq"),
+    "save": ("save_steps", "trainer.save_freq", "trainer.save_freq", "save_freq"),
+    "workers": ("dataloader_num_workers", "data.num_workers"),
+    "max_length": ("max_length", "data.max_length"),
+    "epochs": ("num_train_epochs", "trainer.total_epochs"),
+    "memory": (
+        "gradient_checkpointing=true",
+        "model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu",
+        "model.enable_gradient_checkpointing=true",
+    ),
+    # reinforcement learning on top of this trainer is a loop of the user's own
+    "accumulation": ("gradient_accumulation_steps", "the number of accumulated batches"),
+    "beta": (
+        "beta",
+        "the weight of the KL penalty",
+        "actor_rollout_ref.actor.kl_loss_coef",
+    ),
+    "epsilon_low": (
+        "epsilon",
+        "the lower clip range",
+        "actor_rollout_ref.actor.clip_ratio_low",
+    ),
+    "epsilon_high": (
+        "epsilon_high",
+        "the upper clip range",
+        "actor_rollout_ref.actor.clip_ratio_high",
+    ),
+    "group": (
+        "num_generations",
+        "the number of answers to a prompt",
+        "actor_rollout_ref.rollout.n",
+    ),
+    "completion": (
+        "max_completion_length",
+        "the longest answer allowed",
+        "data.max_response_length",
+    ),
 }
-OURS: Mapping[str, str] = {
-    "clip": "optim.clip_grad",
-    "lr": "optim.lr",
-    "warmup": "optim.lr_warmup_steps_ratio",
-    "schedule": "optim.lr_scheduler",
-    "batch": "data.train_batch_size",
-    "eval": "trainer.test_freq",
-    "save": "trainer.save_freq",
-    "workers": "data.num_workers",
-    "max_length": "data.max_length",
-    "memory": "model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu",
-    "epochs": "trainer.total_epochs",
-    # of reinforcement learning, which is a loop of the user's own
-    "accumulation": "the number of accumulated batches",
-    "beta": "the weight of the KL penalty",
-    "epsilon_low": "the lower clip range",
-    "epsilon_high": "the upper clip range",
-    "group": "the number of answers to a prompt",
-    "completion": "the longest answer allowed",
-}
-VERL: Mapping[str, str] = {
-    **OURS,
-    "warmup": "optim.warmup_steps_ratio",
-    "beta": "actor_rollout_ref.actor.kl_loss_coef",
-    "epsilon_low": "actor_rollout_ref.actor.clip_ratio_low",
-    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
-    "group": "actor_rollout_ref.rollout.n",
-    "completion": "data.max_response_length",
-    "memory": "model.enable_gradient_checkpointing=true",
-}
-OPTIONS: Mapping[str, Mapping[str, str]] = {"fsdp-sft": OURS, "verl": VERL}
-"""By the source of a log; others use the names of transformers."""
+"""Purpose -> its name in transformers, in this trainer, in verl where that is another one, and
+further spellings.
+"""
+PLACES = {"fsdp-sft": 1, "verl": 2}
+"""Source of a log -> the place of its names; other sources use the names of transformers."""
 
-SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "warmup": ("warmup_steps",),
-    "epsilon_low": ("epsilon_low",),
-    "group": ("group_size", "num_generations"),
-    "beta": ("beta",),
-    "completion": ("max_completion_length",),
-}
+
+def names_in(source: str) -> dict[str, str]:
+    """Return purpose -> name in the framework that wrote a log."""
+    place = PLACES.get(source, 0)
+    return {purpose: names[min(place, len(names) - 1)] for purpose, names in OPTIONS.items()}
