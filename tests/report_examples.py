@@ -1,5 +1,4 @@
-"""Two runs made by hand, with the reports they deserve: fine-tuning that overfits, and GRPO with
-seven bursts.
+"""Two runs with their reports: fine-tuning that overfits, made by hand, and GRPO with seven bursts.
 
 `python tests/report_examples.py DIR` writes their pages to DIR, to be looked at in a browser.
 """
@@ -9,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from report_curves import swift_run
 
+from trainer.report.analyse import analyse
 from trainer.report.result import (
     Anomaly,
     CheckItem,
@@ -24,20 +25,9 @@ from trainer.report.result import (
 from trainer.report.run_log import CheckpointState, RunLog, Series, ServingCheck
 
 SEED = 3
-BURSTS = (2800, 2860, 3145, 3695, 4155, 4655, 5145)
-MOVERS = (
-    ("kl", 1, 2),
-    ("completions/mean_length", 1, 1),
-    ("rewards/Format/mean", -1, 0),
-    ("reward", -1, 0),
-)
-"""Metric, sign, rows before the peak."""
 DIRECTIONS = {
     "train/loss": "down",
     "val/loss": "down",
-    "reward": "up",
-    "kl": "middle",
-    "train/mfu": "up",
 }
 
 SFT_GROUPS = {
@@ -47,12 +37,6 @@ SFT_GROUPS = {
     "data": "data",
     "throughput": "timing",
     "time": "timing",
-}
-GRPO_GROUPS = {
-    "kl": "optimisation",
-    "train": "optimisation",
-    "completions": "length",
-    "memory(GiB)": "memory",
 }
 CHECKLIST = (
     CheckItem(
@@ -273,108 +257,9 @@ def sft_report(log: RunLog) -> Report:
     )  # fmt: skip
 
 
-def grpo_run() -> RunLog:
-    """6000 steps, a row each 5, calm until seven bursts of KL that drag length, format and
-    reward along.
-    """
-    generator, steps = np.random.default_rng(SEED), np.arange(5, 6001, 5)
-    noise, size = generator.normal, len(steps)
-    burst = sum(np.exp(-np.abs(steps - at) / 9.0) for at in BURSTS)
-    late = np.minimum(np.maximum(steps - 2500, 0) / 300, 1)
-    rewards = {
-        f"rewards/{name}/mean": np.clip(base + noise(0, 0.06, size) - drop * burst, 0, 1)
-        for name, base, drop in (
-            ("Format", 0.96, 0.85),
-            ("AnswerMatchCosine", 0.62, 0.4),
-            ("PlaneMatchString", 0.8, 0.5),
-        )
-    }
-    found = {
-        "train/loss": noise(1e-3, 6e-4, size) + 0.6 * burst * np.abs(noise(1, 0.2, size)),
-        "train/lr": 5e-5
-        * np.minimum(steps / 300, 0.5 * (1 + np.cos(np.pi * np.maximum(steps - 300, 0) / 5700))),
-        "train/grad_norm": np.exp(noise(10.4, 0.3, size)) * (1 + 300 * burst),
-        "kl": np.abs(noise(0.05, 0.02, size)) + 0.4 * late + 16 * burst,
-        "reward": 1.6 + 0.7 * steps / 6000 + noise(0, 0.12, size) - 1.4 * burst,
-        **rewards,
-        "completions/mean_length": noise(220, 10, size) + 230 * burst,
-        "completions/clipped_ratio": np.clip(np.abs(noise(0.0, 0.01, size)) + 0.8 * burst, 0, 1),
-        "memory(GiB)": np.full(size, 71.4),
-    }
-    logged = {key: series(steps, values) for key, values in found.items()}
-    return RunLog(
-        Path("output/v3/logging.jsonl"),
-        "ms-swift",
-        logged,
-        num_rows=size,
-        num_unparsed=1,
-        total_steps=6000,
-    )
-
-
-def grpo_anomaly(log: RunLog, at: int) -> Anomaly:
-    """What the seven bursts look like from the outside, read off the curves."""
-    place = int(np.searchsorted(log.series["kl"].steps, at))
-    movers = tuple(
-        Mover(key, sign, 20.0, at - 10 * lead, at, float(log.series[key].values[place]))
-        for key, sign, lead in MOVERS
-    )
-    peak = float(log.series["train/loss"].values[place])
-    chain = ("kl", "completions/mean_length", "reward")
-    ends = (2855, 2870) if at == 2860 else (at, at + 5)
-    return Anomaly(ends, "train/loss", at, peak, 640.0, peak / 1e-3, at / 60, True, movers, chain)
-
-
-def grpo_report(log: RunLog) -> Report:
-    anomalies = tuple(grpo_anomaly(log, at) for at in BURSTS)
-    evidence = (
-        "peaks of 10 to 17 at seven places",
-        "max_grad_norm is not in args.json",
-        "the learning rate is 4.8e-5 at step 2800",
-    )
-    finding = Finding(
-        "V31",
-        "V31",
-        "fail",
-        "KL jumps to 16 in seven short bursts from step 2800 on, and length, format and reward "
-        "follow each time",
-        "kl",
-        (2800, 5150),
-        16.9,
-        10.0,
-        evidence,
-        "The policy moves far from its reference while the learning rate is high; the update is "
-        "not clipped.",
-        "learning_rate=5e-6, max_grad_norm=0.5, beta=0.1.",
-    )
-    return Report(
-        title="v3",
-        source=log.source,
-        path=log.path,
-        profile="grpo",
-        verdict="FAIL",
-        headline="Seven bursts of KL from step 2800 on; reward still rises from 1.6 to 2.3.",
-        facts={"steps": "6000 of 6000", "rows": "1200", "rows skipped": "1"},
-        top=(finding,),
-        findings=(finding,),
-        metrics=summaries(log, GRPO_GROUPS),
-        anomalies=anomalies,
-        generalisation=None,
-        learning_rate=LearningRate("cosine", 5e-5, 300, 0.0, 0.41, 0.57),
-        throughput=None,
-        serving=(),
-        checklist=(),
-        thresholds={"kl_high": 10.0},
-        overridden=(),
-        insufficient=(("V17", "no validation was logged"),),
-        closing="Lower the learning rate and clip the gradient first; both act on the first link "
-        "of the chain.",
-    )
-
-
 def examples() -> dict[str, tuple[Report, RunLog]]:
-    sft, grpo = sft_run(), grpo_run()
-    return {"sft": (sft_report(sft), sft), "grpo": (grpo_report(grpo), grpo)}
+    sft, grpo = sft_run(), swift_run(SEED)
+    return {"sft": (sft_report(sft), sft), "grpo": (analyse(grpo), grpo)}
 
 
 if __name__ == "__main__":

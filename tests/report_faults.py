@@ -150,7 +150,6 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
         "sft",
         _val(np.concatenate([np.linspace(1.6, 1.1, 10), np.linspace(1.12, 1.6, 10)])),
     ),
-    ("val_train_disagree", "sft", _val(EVALS + 2)),
     ("time_growth", "sft", times("train/time(s)", np.linspace(1, 1.4, 2000))),
     ("time_high", "sft", put("train/time(s)", slice(505, 507), 60.0)),
     ("time_periodic", "sft", put("train/time(s)", slice(99, None, 100), 9.0)),

@@ -19,7 +19,7 @@ from trainer.report.run_log import RunLog
 
 FAILS = ("loss_nonfinite", "loss_zero", "loss_diverging", "oom_nccl", "ckpt_complete", "overfit")
 FAILS += ("adv_shape", "kl", "clipped_ratio", "not_learning", "serving")
-NOTES = ("grad_range", "val_train_disagree")
+NOTES = ("grad_range",)
 INFOS = ("jitter_normal", "time_periodic", "insufficient")
 LEVEL_OF = {**dict.fromkeys(FAILS, "fail"), **dict.fromkeys(NOTES, "note")}
 LEVEL_OF |= dict.fromkeys(INFOS, "info")

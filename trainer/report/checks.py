@@ -15,7 +15,8 @@ from trainer.report.result import LEVELS, Finding
 
 START_STEPS = 100
 """The start of a run, for trends and checklists."""
-Function = Callable[..., Iterator[Finding]]
+Findings = Iterator[Finding]
+Function = Callable[..., Findings]
 
 
 def _constructor(level: str) -> Callable[..., Finding]:

@@ -1,15 +1,14 @@
 """Checks of one metric each: the rows of `bands.py`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.bands import BANDS, MOVES, Band, Move
-from trainer.report.checks import START_STEPS, Check, fail, info, note, warn
+from trainer.report.checks import START_STEPS, Check, Findings, fail, info, note, warn
 from trainer.report.formatting import number, step
-from trainer.report.result import LEVELS, Finding
+from trainer.report.result import LEVELS
 from trainer.report.run_log import Series
 from trainer.report.shapes import beyond, shift
 from trainer.report.statistics import within
@@ -21,7 +20,7 @@ NUM_SUDDEN = 5
 MAKE = dict(zip(LEVELS, (fail, warn, note, info), strict=True))
 
 
-def _outside(band: Band, run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def _outside(band: Band, run: AnalysedRun, _: Series) -> Findings:
     """Hold a metric against the range of one row."""
     if band.role in ("loss", "val_loss") and not run.is_pretrained:
         raise NotJudged("no usual range for a model trained from random weights")
@@ -70,7 +69,7 @@ def _part(band: Band, series: Series) -> tuple[Series, int]:
     return series, 1 if band.by == "point" else band.width
 
 
-def _moved(move: Move, run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def _moved(move: Move, run: AnalysedRun, _: Series) -> Findings:
     """Look for the move of one row."""
     points = run.levels(move.role)
     found = shift(points, sign=move.sign, ratio=move.ratio)

@@ -1,15 +1,13 @@
 """Checks of the loss, the gradient norm and the learning rate."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.anomalies import is_of
-from trainer.report.checks import START_STEPS, fail, finding, info, note, warn
+from trainer.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
 from trainer.report.learning_rate import learning_rate, scheduled
-from trainer.report.result import Anomaly, Finding
+from trainer.report.result import Anomaly
 from trainer.report.run_log import Series
 from trainer.report.shapes import Move, beyond, shift
 from trainer.report.statistics import bins, noise, slope, within
@@ -49,7 +47,7 @@ def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
 
 
 @finding("loss_nonfinite")
-def nonfinite(run: AnalysedRun) -> Iterator[Finding]:
+def nonfinite(run: AnalysedRun) -> Findings:
     """Find losses and norms that are no numbers, and steps that the run counted as such."""
     bad: dict[int, str] = {}
     for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
@@ -72,7 +70,7 @@ def nonfinite(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("loss_zero", "loss", profiles=("sft", "controller"))
-def zero_losses(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
     zero = losses[losses.values == 0]
     if len(zero) < NUM_ZERO:
         return
@@ -90,7 +88,7 @@ def zero_losses(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 
 @finding("loss_not_falling", "loss", profiles=("sft", "generic"))
-def falling(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def falling(run: AnalysedRun, losses: Series) -> Findings:
     """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
     if len(losses) < NUM_STRETCHES:
         raise NotJudged(f"{len(losses)} points of loss, {NUM_STRETCHES} are needed")
@@ -144,7 +142,7 @@ def rise_of(losses: Series) -> Move | None:
 
 
 @finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
-def diverging(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def diverging(run: AnalysedRun, losses: Series) -> Findings:
     rise = rise_of(losses)
     if rise is None:
         return
@@ -162,7 +160,7 @@ def diverging(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 
 @finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
-def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def oscillating(run: AnalysedRun, losses: Series) -> Findings:
     """Hold the changes from point to point against the level; a policy's loss has no level."""
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
     swings, limit = Series(losses.steps[1:], np.abs(changes)), SWING
@@ -180,7 +178,7 @@ def oscillating(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 
 @finding("loss_spike", "loss")
-def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
     spikes = _anomalies_of(run, "loss")
     movers = [m for a in spikes for m in a.movers if m.metric in ROLES["loss"]]
     if not movers:
@@ -200,7 +198,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 
 @finding("jitter_normal", "loss")
-def jitter(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def jitter(run: AnalysedRun, losses: Series) -> Findings:
     """Tell noise from point to point while the run improves: by its rewards in a controller."""
     level, improves = abs(slope(losses).level), run.is_falling(losses)
     if run.profile == "controller":
@@ -216,7 +214,7 @@ def jitter(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
 
 
 @finding("grad_high:explosion", "grad")
-def explosions(run: AnalysedRun, norms: Series) -> Iterator[Finding]:
+def explosions(run: AnalysedRun, norms: Series) -> Findings:
     """Find bursts above the highest usual level that the norm has in a third of the run."""
     usual = max(np.median(part) for part in np.array_split(norms.values, 3) if len(part))
     far = norms[norms.values > EXPLOSION * usual]
@@ -234,7 +232,7 @@ def explosions(run: AnalysedRun, norms: Series) -> Iterator[Finding]:
 
 
 @finding("grad_unclipped", "grad")
-def unclipped(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def unclipped(run: AnalysedRun, _: Series) -> Findings:
     bursts = _anomalies_of(run, "grad")
     if run.is_configured and bursts and not run.setting("clip"):
         yield warn(
@@ -249,7 +247,7 @@ def unclipped(run: AnalysedRun, _: Series) -> Iterator[Finding]:
 
 
 @finding("lr_schedule", "lr")
-def schedule(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
+def schedule(run: AnalysedRun, rates: Series) -> Findings:
     """Find where the rate leaves its schedule, jumps, or never falls."""
     if len(rates) < NUM_STRETCHES:
         raise NotJudged(f"{len(rates)} points of learning rate, {NUM_STRETCHES} are needed")
@@ -305,7 +303,7 @@ def _jump(rates: Series, peak: float) -> int | None:
 
 
 @finding("lr_schedule:warmup", "lr")
-def warmup(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
+def warmup(run: AnalysedRun, rates: Series) -> Findings:
     """Find that the rate does not rise as long as the configuration says."""
     fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
     # ours and verl's: null or -1 leave it to the share
@@ -325,7 +323,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
 
 
 @finding("lr_too_high", "lr")
-def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
+def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
     unstable = _anomalies_of(run, *UNSTABLE)
     told = learning_rate(rates, unstable, total_steps=run.total_steps)
     part = told.anomalies_at_high_share or 0.0
@@ -342,7 +340,7 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Iterator[Finding]:
 
 
 @finding("not_learning")
-def learning(run: AnalysedRun) -> Iterator[Finding]:
+def learning(run: AnalysedRun) -> Findings:
     """Find that nothing that learning shows in changes at all."""
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
     tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
@@ -358,7 +356,7 @@ def learning(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
-def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Iterator[Finding]:
+def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Findings:
     is_long = len(run.levels("reward")) >= run.limits["min_epochs"]
     if is_long and rewards.values.max() < 0 and right.values.max() == 0:
         yield fail(

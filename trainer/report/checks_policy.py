@@ -1,14 +1,13 @@
 """Checks of a policy: lengths, distance, rewards, accuracy, latency and budget."""
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.checks import fail, finding, info, note, warn
+from trainer.report.checks import Findings, fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
-from trainer.report.result import Finding, Mover
+from trainer.report.result import Mover
 from trainer.report.run_log import Series
 from trainer.report.shapes import began, onset, shift
 from trainer.report.statistics import finite, slope
@@ -28,7 +27,7 @@ _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
 
 @finding("kl", "kl")
-def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Finding]:
+def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     """Find a KL far from the reference, from the step on at which it began to move by factors."""
     far = kl[kl.values > KL_FAR]
     if not far:
@@ -54,7 +53,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Iterator[Finding]:
 
 
 @finding("length_shift:shortest", "min_length")
-def long_shortest(run: AnalysedRun, shortest: Series) -> Iterator[Finding]:
+def long_shortest(run: AnalysedRun, shortest: Series) -> Findings:
     usual, longest = np.median(shortest.values), shortest.values.max()
     if longest > 2 * max(usual, 1):
         at = shortest.steps[np.argmax(shortest.values)]
@@ -68,7 +67,7 @@ def long_shortest(run: AnalysedRun, shortest: Series) -> Iterator[Finding]:
 
 
 @finding("clipped_ratio:cap", "max_length", profiles=("grpo",))
-def at_the_cap(run: AnalysedRun, lengths: Series) -> Iterator[Finding]:
+def at_the_cap(run: AnalysedRun, lengths: Series) -> Findings:
     """Find longest answers that reach the limit; one that is not told is a length met often."""
     cap, longest = run.setting("completion"), lengths.values.max()
     if not isinstance(cap, int | float):
@@ -88,7 +87,7 @@ def at_the_cap(run: AnalysedRun, lengths: Series) -> Iterator[Finding]:
 
 
 @finding("reward_drop", "reward", profiles=("grpo",))
-def reward_drops(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def reward_drops(run: AnalysedRun, _: Series) -> Findings:
     """Find rewards that more than halved in an interval of instability, and what moved in phase."""
     fallen = {m: a for a in run.anomalies for m in a.movers if _has_halved(run, m)}
     if not fallen:
@@ -116,7 +115,7 @@ def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
 
 
 @finding("reward_trend", "reward", profiles=("grpo", "controller"))
-def rewards(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def rewards(run: AnalysedRun, _: Series) -> Findings:
     """Find rewards that never rise, or never became positive."""
     means = run.levels("reward")
     if len(means) < MIN_EPOCHS:
@@ -146,7 +145,7 @@ def _has_risen(run: AnalysedRun, means: Series) -> bool:
 
 
 @finding("reward_hacking")
-def format_hacking(run: AnalysedRun) -> Iterator[Finding]:
+def format_hacking(run: AnalysedRun) -> Findings:
     forms = [key for key in run.log.series if _FORMAT.search(key) and "reward" in key.lower()]
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:
@@ -169,7 +168,7 @@ def format_hacking(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("accuracy:flat", "accuracy", profiles=("controller",))
-def flat_accuracy(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def flat_accuracy(run: AnalysedRun, _: Series) -> Findings:
     right = run.levels("accuracy")
     is_judged = len(right) >= run.limits["min_epochs"] and right.values.max() > 0
     if is_judged and not _has_risen(run, right):
@@ -183,7 +182,7 @@ def flat_accuracy(run: AnalysedRun, _: Series) -> Iterator[Finding]:
 
 
 @finding("budget:latency", "latency", profiles=("controller",))
-def latency(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def latency(run: AnalysedRun, _: Series) -> Findings:
     names = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
     budget = run.limits["latency_budget"] or run.config(*names)
     level = run.levels("latency").values[-10:].mean()

@@ -2,16 +2,13 @@
 logged.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.anomalies import is_of
-from trainer.report.checks import fail, finding, info, warn
+from trainer.report.checks import Findings, fail, finding, info, warn
 from trainer.report.checks_curves import rise_of
 from trainer.report.formatting import counted, listed, number, share
-from trainer.report.result import Finding
 from trainer.report.run_log import Series
 from trainer.report.statistics import within
 from trainer.runtime.text import readable
@@ -26,7 +23,7 @@ WARNED = ("guard/severe", "guard/diverging", "guard/dead")
 
 
 @finding("ckpt_complete")
-def checkpoints(run: AnalysedRun) -> Iterator[Finding]:
+def checkpoints(run: AnalysedRun) -> Findings:
     """Find checkpoints that are damaged or of another size."""
     if not run.log.checkpoints:
         raise NotJudged("no checkpoint lies beside the log")
@@ -53,7 +50,7 @@ def checkpoints(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("ckpt_complete:tracker")
-def tracked_checkpoint(run: AnalysedRun) -> Iterator[Finding]:
+def tracked_checkpoint(run: AnalysedRun) -> Findings:
     complete = [state.step for state in run.log.checkpoints if state.is_complete]
     if run.log.tracker_step is None or not complete:
         raise NotJudged("there is no tracker file, or no checkpoint")
@@ -68,7 +65,7 @@ def tracked_checkpoint(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("ckpt_complete:missing")
-def missing_checkpoints(run: AnalysedRun) -> Iterator[Finding]:
+def missing_checkpoints(run: AnalysedRun) -> Findings:
     """Find steps at which the configuration foretells a checkpoint that does not exist.
 
     One that the log says was saved was removed later: by `prune`, or because the run went on from a
@@ -96,7 +93,7 @@ def missing_checkpoints(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("run_complete:steps")
-def completeness(run: AnalysedRun) -> Iterator[Finding]:
+def completeness(run: AnalysedRun) -> Findings:
     """Find steps that were planned and not trained: by intention where the run still trains or
     was stopped early.
     """
@@ -117,7 +114,7 @@ def completeness(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("run_complete")
-def ending(run: AnalysedRun) -> Iterator[Finding]:
+def ending(run: AnalysedRun) -> Findings:
     """Find a last attempt that ended badly, or whose end nobody wrote down."""
     log = run.log
     is_done = log.total_steps is not None and run.last_step >= log.total_steps
@@ -143,7 +140,7 @@ def ending(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("serving")
-def serving(run: AnalysedRun) -> Iterator[Finding]:
+def serving(run: AnalysedRun) -> Findings:
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
@@ -162,7 +159,7 @@ def serving(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("truncation:length", "total_len_max")
-def long_samples(run: AnalysedRun, longest: Series) -> Iterator[Finding]:
+def long_samples(run: AnalysedRun, longest: Series) -> Findings:
     allowed = run.setting("max_length")
     over = longest[longest.values > allowed] if isinstance(allowed, int | float) else None
     if over:
@@ -188,14 +185,14 @@ def too_little(run: AnalysedRun) -> str:
 
 
 @finding("insufficient")
-def enough(run: AnalysedRun) -> Iterator[Finding]:
+def enough(run: AnalysedRun) -> Findings:
     if reason := too_little(run):
         remedy = ("Let it run on, or log more often.",)
         yield info(f"Too little was logged: {reason}.", remedy=remedy)
 
 
 @finding("restarts:jump", "loss")
-def restarts(run: AnalysedRun, losses: Series) -> Iterator[Finding]:
+def restarts(run: AnalysedRun, losses: Series) -> Findings:
     """Find the first restart after which the loss jumps."""
     starts = {event.step for event in run.log.events if event.kind in ("start", "resume")}
     jumps = {anomaly.steps[0] for anomaly in run.anomalies if is_of(anomaly, "loss")}
@@ -228,7 +225,7 @@ def _warmed_up_again(run: AnalysedRun) -> list[int]:
 
 
 @finding("restarts")
-def guarded(run: AnalysedRun) -> Iterator[Finding]:
+def guarded(run: AnalysedRun) -> Findings:
     """Find steps that the guard undid or warned of."""
     events = [event for event in run.log.events if event.level in ("warn", "error")]
     undone = [event for event in events if event.kind in UNDONE]

@@ -1,14 +1,13 @@
 """Checks of time, crashes and memory, and where the time of a step goes."""
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
 from trainer.report.analysed_run import MIN_ORDINARY, NUM_COMPILE, AnalysedRun, NotJudged
-from trainer.report.checks import START_STEPS, fail, finding, info, note, warn
+from trainer.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
 from trainer.report.formatting import counted, listed, number, share
-from trainer.report.result import Finding, Throughput
+from trainer.report.result import Throughput
 from trainer.report.run_log import Series
 from trainer.report.shapes import began, period
 from trainer.report.statistics import finite, slope, within
@@ -86,7 +85,7 @@ def _bottleneck(shares: dict[str, float]) -> str:
 
 
 @finding("time_growth", "ordinary_time")
-def slowing(run: AnalysedRun, times: Series) -> Iterator[Finding]:
+def slowing(run: AnalysedRun, times: Series) -> Findings:
     """Find growth over the run, or in its first steps alone."""
     first = within(times, 0, START_STEPS)
     courses = (
@@ -110,7 +109,7 @@ def slowing(run: AnalysedRun, times: Series) -> Iterator[Finding]:
 
 
 @finding("time_high:stalls", "ordinary_time")
-def stalls(run: AnalysedRun, times: Series) -> Iterator[Finding]:
+def stalls(run: AnalysedRun, times: Series) -> Findings:
     many = run.limits["stall"]
     far = times[times.values > many * np.median(times.values)]
     # what comes at regular distances is a task of its own
@@ -127,7 +126,7 @@ def stalls(run: AnalysedRun, times: Series) -> Iterator[Finding]:
 
 
 @finding("time_periodic", "time")
-def regular_tasks(run: AnalysedRun, times: Series) -> Iterator[Finding]:
+def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
     """Find longer steps that save or validate, or come at regular distances."""
     late = times[NUM_COMPILE:]
     slow = late.steps[late.values > 1.5 * np.median(times.values)]
@@ -138,7 +137,7 @@ def regular_tasks(run: AnalysedRun, times: Series) -> Iterator[Finding]:
 
 
 @finding("oom_nccl")
-def crashes(run: AnalysedRun) -> Iterator[Finding]:
+def crashes(run: AnalysedRun) -> Findings:
     """Find errors of the network and of memory, ranks that fell silent, and what the allocator
     counted.
     """
@@ -172,7 +171,7 @@ def crashes(run: AnalysedRun) -> Iterator[Finding]:
 
 
 @finding("memory:leak")
-def leaks(run: AnalysedRun) -> Iterator[Finding]:
+def leaks(run: AnalysedRun) -> Findings:
     """Find growth over the second half: buffers and caches fill in the first."""
     for role, place in (("rss", "Host"), ("allocated", "Device")):
         series, least = run.find(role), run.limits["leak"]

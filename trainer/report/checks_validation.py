@@ -1,7 +1,7 @@
 """Checks of results on held-out samples: the best step, overfitting, which checkpoint to take."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,10 @@ import numpy as np
 from trainer.detection.watches import judge_validations
 from trainer.detection.window import curve_noise
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.checks import fail, finding, note, warn
+from trainer.report.checks import Findings, fail, finding, warn
 from trainer.report.checks_curves import rise_of
-from trainer.report.formatting import number, share
-from trainer.report.result import Finding, Generalisation
+from trainer.report.formatting import number
+from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, longest_run, noise, within
 from trainer.runtime.evaluations import deciding
@@ -145,7 +145,7 @@ def _recommended(
 
 
 @finding("val_rising", "val_loss")
-def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Finding]:
+def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     """Find the longest rise in a row where it is more than noise."""
     val, _trained = _losses(run, least=run.limits["min_evals"])
     rise = longest_run(np.diff(val.values) > 0)
@@ -167,7 +167,7 @@ def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Finding]:
 
 
 @finding("overfit", "val_loss", "loss")
-def overfitting(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
+def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     val, _trained = _losses(run, least=run.limits["min_evals"])
     told = generalisation(run)
     if told is None or told.overfit_step is None:
@@ -196,22 +196,8 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]
     )
 
 
-@finding("val_train_disagree", "val_loss", "loss")
-def disagreement(run: AnalysedRun, *_: Series) -> Iterator[Finding]:
-    val, trained = _losses(run, least=run.limits["min_evals"])
-    last, gap = val.values[-1], val.values[-1] - trained[-1]
-    if gap > run.limits["gap"] * abs(last):
-        yield note(
-            f"Validation ({number(last)}) and training loss ({number(trained[-1])}) are apart by "
-            f"{share(gap / abs(last))} of the validation loss.",
-            steps=val[-1:].ends,
-            cause="Overfitting, or validation samples of another kind than the training samples.",
-            remedy=("Trust the validation loss; compare samples of both sets.",),
-        )
-
-
 @finding("val_leak", "val_loss", "loss", profiles=("sft",))
-def leaked(run: AnalysedRun, _: Series, train: Series) -> Iterator[Finding]:
+def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
     val, trained = _losses(run, least=run.limits["min_evals"])
     sigma = curve_noise(val.values) + noise(train) / NUM_AROUND**0.5

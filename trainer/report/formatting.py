@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from datetime import timedelta
 from numbers import Integral
 
-from trainer.report.result import Anomaly, Finding, Report
+from trainer.report.result import Finding, Report
 
 MISSING = "–"
 NUM_DIGITS = 4
 LONG_FACT = 60
-ARROWS = {1: "↑", -1: "↓"}
 
 
 def number(value: float | None) -> str:
@@ -33,11 +32,7 @@ def number(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """A share of one as a percentage with one decimal."""
-    return percent(None if value is None else 100 * value)
-
-
-def percent(value: float | None) -> str:
-    return MISSING if value is None or math.isnan(value) else f"{value:.1f} %"
+    return MISSING if value is None or math.isnan(value) else f"{100 * value:.1f} %"
 
 
 def step(value: int) -> str:
@@ -102,12 +97,4 @@ def facts(report: Report) -> tuple[str, tuple[str, ...]]:
     words = [f"{name} {value}" for name, value in report.facts.items()]
     return " · ".join(w for w in words if len(w) <= LONG_FACT), tuple(
         w for w in words if len(w) > LONG_FACT
-    )
-
-
-def companions(anomaly: Anomaly) -> str:
-    """The other metrics that moved with an anomaly, with direction and peak."""
-    others = (mover for mover in anomaly.movers if mover.metric != anomaly.metric)
-    return ", ".join(
-        f"{mover.metric} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others
     )

@@ -21,7 +21,6 @@ LIMITS: Mapping[str, float] = {
     "stall": 6,  # times the usual step time
     "leak": 0.01,  # growth of memory per 1000 steps
     "latency_budget": 0,  # ms; 0: as the configuration says
-    "gap": 0.5,  # validation minus training loss, over validation loss
     "trend_p": 0.05,  # Mann-Kendall: a trend is significant below this
     "min_epochs": 20,  # a controller is not judged before
     "min_points": 100,
