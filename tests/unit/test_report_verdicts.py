@@ -80,6 +80,8 @@ def test_normal_jitter_is_explained_and_not_warned_about() -> None:
     assert all(
         words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty")
     )
+    assert all(words in finding.remedy for words in ("to 8 or 10", "decay", "train longer"))
+    assert finding.evidence[0].startswith("early ") and "jitter " in finding.evidence[0]
 
 
 @pytest.mark.covers("S3.43", "S3.32", "S1.31")
@@ -354,6 +356,7 @@ def test_epoch_means_decide_and_not_batches() -> None:
 def test_a_controller_that_stays_flat_is_told_what_to_change() -> None:
     low = 0.05 + 0.01 * np.sin(np.arange(30))
     report = analyse(changed(controller_run(0), accuracy_mean=low, reward_mean=low))
+    assert "accuracy_mean 0.0" in of(report, "accuracy:bands").title
     assert "change learning_rate" in of(report, "accuracy:flat").remedy
     assert "num_generations to 8 or 10" in of(report, "reward_trend:flat").remedy
 

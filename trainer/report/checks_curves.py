@@ -6,6 +6,7 @@ from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.anomalies import is_of
 from trainer.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
+from trainer.report.inventory import phases
 from trainer.report.learning_rate import learning_rate, scheduled
 from trainer.report.result import Anomaly
 from trainer.report.run_log import Series
@@ -203,13 +204,15 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
     level, improves = abs(slope(losses).level), run.is_falling(losses)
     if run.profile == "controller":
         level, improves = 1.0, run.is_rising(run.get("reward"))
+    group = ["larger_group"] if run.profile == "controller" else []
     if improves and noise(losses) > JITTER * level:
         yield info(
             f"The loss jitters by {number(noise(losses))} from point to point while the run gets "
             f"better: that is normal.",
+            evidence=[phases(run, "loss")],
             cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
             "training.",
-            remedy=("None needed. To smooth it:", "larger_batch"),
+            remedy=["None needed. To smooth it:", "larger_batch", *group],
         )
 
 

@@ -23,6 +23,14 @@ CAP_OFTEN = 0.2
 KL_FAR = 10
 MIN_EPOCHS = 8
 MAX_EVIDENCE = 10
+USUAL = {
+    "reward": (1, (-0.75, -0.25, 0.05)),
+    "accuracy": (1, (0.0, 0.1, 0.2)),
+    "violation": (-1, (0.6, 0.4, 0.3)),
+}
+"""Result of a controller -> its good direction, and the mean that epochs 1-10, 11-20 and 21-30 reach."""
+MIN_PART = 5
+"""Epochs of ten that are judged."""
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
 
@@ -178,6 +186,25 @@ def flat_accuracy(run: AnalysedRun, _: Series) -> Findings:
             steps=right.ends,
             cause="Too little training yet, or unsuitable hyper-parameters.",
             remedy=("Train longer, or change {lr} and {group}.",),
+        )
+
+
+@finding("accuracy:bands", "accuracy", profiles=("controller",))
+def off_the_usual_course(run: AnalysedRun, _: Series) -> Findings:
+    """Compare the results of each ten epochs with those of good runs."""
+    off = []
+    for role, (sign, levels) in USUAL.items():
+        means = run.levels(role).values if run.find(role) else np.empty(0)
+        for first, level in zip((0, 10, 20), levels, strict=True):
+            part = means[first : first + 10]
+            if len(part) >= MIN_PART and sign * (part.mean() - level) < 0:
+                epochs = f"{first + 1} to {first + 10}"
+                off.append(f"{run.name(role)} {number(part.mean())} in epochs {epochs}")
+    if off:
+        yield note(
+            f"Off the usual course: {off[0]}.",
+            evidence=off,
+            remedy=("The trend counts more than the level.",),
         )
 
 

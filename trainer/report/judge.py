@@ -24,10 +24,10 @@ CHECKS: tuple[Check, ...] = (
     *(one for room in ROOMS for one in vars(room).values() if isinstance(one, Check)),
 )
 TRAINING = """
-    serving oom_nccl val_leak truncation:empty restarts lr_schedule adv_shape value_network kl
+    serving oom_nccl truncation:empty restarts lr_schedule adv_shape value_network kl
     clipped_ratio length_shift entropy_collapse reward_hacking loss_zero not_learning
     loss_nonfinite loss_diverging loss_oscillating grad_high:sustained grad_vanish
-    overfit val_rising reward_trend accuracy val_results budget
+    overfit val_rising reward_trend accuracy val_results budget val_leak
 """
 """Ids of findings, or what they begin with, from what enters an update to its results: of findings
 that set in together each may cause those after it.
