@@ -1,5 +1,7 @@
 """Histories of a controller (requirement text S1)."""
 
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,3 +41,9 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
         return np.stack(columns, axis=1)
 
     return table(1.0), table(0.7)
+
+
+def write_history(path: Path, table: NDArray[np.float64]) -> None:
+    """Write `HISTORY_COLUMNS`; the first is a whole number."""
+    header, formats = ",".join(HISTORY_COLUMNS), ["%d", *["%.4f"] * (table.shape[1] - 1)]
+    np.savetxt(path, table, fmt=formats, delimiter=",", header=header, comments="")

@@ -14,7 +14,7 @@ from typing import Any
 
 import log_formats as formats
 import numpy as np
-from grpo_curves import HISTORY_COLUMNS, controller_histories
+from grpo_curves import HISTORY_COLUMNS, controller_histories, write_history
 from numpy.typing import NDArray
 
 from trainer.report.run_log import Series
@@ -174,12 +174,9 @@ def _controller(rng: Generator) -> Curves:
 def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
     """The pair of S1: `training_history.csv` and `validation_history.csv`."""
     for name, prefix in (("training_history.csv", ""), ("validation_history.csv", "val_")):
-        rows = zip(*(curves[prefix + column].values for column in HISTORY_COLUMNS[1:]), strict=True)
-        lines = [
-            f"{epoch}," + ",".join(f"{value:.4f}" for value in row)
-            for epoch, row in enumerate(rows, 1)
-        ]
-        (directory / name).write_text("\n".join([",".join(HISTORY_COLUMNS), *lines]) + "\n")
+        columns = [curves[prefix + column].values for column in HISTORY_COLUMNS[1:]]
+        epochs = np.arange(1, len(columns[0]) + 1)
+        write_history(directory / name, np.stack([epochs, *columns], axis=1))
     return directory
 
 

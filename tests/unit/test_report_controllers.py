@@ -2,13 +2,12 @@
 faults are found.
 """
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from grpo_curves import HISTORY_COLUMNS, controller_histories
+from grpo_curves import HISTORY_COLUMNS, controller_histories, write_history
 from numpy.typing import NDArray
 from report_curves import changed, controller_run
 from rich.console import Console
@@ -30,14 +29,9 @@ LOSS, REWARD, ACCURACY, LATENCY = (HISTORY_COLUMNS.index(name) for name in (
 
 def write(directory: Path, train: Table, val: Table | None = None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    for name, table in (("training_history.csv", train), ("validation_history.csv", val)):
-        if table is not None:
-            with (directory / name).open("w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(HISTORY_COLUMNS)
-                writer.writerows(
-                    [int(row[0]), *(f"{value:.4f}" for value in row[1:])] for row in table
-                )
+    write_history(directory / "training_history.csv", train)
+    if val is not None:
+        write_history(directory / "validation_history.csv", val)
     return directory
 
 
