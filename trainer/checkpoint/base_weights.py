@@ -120,8 +120,8 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class MergedReader:
-    """Tensors of a base with what adapters add, in float32, one at a time; others as they are
-    stored. `adapted`: name in the base -> parameter `lora_A` that adds to it.
+    """Adds adapters to the tensors of a base in float32, one at a time; other tensors stay as they
+    are stored. `adapted`: name in the base -> parameter `lora_A` that adds to it.
     """
 
     base: Mapping[str, StoredTensor]
@@ -130,7 +130,7 @@ class MergedReader:
     adapted: Mapping[str, str]
 
     def whole(self, name: str) -> Tensor:
-        """The sum that peft's own merge makes of a float32 model."""
+        """Return the sum that peft's own merge makes of a float32 model."""
         stored = self.base[name].whole()
         if name not in self.adapted:
             return stored

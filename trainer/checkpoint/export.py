@@ -289,9 +289,7 @@ def write_export(
 
 
 def _exported(plan: ExportPlan, reader: TensorReader, names: list[str]) -> Iterator[Tensor]:
-    """The named tensors in the dtype they are exported in; no more in memory than one group of
-    them.
-    """
+    """Yield the named tensors in the dtype they are exported in; memory holds one group of them."""
     made: dict[str, Tensor] = {}
     for name in names:
         if name not in made:
@@ -311,8 +309,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _companions(plan: ExportPlan) -> dict[str, bytes]:
-    """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the
-    model's own code.
+    """Return every file beside the weights: config.json, generation_config.json, tokenizer,
+    template, the model's own code.
 
     An adapter alone has no config.json: with one, transformers takes the directory for a whole
     model.
@@ -333,8 +331,8 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
 
 
 def _config(plan: ExportPlan) -> dict[str, object]:
-    """The source's own config with the dtype that was written; `torch_dtype` is the key every
-    reader knows.
+    """Return the source's config with the dtype that was written; `torch_dtype` is the key that
+    every reader knows.
     """
     config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
@@ -348,8 +346,8 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
-    """The source's, its end tokens completed by those that the model was trained to end a turn
-    with.
+    """Return the source's generation config; its end tokens include those that the model was
+    trained to end a turn with.
     """
     config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
     known = config.get("eos_token_id", [])

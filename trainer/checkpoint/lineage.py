@@ -91,22 +91,18 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
         if saved.get(key, now[key]) != now[key]
     }
     refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
-    if refused:
-        reasons, allowed = FIXED | REFUSED, ",".join(key for key in refused if key in REFUSED)
-        lines = [
-            f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()
+    if not refused:
+        return [
+            f"{text} ({REFUSED[key]})" if key in REFUSED else text for key, text in changed.items()
         ]
-        accept = (
-            f", or accept it with trainer.resume_allow=[{allowed}]"
-            if not FIXED.keys() & refused
-            else ""
-        )
-        raise ConfigError(
-            "the checkpoint belongs to another run; saved -> now:\n"
-            + "\n".join(lines)
-            + f"\nRestore what is refused, or begin anew (trainer.experiment_name=<new "
-            f"name>){accept}:\n" + "\n".join(f"  {key}: {reasons[key]}" for key in refused)
-        )
-    return [
-        text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()
-    ]
+    accept = ""
+    if not FIXED.keys() & refused:
+        accept = f", or accept it with trainer.resume_allow=[{','.join(refused)}]"
+    lines = ["the checkpoint belongs to another run; saved -> now:"]
+    for key, text in changed.items():
+        lines.append(f"  {text}   <- refused" if key in refused else f"  {text}")
+    lines.append(
+        f"Restore what is refused, or begin anew (trainer.experiment_name=<new name>){accept}:"
+    )
+    reasons = FIXED | REFUSED
+    raise ConfigError("\n".join([*lines, *(f"  {key}: {reasons[key]}" for key in refused)]))
