@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,3 +132,13 @@ def wandb_is_left_to_nobody() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY
+
+
+@pytest.fixture
+def memory_dir(tmp_path: Path) -> Iterator[Path]:
+    """A new directory in memory where there is one; nothing here depends on the kind of disk."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=shared if os.access(shared, os.W_OK) else tmp_path
+    ) as name:
+        yield Path(name)

@@ -283,3 +283,16 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / TRACE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], value) for name, value in theirs.items()
+    )
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
-from toy_runs import Recipe, checkpoint_manager, run, save_now
+from toy_runs import Recipe, checkpoint_manager, equal, run, save_now
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import choice, fsio, layout
@@ -36,12 +36,6 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
-
-
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], value) for name, value in theirs.items()
-    )
 
 
 def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:

@@ -18,7 +18,7 @@ import toy_runs
 from ranks import run_ranks
 from safetensors.torch import load_file
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
-from toy_runs import Recipe, Result, checkpoint_manager, run, save_now
+from toy_runs import Recipe, Result, checkpoint_manager, equal, flip, run, save_now
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import export, fsio, layout, offline_export
@@ -69,24 +69,12 @@ def stored(directory: Path) -> Tensors:
     }
 
 
-def equal(ours: Tensors, theirs: Tensors) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], value) for name, value in theirs.items()
-    )
-
-
 def cast(tensors: Tensors, dtype: str) -> Tensors:
     return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def beside(target: Path) -> set[str]:

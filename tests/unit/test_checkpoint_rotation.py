@@ -6,7 +6,6 @@ import builtins
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,16 +172,6 @@ def check_restart(run: Run, before: set[int], found: int | None) -> None:
         shutil.rmtree(run.run_dir)  # the user begins anew
         run.run_dir.mkdir()
         run.acknowledged.clear()
-
-
-@pytest.fixture
-def memory_dir(tmp_path: Path) -> Iterator[Path]:
-    """Thousands of tiny files are quick in memory; nothing here depends on the kind of disk."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=shared if os.access(shared, os.W_OK) else tmp_path
-    ) as name:
-        yield Path(name)
 
 
 @pytest.mark.covers("S3.24", "S3.54")
