@@ -131,7 +131,7 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
     `extra`: what `rank_state` gave on this rank.
     """
     common, sharded = {}, []
-    for name in extra.keys() & state.keys() - {*SEEDED}:
+    for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
         leaves = tree_leaves(extra[name])
         if not is_sharded(state[name]) and any(isinstance(leaf, DTensor) for leaf in leaves):
             sharded.append(name)
@@ -176,7 +176,7 @@ def _without_shards(value: Any) -> Any:
 
 
 def _digest(value: Any) -> str:
-    """Equal for equal nested containers of tensors and plain values."""
+    """Return a digest that is equal for equal nested containers of tensors and plain values."""
     digest = hashlib.blake2b(digest_size=16)
     leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
     for path, leaf in sorted(leaves.items()):
