@@ -112,7 +112,7 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
         name: float(not name.endswith(("_requests", "is_skipped", "nonfinite")))
         for name in (*derived, *packet.sums)
     }
-    vectors = {name: torch.ones(tensor.shape) for name, tensor in packet.sums.items()}
+    vectors = {name: np.ones(tuple(tensor.shape)) for name, tensor in packet.sums.items()}
     return Totals(sums, by_rank, vectors)
 
 

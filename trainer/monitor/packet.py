@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,7 @@ class Totals:
     """Scalars summed over ranks; with what was derived from the sums on the device."""
     by_rank: Mapping[str, tuple[float, ...]]
     """Field -> its value on every rank."""
-    vectors: Mapping[str, Tensor]
+    vectors: Mapping[str, np.ndarray]
     """Tensors of more than one value, summed over ranks."""
 
 
@@ -45,15 +46,14 @@ class Packet:
     def read(self, **derived: Tensor) -> Totals:
         """Wait for the device. `derived` scalars, made from the sums, come along."""
         extra = [value.double().reshape(1) for value in derived.values()]
-        host = torch.cat([*extra, self.values]).cpu()
-        numbers = host.tolist()
+        numbers = torch.cat([*extra, self.values]).tolist()
         sums = dict(zip(derived, numbers, strict=False))
         vectors = {}
         place = len(derived)
         for name, tensor in self.sums.items():
             end = place + tensor.numel()
             if tensor.ndim:
-                vectors[name] = host[place:end].view(tensor.shape)
+                vectors[name] = np.array(numbers[place:end]).reshape(tensor.shape)
             else:
                 sums[name] = numbers[place]
             place = end

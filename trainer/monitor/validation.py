@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,8 +31,9 @@ class Validation:
         """`sources`: names of the sources, where there are several."""
         self._world, self._length_facts = world, length_facts
         self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
-        self._totals = torch.zeros(NUM_SUMS + len(sources), dtype=torch.float64)
-        self._local = self._totals.to(world.device, copy=True)
+        num_sums = NUM_SUMS + len(sources)
+        self._totals = np.zeros(num_sums)
+        self._local = torch.zeros(num_sums, dtype=torch.float64, device=world.device)
         self._started_s = time.perf_counter()
         self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
 
@@ -71,7 +73,7 @@ class Validation:
         the mean: sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3,
         for a large population).
         """
-        totals = [float(total) for total in self._totals]
+        totals = list(map(float, self._totals))
         loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
         mean = loss_sum / self._num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
