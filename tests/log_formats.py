@@ -226,12 +226,10 @@ def write_jsonl(directory: Path, curves: Curves) -> Path:
 
 def scaled_lr(curves: Curves) -> Curves:
     """As verl and we log it: `train/lr(1e-3)`."""
-    return {
-        "train/lr(1e-3)" if key == "train/lr" else key: Series(s.steps, s.values * 1e3)
-        if key == "train/lr"
-        else s
-        for key, s in curves.items()
-    }
+    scaled = dict(curves)
+    if rates := scaled.pop("train/lr", None):
+        scaled["train/lr(1e-3)"] = Series(rates.steps, rates.values * 1e3)
+    return scaled
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:

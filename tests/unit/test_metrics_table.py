@@ -13,7 +13,7 @@ from acceptance.table import all_lines
 
 from trainer import metrics
 from trainer.metrics import FOREIGN, METRICS
-from trainer.metrics.words import COMBINED, Metric, split_reducer
+from trainer.metrics.words import COMBINED, Metric
 from trainer.report.vocabulary import lookup, meaning
 from trainer.tracking import Tracking, read_metrics
 
@@ -173,6 +173,7 @@ def test_validation_mirrors_training() -> None:
         ("train/progress/step", None),
         ("train/losses", None),
         ("", None),
+        ("@sum", None),
         ("train/loss@often", None),
         ("time/sft/total", None),
         ("rewards/Format/mean/more", None),
@@ -186,12 +187,6 @@ def test_keys_are_found_under_other_spellings(key: str, entry: str | None) -> No
 def test_an_unknown_key_has_a_likely_group() -> None:
     assert (meaning("val/accuracy").group, meaning("val/accuracy").unit) == ("reward", "share")
     assert (meaning("memory/other").group, meaning("odd").group) == ("memory", "other")
-
-
-def test_a_suffix_names_the_reducer() -> None:
-    assert split_reducer("sft_train/loss@sum") == ("sft_train/loss", "sum")
-    assert split_reducer("train/loss@often") == ("train/loss@often", None)
-    assert split_reducer("@sum") == ("@sum", None)
 
 
 def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it() -> None:

@@ -17,7 +17,7 @@ from log_formats import (
 
 from trainer.report.readers import UnreadableLogError, read_run
 from trainer.report.readers import tensorboard as reader
-from trainer.report.readers.parsing import canonical, parse_number
+from trainer.report.readers.parsing import canonical
 from trainer.report.run_log import RunLog, Series
 from trainer.tracking import Tracking
 
@@ -156,17 +156,6 @@ def test_names_of_other_trainers(name: str, key: str, factor: float) -> None:
     assert canonical(name) == (key, factor)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("0.5", 0.5), (" -1e-3 ", -1e-3), ("46.67%", 46.67), ("2800/6000", 2800), ("1h 2m 3s", 3723), ("3s", 3),
-        ("1d 0h 0m 1s", 86401), ("", None), ("now", None), ("1/2/3", None), ("5 apples", None),
-    ],
-)  # fmt: skip
-def test_numbers_in_strings(text: str, number: float | None) -> None:
-    assert parse_number(text) == number
-
-
 def test_an_exact_name_wins_over_its_mirror_unless_it_holds_no_number(tmp_path: Path) -> None:
     for ours, expected in ((2e-3, 2e-3), ("warm", 1e-3)):
         rows = [{"step": s, "data": {"train/lr(1e-3)": 1.0, "train/lr": ours}} for s in (1, 2)]
@@ -192,10 +181,16 @@ def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_goes_
     assert [(one.step, one.faults) for one in log.checkpoints] == [(9, ("no weights",)), (10, ())]
 
 
-def test_nested_objects_booleans_and_texts(tmp_path: Path) -> None:
-    row = {"note": "warm", "ok": True, "opt": {"lr": 0.5, "g": [1]}, "x": None}
-    log = read_run(write_lines(tmp_path / "log.jsonl", [row | {"global_step": 1}]))
-    assert values(log) == {"opt/lr": {1: 0.5}}
+def test_numbers_in_strings_and_nested_objects_count_and_other_values_do_not(
+    tmp_path: Path,
+) -> None:
+    texts = {"0.5": 0.5, " -1e-3 ": -1e-3, "46.67%": 46.67, "2800/6000": 2800, "1h 2m 3s": 3723}
+    texts |= {"3s": 3, "1d 0h 0m 1s": 86401}
+    none = ("", "now", "1/2/3", "5 apples", True, None, [1])
+    row = {text: text for text in texts} | {f"none {value}": value for value in none}
+    row |= {"global_step": 1, "opt": {"lr": 0.5, "g": [1]}}
+    log = read_run(write_lines(tmp_path / "log.jsonl", [row]))
+    assert values(log) == {key: {1: number} for key, number in (texts | {"opt/lr": 0.5}).items()}
 
 
 def logged(run_dir: Path, *, steps: range, exit_code: int = 0) -> None:

@@ -45,27 +45,51 @@ def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
     assert (log.num_attempts, log.num_lost_steps, log.num_unparsed) == (2, 2, 0)
 
 
-def test_a_start_marker_takes_back_steps_that_were_not_trained_again_yet(tmp_path: Path) -> None:
-    rows = [
-        row(0, kind="start"),
-        *train_rows(range(1, 11), 1, 1.0),
-        row(10, kind="val", **{"val/loss": 3.0}),
-    ]
-    rows += [row(6, 2, "start"), *train_rows(range(7, 9), 2, 2.0)]
+@pytest.mark.parametrize(
+    ("rows", "losses", "num_attempts", "num_lost_steps"),
+    [
+        pytest.param(
+            [
+                row(0, kind="start"),
+                *train_rows(range(1, 11), 1, 1.0),
+                row(10, kind="val", **{"val/loss": 3.0}),
+                row(6, 2, "start"),
+                *train_rows(range(7, 9), 2, 2.0),
+            ],
+            [1, 1, 1, 1, 1, 1, 2, 2],
+            2,
+            4,
+            id="a start takes back steps that were not trained again yet",
+        ),
+        pytest.param(
+            [
+                row(0, kind="start"),
+                *train_rows(range(1, 9), 1, 1.0),
+                row(4, kind="rollback"),
+                *train_rows(range(5, 7), 1, 2.0),
+                row(3, kind="rollback"),
+                *train_rows(range(4, 6), 1, 3.0),
+            ],
+            [1, 1, 1, 3, 3],
+            1,
+            4 + 3,
+            id="rollbacks inside an attempt count the steps lost and no attempt",
+        ),
+    ],
+)
+def test_a_marker_takes_back_later_rows(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    losses: list[float],
+    num_attempts: int,
+    num_lost_steps: int,
+) -> None:
     log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
-    assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
-    assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2
-    assert "val/loss" not in log.series
-    assert (log.num_attempts, log.num_lost_steps, log.num_rows) == (2, 4, 13)
-
-
-def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_path: Path) -> None:
-    rows = [row(0, kind="start"), *train_rows(range(1, 9), 1, 1.0), row(4, kind="rollback")]
-    rows += train_rows(range(5, 7), 1, 2.0)
-    rows += [row(3, kind="rollback"), *train_rows(range(4, 6), 1, 3.0)]
-    log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
-    assert log.series["train/loss"].values.tolist() == [1, 1, 1, 3, 3]
-    assert (log.num_attempts, log.num_lost_steps) == (1, 4 + 3)
+    series = log.series["train/loss"]
+    assert series.steps.tolist() == list(range(1, len(losses) + 1))
+    assert series.values.tolist() == losses and "val/loss" not in log.series
+    assert (log.num_attempts, log.num_lost_steps) == (num_attempts, num_lost_steps)
+    assert log.num_rows == sum(one["kind"] in ("train", "val") for one in rows)
 
 
 def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
