@@ -222,3 +222,12 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() ->
     assert metrics["reward"].direction == metrics["rewards/PlaneMatchString/mean"].direction == "up"
     shortest, mean = metrics["completions/min_length"], metrics["completions/mean_length"]
     assert (shortest.maximum, shortest.maximum_step, mean.maximum) == (379, 2825, 481)
+
+
+@pytest.mark.parametrize(("factor", "num_found"), [(2.0, 0), (5.0, 1)])
+def test_one_hard_batch_with_a_quiet_gradient_is_no_interval(factor: float, num_found: int) -> None:
+    log = sft_run(4)
+    loss = log.series["train/loss"]
+    values = np.where(loss.steps == 1000, factor * loss.values, loss.values)
+    series = {**log.series, "train/loss": Series(loss.steps, values)}
+    assert len(analyse(replace(log, series=series)).anomalies) == num_found

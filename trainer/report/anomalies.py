@@ -37,6 +37,8 @@ NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
 loss may stay.
 """
 MIN_POINTS = 20
+HARD_BATCH = 3
+"""Times its usual loss that a single hard batch may have."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,20 @@ def find_anomalies(witnesses: tuple[Witness, ...], *, last_step: int) -> tuple[A
     points = _qualified(witnesses, grid)
     clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
     ends = [(int(cluster[0]), int(cluster[-1])) for cluster in clusters if len(cluster)]
-    return tuple(_anomaly(witnesses, grid, first, last, last_step) for first, last in ends)
+    found = (_anomaly(witnesses, grid, first, last, last_step) for first, last in ends)
+    has_gradient = any(witness.group == "gradient" for witness in witnesses)
+    return tuple(one for one in found if not (has_gradient and _is_passing(one)))
+
+
+def _is_passing(anomaly: Anomaly) -> bool:
+    """Return whether one hard batch explains an anomaly: the loss of a single point alone, while
+    the gradient stayed in its range.
+    """
+    is_single = anomaly.steps[0] == anomaly.steps[1] and anomaly.has_recovered
+    is_far = anomaly.ratio > HARD_BATCH
+    return (
+        is_single and not is_far and all(mover.metric in ROLES["loss"] for mover in anomaly.movers)
+    )
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:

@@ -37,6 +37,8 @@ MIN_LEAK_STEPS = 500
 RISING_P = 0.01
 """A rise that raises an alarm is significant below this."""
 MAX_EVIDENCE = 10
+RESERVED_GROWTH = 0.05
+"""Growth over the second half of a run: an allocator that reserves more now and then grows less."""
 _CRASH = re.compile(r"nccl|out of memory|\boom\b|gloo|timed? ?out", re.IGNORECASE)
 _SILENT = re.compile(r"silent|no heartbeat", re.IGNORECASE)
 _MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
@@ -173,12 +175,16 @@ def crashes(run: AnalysedRun) -> Findings:
 @finding("memory:leak")
 def leaks(run: AnalysedRun) -> Findings:
     """Find growth over the second half: buffers and caches fill in the first."""
-    for role, place in (("rss", "Host"), ("allocated", "Device")):
-        series, least = run.find(role), run.limits["leak"]
-        if series is None or len(series) < MIN_ORDINARY or run.last_step < MIN_LEAK_STEPS:
+    places = {"rss": "Host", "allocated": "Device", "reserved": "Device"}
+    for role, place in places.items():
+        is_reserved, series = role == "reserved", run.find(role)
+        if series is None or len(series) < MIN_ORDINARY:
+            continue
+        if run.last_step < MIN_LEAK_STEPS and not is_reserved:
             continue
         late = series[len(series) // 2 :]
         course = slope(late)
+        least = RESERVED_GROWTH if is_reserved else run.limits["leak"]
         growth = 1000 * course.per_step / course.level if course.level else 0.0
         if min(growth, course.relative_change) > least and course.is_rising(RISING_P):
             yield warn(

@@ -37,6 +37,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     ),
     "rss": ("memory/cpu/rss_gib", "memory/cpu/<infix>/end/rss"),
     "allocated": ("memory/allocated_gib",),
+    "reserved": ("memory/max_reserved_gib",),
     "alloc_retries": ("memory/alloc_retries",),
     "ooms": ("memory/ooms",),
     "clipped_steps": ("optim/clipped_frac",),
