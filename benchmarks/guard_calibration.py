@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from curves import BIMODAL, HELD_OUT, TUNED, healthy
 from guard_trials import FAULT_STEP, FAULTS, Family, Outcome, per_10k, precision, recall, trial
 
-from trainer.detection import Detector, Level
+from trainer.train.detection import Detector, Level
 
 FIRST_SEED = 10_000
 """Tests use lower ones."""

@@ -25,9 +25,9 @@ import torch
 from measuring import REPOSITORY, header, own_peak_bytes, table, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.batch import StepBatch
+from trainer.data.batch import StepBatch
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 NUM_STEPS = 2
 WORKER = "--worker"
@@ -204,12 +204,12 @@ def write_inputs(directory: Path, case: Case) -> None:
 
 def train(report: Path, words: list[str]) -> None:
     """One rank of the real run; rank 0 follows the tensors of its second step."""
-    import trainer.run.main  # noqa: F401  before the process is looked at
+    import trainer.train.start.main  # noqa: F401  before the process is looked at
     from trainer.__main__ import main
-    from trainer.loop import fit
-    from trainer.loop.run import Run
     from trainer.tools.plan.fake_step import follow
     from trainer.tools.plan.live_storage import LiveStorages
+    from trainer.train import fit
+    from trainer.train.run import Run
 
     imported_bytes = psutil.Process().memory_info().rss
     step = fit.training_step

@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "unit"
 from test_meter import new_meter, result
 from toy import guard_config
 
-from trainer import metrics
-from trainer.guard.guard import Guard
-from trainer.loop.parts import StepResult, Supervision
-from trainer.tracking import Tracking
+from trainer.tracking import Tracking, metrics
+from trainer.train.guard import Guard
+from trainer.train.parts import StepResult, Supervision
 
 
 def measure(num_steps: int, run_dir: Path) -> dict[str, float]:

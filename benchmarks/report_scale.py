@@ -35,9 +35,9 @@ SWIFT_KEYS = (
 READ = """
 import json, sys, time
 from pathlib import Path
-from trainer.report.analyse import analyse
-from trainer.report.page import as_page
-from trainer.report.readers import read_run
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.page import as_page
+from trainer.tools.report.readers import read_run
 before, cpu_before = time.perf_counter(), time.process_time()
 log = read_run(Path(sys.argv[1]))
 read_s = time.perf_counter() - before

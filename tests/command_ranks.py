@@ -103,8 +103,8 @@ class CommandRanks:
 def _serve(rank: int, connection: Connection) -> None:
     import torch
 
-    from trainer.run import end, inputs
     from trainer.runtime import distributed
+    from trainer.train.start import end, inputs
 
     torch.set_num_threads(1)
     end.write_final_report = lambda run_dir: None  # half a second, and not what is compared
@@ -129,7 +129,7 @@ def _serve(rank: int, connection: Connection) -> None:
 
 def _run(rank: int, num_ranks: int, start: CommandStart) -> int:
     from trainer.__main__ import main
-    from trainer.loop import fit
+    from trainer.train import fit
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(start.port), HF_HUB_OFFLINE="1")

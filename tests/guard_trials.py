@@ -10,7 +10,7 @@ from functools import partial
 import curves
 from curves import Curve, healthy
 
-from trainer.detection import Anomaly, Detector, Level
+from trainer.train.detection import Anomaly, Detector, Level
 
 FAULT_STEP = 1500
 WATCHED_STEPS = 300

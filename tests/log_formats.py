@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.report.run_log import Series
+from trainer.tools.report.run_log import Series
 
 Curves = Mapping[str, Series]
 HF_NAMES = {

@@ -85,9 +85,9 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
-    from trainer.metrics import UnknownMetricWarning
     from trainer.runtime import distributed
     from trainer.runtime.heartbeat import Heartbeat
+    from trainer.tracking.metrics import UnknownMetricWarning
 
     torch.set_num_threads(1)
     warnings.simplefilter("error", UnknownMetricWarning)

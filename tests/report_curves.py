@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.report.run_log import CheckpointState, RunLog, Series
+from trainer.tools.report.run_log import CheckpointState, RunLog, Series
 
 Values = NDArray[np.float64]
 BURSTS = (

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from report_curves import swift_run
 
-from trainer.report.analyse import analyse
-from trainer.report.result import (
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.result import (
     Anomaly,
     CheckItem,
     Finding,
@@ -22,7 +22,7 @@ from trainer.report.result import (
     Report,
     Throughput,
 )
-from trainer.report.run_log import CheckpointState, RunLog, Series, ServingCheck
+from trainer.tools.report.run_log import CheckpointState, RunLog, Series, ServingCheck
 
 SEED = 3
 DIRECTIONS = {
@@ -263,7 +263,7 @@ def examples() -> dict[str, tuple[Report, RunLog]]:
 
 
 if __name__ == "__main__":
-    from trainer.report.page import as_page
+    from trainer.tools.report.page import as_page
 
     for name, pair in examples().items():
         Path(sys.argv[1], f"{name}.html").write_text(as_page([pair]), encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy as np
 from grpo_curves import HISTORY_COLUMNS, controller_histories, write_history
 from numpy.typing import NDArray
 
-from trainer.report.run_log import Series
+from trainer.tools.report.run_log import Series
 
 Floats = NDArray[np.float64]
 Generator = np.random.Generator

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
-from trainer.report.run_log import LogEvent, RunLog, Series, ServingCheck
+from trainer.tools.report.run_log import LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
 RNG = np.random.default_rng(SEED)

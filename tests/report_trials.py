@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from report_families import FAMILIES, Curves, Family
 
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
 
 Generator = np.random.Generator
 LEAST_ONSET, ONSET_SHARE = 10, 0.02

@@ -14,20 +14,20 @@ from transformers import AutoConfig
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.data.loader import TrainLoader, ValidationBatches
-from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.guard import Guard
-from trainer.loop.fit import fit
-from trainer.loop.meter import Meter, Plan
-from trainer.loop.run import Cadence, Run
 from trainer.model import assemble, flops
 from trainer.model.pretrained import ModelSource
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, clipped_step
 from trainer.optim.schedule import LrSchedule
-from trainer.progress import LoopState, Position
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.progress import LoopState, Position
 from trainer.runtime.signals import StopRequest
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.fit import fit
+from trainer.train.guard import Guard
+from trainer.train.meter import Meter, Plan
+from trainer.train.run import Cadence, Run
 
 VOCAB = 160
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -28,14 +28,14 @@ from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule, Share
-from trainer.loop import step
-from trainer.loop.fit import fit
-from trainer.loop.run import Cadence, Run
 from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
-from trainer.progress import History, Position
 from trainer.runtime.distributed import World
+from trainer.runtime.progress import History, Position
 from trainer.runtime.signals import StopRequest
+from trainer.train import step
+from trainer.train.fit import fit
+from trainer.train.run import Cadence, Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer import mirror
 from trainer.checkpoint import finished, fsio, layout
 from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.lock import is_given_back
+from trainer.tools import mirror
 from trainer.tools.verify import equality
 from trainer.tools.verify.equality import Comparison
 from trainer.tracking import events_file, histories

@@ -186,7 +186,7 @@ def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
     """In this process: the signal comes within the step, counted from 1; before a SIGKILL the
     saves of earlier steps are made whole.
     """
-    from trainer.loop import fit
+    from trainer.train import fit
 
     whole = fit.training_step
 

@@ -1,5 +1,5 @@
 """`python -m trainer [overrides]`: compose the configuration, run, leave with the documented exit
-code (floor 5).
+code.
 
 Nothing here imports torch before the configuration is known to be right.
 """
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from trainer.cli.__main__ import listing
 from trainer.config import Config, ConfigError, parse_duration_s
 from trainer.errors import EXIT_USAGE
-from trainer.run.compose import CONF_DIR, USAGE, load_config, with_recipe
+from trainer.train.start.compose import CONF_DIR, USAGE, load_config, with_recipe
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +62,7 @@ def _run(config: Config) -> int:
                 f"{call('train 1 …')}, or set it to null"
             )
         with uncollected():
-            from trainer.run.main import run
+            from trainer.train.start.main import run
 
         return run(config, stop, heartbeat)
     except Exception as error:

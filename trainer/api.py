@@ -1,4 +1,4 @@
-"""The interface for scripts and notebooks (floor 5, no torch).
+"""The interface for scripts and notebooks.
 
 from trainer.api import load_config, read_metrics, train
 run = train("experiment=mine.yaml", "optim.lr=1e-5", num_ranks=8)
@@ -15,8 +15,8 @@ from typing import Any
 from trainer.checkpoint import choice
 from trainer.config import Config, ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.run import compose
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+from trainer.train.start import compose
 
 __all__ = ["ConfigError", "RunDirectory", "TrainingError", "load_config", "read_metrics", "train"]
 

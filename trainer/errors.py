@@ -1,4 +1,4 @@
-"""Exit codes, and the errors that have one of their own (floor 0)."""
+"""Exit codes, and the errors that have one of their own."""
 
 EXIT_DONE = 0
 EXIT_CRASH = 1

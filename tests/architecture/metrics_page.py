@@ -4,8 +4,8 @@ writes it.
 
 from pathlib import Path
 
-from trainer.metrics import FOREIGN, METRICS
-from trainer.metrics.words import Metric
+from trainer.tracking.metrics import FOREIGN, METRICS
+from trainer.tracking.metrics.words import Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 GROUPS = {

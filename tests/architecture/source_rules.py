@@ -7,27 +7,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-FLOORS = {
-    name: floor
-    for floor, names in enumerate(
-        (
-            "trainer config errors progress metrics",
-            "batch losses weights weight_files sampled_weights adapter_names runtime detection",
-            "data model optim checkpoint monitor guard tracking quickstart",
-            "loop mirror report",
-            "run",
-            "__main__ api cli launch tools checkpoint_tools",
-        )
-    )
-    for name in names.split()
-}
+CORE = "errors config runtime tracking quickstart data model optim checkpoint train"
+"""Packages of the core, from the ground up: each imports only those before it."""
+ENTRIES = "__main__ api cli launch tools"
+"""Packages on top of the core. They may import each other, within the rule of the tools."""
+FLOORS = {name: floor for floor, name in enumerate(CORE.split())}
+FLOORS |= dict.fromkeys(ENTRIES.split(), len(FLOORS)) | {"trainer": 0}
 TOOLS = {
-    "evaluate": "adapter_names checkpoint config data errors model run runtime tracking weights",
-    "plan": "batch checkpoint config errors launch model optim run runtime",
-    "verify": "checkpoint config data errors launch mirror model run runtime tracking",
+    "evaluate": "checkpoint config data errors model runtime tracking train.start",
+    "mirror": "checkpoint config errors runtime tracking",
+    "plan": "checkpoint config data errors launch model optim runtime train.start",
+    "report": "checkpoint config errors runtime tracking train.detection",
+    "verify": "checkpoint config data errors launch model runtime tracking train.start",
 }
-"""Each tool, and the packages it may import beside itself: readers of what a run leaves, and
-what it measures.
+"""Each tool, and the packages it may import besides itself: readers of the files of a run, and what
+the tool measures.
 """
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
@@ -37,22 +31,10 @@ Sources = dict[str, str]
 """Dotted module name -> source text."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a module stands: its floor, and the package that may know itself."""
-
-    floor: int
-    group: str
-
-
-def place_of(module: str) -> Place:
-    """Raises `KeyError` for a file that has no floor yet: docs/architecture.md says where packages
-    stand.
-    """
-    _, _, head = module.partition(".")
-    head = head.split(".")[0] or "trainer"
-    floor = FLOORS[head]
-    return Place(floor, "entry" if floor == 5 else head)
+def floor_of(module: str) -> int:
+    """Raise `KeyError` for a package that has no floor yet: docs/architecture.md names the floors."""
+    _, _, inner = module.partition(".")
+    return FLOORS[inner.split(".")[0] or "trainer"]
 
 
 def module_name(relative_path: str) -> str:
@@ -86,22 +68,14 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
 
 
 def upward_imports(sources: Sources) -> list[str]:
-    """Imports of a higher floor, or of a neighbour on the same one."""
+    """Imports of a package on a higher floor."""
     found = []
     for module, source in sources.items():
-        place = place_of(module)
         for item in imports_of(module, source, sources):
-            if item.target.split(".")[0] != "trainer" or item.target == "trainer":
+            if not item.target.startswith("trainer."):
                 continue
-            other = place_of(item.target)
-            if other.floor > place.floor:
-                found.append(
-                    f"{module}:{item.line}: F{place.floor} imports {item.target} of F{other.floor}"
-                )
-            elif other.floor == place.floor and other.group != place.group:
-                found.append(
-                    f"{module}:{item.line}: {place.group} knows its neighbour {item.target}"
-                )
+            if floor_of(item.target) > floor_of(module):
+                found.append(f"{module}:{item.line}: imports {item.target} of a higher floor")
     return found
 
 
@@ -122,9 +96,13 @@ def misplaced_tools(sources: Sources) -> list[str]:
                 found.append(f"{module}:{item.line}: only cli/ imports the tool {tool}")
             if own is not None and tool not in (None, own):
                 found.append(f"{module}:{item.line}: the tool {own} imports the tool {tool}")
-            if own is not None and tool is None and target[1] not in TOOLS[own].split():
+            if own is not None and tool is None and not _is_allowed(own, item.target):
                 found.append(f"{module}:{item.line}: the tool {own} may not import {item.target}")
     return found
+
+
+def _is_allowed(tool: str, target: str) -> bool:
+    return any(f"{target}.".startswith(f"trainer.{name}.") for name in TOOLS[tool].split())
 
 
 def import_cycle(sources: Sources) -> list[str]:

@@ -24,7 +24,7 @@ from config_table import (
 from test_floors import python_files
 
 from trainer.config import Config, TrainerConfig, known_keys
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 README = REPOSITORY / "README.md"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]

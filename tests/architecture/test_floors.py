@@ -26,17 +26,17 @@ FREE_OF_TORCH = (
     "trainer.tools.verify.checks",
     "trainer.tools.verify.runs",
     "trainer.launch.__main__",
-    "trainer.mirror.__main__",
-    "trainer.checkpoint_tools.listing",
+    "trainer.tools.mirror.__main__",
+    "trainer.cli.listing",
     "trainer.launch.requirements",
     "trainer.__main__",
 )
 STEP_FILES = (
-    "trainer/batch.py",
-    "trainer/loop/fit.py",
-    "trainer/loop/parts.py",
-    "trainer/loop/run.py",
-    "trainer/loop/step.py",
+    "trainer/data/batch.py",
+    "trainer/train/fit.py",
+    "trainer/train/parts.py",
+    "trainer/train/run.py",
+    "trainer/train/step.py",
     "trainer/data/loader.py",
     "trainer/data/batch_plan.py",
     "trainer/model/attention.py",
@@ -44,23 +44,23 @@ STEP_FILES = (
     "trainer/model/head.py",
     "trainer/model/packed_lm.py",
     "trainer/model/parallelize.py",
-    "trainer/guard/guard.py",
-    "trainer/monitor/memory.py",
-    "trainer/monitor/clock.py",
-    "trainer/loop/meter.py",
-    "trainer/monitor/packet.py",
-    "trainer/monitor/validation.py",
+    "trainer/train/guard.py",
+    "trainer/train/memory.py",
+    "trainer/train/clock.py",
+    "trainer/train/meter.py",
+    "trainer/train/packet.py",
+    "trainer/train/validation.py",
     "trainer/optim/adamw.py",
     "trainer/optim/clip.py",
     "trainer/optim/schedule.py",
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host "
+    "trainer/data/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host "
     "memory",
-    "trainer/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in "
+    "trainer/data/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in "
     "host memory",
-    "trainer/monitor/packet.py:Packet.read": "the one wait of a training or a validation step",
+    "trainer/train/packet.py:Packet.read": "the one wait of a training or a validation step",
     "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before "
     "the first step",
 }
@@ -82,7 +82,7 @@ def sources() -> rules.Sources:
 
 
 def test_every_file_stands_on_a_floor(sources: rules.Sources) -> None:
-    assert {rules.place_of(module).floor for module in sources} == {0, 1, 2, 3, 4, 5}
+    assert {rules.floor_of(module) for module in sources} == set(rules.FLOORS.values())
 
 
 def test_no_file_imports_upward(sources: rules.Sources) -> None:
@@ -165,10 +165,10 @@ CAUGHT = {
     "an upward import": (
         lambda text: rules.upward_imports({"trainer.data.rows": text}),
         [
-            "from trainer.loop import step",
+            "from trainer.train import step",
             "def read():\n    from trainer.checkpoint import fsio",
             "from ..checkpoint import fsio",
-            "import importlib\nimportlib.import_module('trainer.tracking.facade')",
+            "import importlib\nimportlib.import_module('trainer.checkpoint.fsio')",
         ],
     ),
     "a tool that is imported by others": (
@@ -177,7 +177,7 @@ CAUGHT = {
     ),
     "an import that a tool may not make": (
         lambda text: rules.misplaced_tools({"trainer.tools.plan.memory": text}),
-        ["from trainer.tools.verify import runs", "from trainer.loop import step"],
+        ["from trainer.tools.verify import runs", "from trainer.train import step"],
     ),
     "an import cycle": (
         lambda text: rules.import_cycle({"trainer.a": text, "trainer.b": "import trainer.a"}),

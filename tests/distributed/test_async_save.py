@@ -25,10 +25,10 @@ from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, ResumableError
-from trainer.guard.guard import Decision, Guard
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
 from trainer.runtime.signals import StopRequest
+from trainer.train.guard import Decision, Guard
 
 WRITER = "checkpoint"
 FAILED = "checkpoint/failed_in_a_row"

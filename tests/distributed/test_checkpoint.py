@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
-from trainer.loop.run import RateState
 from trainer.optim.schedule import LrSchedule
+from trainer.train.run import RateState
 
 
 @pytest.fixture(scope="module")

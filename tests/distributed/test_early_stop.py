@@ -15,9 +15,9 @@ from trainer.checkpoint import layout
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE
-from trainer.guard.guard import Guard
-from trainer.loop.run import Cadence
 from trainer.runtime.distributed import World
+from trainer.train.guard import Guard
+from trainer.train.run import Cadence
 
 NUM_STEPS = 40
 

@@ -12,8 +12,8 @@ from toy_runs import StopsAfter
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
-from trainer.loop.fit import fit, validate
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.train.fit import fit, validate
 
 DROPOUTS = {"dropout": 0.5, "plain": 0.0}
 

@@ -81,8 +81,7 @@ def spoil_a_gradient() -> None:
     """In every rank: the norm of one step is no number, once, and the guard gives up at the
     first such step.
     """
-    from trainer.guard import guard
-    from trainer.loop import step
+    from trainer.train import guard, step
 
     guard.NONFINITE_LIMITS = ((1, 1),)
     whole, calls = step.local_square_sum, iter(range(1, 100))

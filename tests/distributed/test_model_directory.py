@@ -108,7 +108,7 @@ CASES = short_or_full(
 
 def disturb_after(step: int, change: Any, model: Path) -> None:
     """In every rank; the first makes the change when the step is done, before it is saved."""
-    from trainer.loop import fit
+    from trainer.train import fit
 
     whole = fit.training_step
 
@@ -165,7 +165,7 @@ def test_exports_are_those_of_an_undisturbed_run(
 
 def change_while_starting(model: Path) -> None:
     """In every rank; the first changes the tokenizer once the weights are loaded."""
-    from trainer.run import main
+    from trainer.train.start import main
 
     whole = main.build_model
 

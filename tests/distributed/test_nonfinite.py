@@ -11,10 +11,10 @@ import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
 
-from trainer.batch import LossOutput
+from trainer.data.batch import LossOutput
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
-from trainer.loop import fit
-from trainer.loop.step import StepResult, training_step
+from trainer.train import fit
+from trainer.train.step import StepResult, training_step
 
 
 def train_poisoned(

@@ -19,8 +19,8 @@ from test_lora import words as words
 
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.config import ConfigError
-from trainer.report.readers import read_run
 from trainer.tools.evaluate.prove import Certificate, prove_serving
+from trainer.tools.report.readers import read_run
 
 STEP = "global_step_4"
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"

@@ -11,15 +11,15 @@ from ranks import run_ranks
 from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
-from trainer.loop import parts, step
-from trainer.loop.fit import fit
-from trainer.losses import LOSSES, Loss, cross_entropy
-from trainer.metrics import METRICS, put
-from trainer.metrics.table import PHASES
-from trainer.metrics.words import Metric
+from trainer.model.losses import LOSSES, Loss, cross_entropy
 from trainer.optim import clip
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
+from trainer.tracking.metrics import METRICS, put
+from trainer.tracking.metrics.table import PHASES
+from trainer.tracking.metrics.words import Metric
+from trainer.train import parts, step
+from trainer.train.fit import fit
 
 NUM_STEPS = 3
 STALL_S = 0.05

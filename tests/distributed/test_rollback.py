@@ -23,10 +23,10 @@ from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
 from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
-from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.guard import Decision, Guard
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.guard import Decision, Guard
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
 TARGET_STEP = 180

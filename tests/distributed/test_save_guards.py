@@ -17,7 +17,7 @@ from trainer.checkpoint import fsio, layout, save
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.errors import CannotWriteError
-from trainer.progress import History, Position
+from trainer.runtime.progress import History, Position
 
 STAGED_BY_OTHER = ".staging_global_step_9.0a1b2c3d"
 

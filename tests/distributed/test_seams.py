@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 from toy import differing, write_model_config
 from toy_runs import Recipe, Result, StopsAfter, run
 
-from trainer.batch import StepBatch
 from trainer.checkpoint import layout
 from trainer.config import OptimConfig
+from trainer.data.batch import StepBatch
 from trainer.errors import EXIT_RESUMABLE
-from trainer.loop.parts import Part
-from trainer.loop.run import PARTS, Run
-from trainer.losses import LOSSES, Loss
-from trainer.monitor.packet import Packet
+from trainer.model.losses import LOSSES, Loss
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
-from trainer.progress import ALL, OWN
+from trainer.runtime.progress import ALL, OWN
+from trainer.train.packet import Packet
+from trainer.train.parts import Part
+from trainer.train.run import PARTS, Run
 
 SMOOTHING = 0.1
 CHOICES = (

@@ -18,13 +18,13 @@ from toy import (
 from toy_runs import Recipe, Result, StopsAfter, run
 
 from trainer.config import ConfigError
-from trainer.guard.evidence import EvidenceKeeper
-from trainer.loop.step import accumulate, training_step
-from trainer.losses import LOSSES
 from trainer.model import head_exchange, selfcheck
 from trainer.model.assemble import design_model
-from trainer.run.compose import load_config
+from trainer.model.losses import LOSSES
 from trainer.runtime.distributed import World
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.start.compose import load_config
+from trainer.train.step import accumulate, training_step
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied head": ("qwen2", {}, {}),

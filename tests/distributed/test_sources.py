@@ -14,14 +14,14 @@ from test_seams import StopsAfter
 from toy import build_toy_model, write_model_config
 from toy_runs import Recipe, Result, run
 
-from trainer.batch import document_sums
+from trainer.data.batch import document_sums
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.loader import ValidationBatches, pack
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE
-from trainer.loop.run import Cadence
-from trainer.run.compose import load_config
-from trainer.run.inputs import Inputs, prepare_inputs
+from trainer.train.run import Cadence
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import Inputs, prepare_inputs
 
 STEPS, LOSS_BY = 4, ("train/loss_by/chats", "train/loss_by/answers")
 

@@ -18,8 +18,8 @@ from trainer.config import ConfigError, TrainerConfig
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
-from trainer.loop.run import Cadence
 from trainer.runtime.signals import StopRequest
+from trainer.train.run import Cadence
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 import whole_runs
 from runs import REPOSITORY, SMALL, environment
 
-from trainer.metrics import METRICS, find
-from trainer.metrics.table import PHASES
 from trainer.tracking import read_metrics
+from trainer.tracking.metrics import METRICS, find
+from trainer.tracking.metrics.table import PHASES
 
 NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")
 NOT_ALWAYS = {

@@ -30,8 +30,8 @@ from page_commands import NEEDS, OURS, PAGES, blocks_of, commands_in
 from trainer import api
 from trainer.cli import __main__ as commands
 from trainer.launch import __main__ as launch
-from trainer.run.compose import load_config
 from trainer.tracking import Tracking
+from trainer.train.start.compose import load_config
 
 LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account"}
 """What CI has not; a page names it behind a command as `[needs …]`."""

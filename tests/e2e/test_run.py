@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.run.compose import load_config
 from trainer.runtime.distributed import free_port
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
+from trainer.train.start.compose import load_config
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 

@@ -14,11 +14,11 @@ from fake_step import Case, fake_world, on_meta_device
 from toy import write_model_config
 
 from trainer.model import load, parallelize
-from trainer.run.compose import load_config
 from trainer.runtime.distributed import World
 from trainer.tools.plan import fake_step as planner
 from trainer.tools.plan import memory
 from trainer.tools.plan.fake_step import Measured
+from trainer.train.start.compose import load_config
 
 LIMITS = ("data.max_length=512", "data.max_token_len_per_gpu=512", "data.train_batch_size=64")
 

@@ -19,8 +19,8 @@ from trainer.checkpoint import shards
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.data.loader import ValidationBatches
-from trainer.loop.fit import validate
-from trainer.loop.step import training_step
+from trainer.train.fit import validate
+from trainer.train.step import training_step
 
 
 class Writer:

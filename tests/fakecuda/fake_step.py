@@ -33,15 +33,15 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import ToySamples, model_config, toy_run, write_model_config
 
-from trainer.batch import StepBatch
 from trainer.config import ModelConfig
+from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
-from trainer.loop.run import Run
-from trainer.loop.step import training_step
 from trainer.model import assemble, load, packed_lm, parallelize
-from trainer.monitor.packet import Packet, Totals
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
+from trainer.train.packet import Packet, Totals
+from trainer.train.run import Run
+from trainer.train.step import training_step
 
 LOCAL_RANK = 3
 """Of rank 0 here: what asks for device 0 asks for another than its own."""

@@ -39,12 +39,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.checkpoint import layout, rollback
 from trainer.checkpoint.save import Agreement
-from trainer.monitor.packet import Packet, Totals
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import load_config
-from trainer.run.main import run
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
+from trainer.train.packet import Packet, Totals
+from trainer.train.start.compose import load_config
+from trainer.train.start.main import run
 
 
 class OnCard(TorchDispatchMode):

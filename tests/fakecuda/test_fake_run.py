@@ -65,7 +65,7 @@ def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Any,
     assert sum(copy["bytes"] for copy in copies) == 2 * state, "two saves"
     others = [copy for copy in save["copies"] if copy not in copies]
     assert {(c["way"], c["how"]) for c in others} == {("cpu to cuda", "async")}
-    batches = [copy["host"] for copy in others if "trainer/batch.py" in copy["where"]]
+    batches = [copy["host"] for copy in others if "trainer/data/batch.py" in copy["where"]]
     assert batches == ["pinned"] * 6 * (2 * 2 + 3 * 3), (
         "micro-batches of two steps, and of a validation of 24 samples"
     )

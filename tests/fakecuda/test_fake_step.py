@@ -101,7 +101,10 @@ def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Any, name: s
     """The batch does; the handful of numbers that goes into the sum over ranks does not."""
     to_card = [copy for copy in steps(name)["copies"] if copy["way"] == "cpu to cuda"]
     assert (
-        sum("trainer/batch.py" in copy["where"] and copy["host"] == "pinned" for copy in to_card)
+        sum(
+            "trainer/data/batch.py" in copy["where"] and copy["host"] == "pinned"
+            for copy in to_card
+        )
         == 2 * 6
     )
     assert all(copy["bytes"] <= 256 for copy in to_card if copy["host"] == "pageable")
@@ -132,7 +135,7 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Any) -> None:
     moved = Counter[str]()
     for copy in step["copies"]:
         if not copy["where"].startswith(
-            ("trainer/batch.py", "trainer/monitor/packet.py", "trainer/optim/clip.py")
+            ("trainer/data/batch.py", "trainer/train/packet.py", "trainer/optim/clip.py")
         ):
             moved[copy["way"]] += copy["bytes"]
     once, layers = step["num_micro_batches"] * 4 // 8, sum(step["layer_numels"])
@@ -157,7 +160,7 @@ def test_inputs_of_layers_go_and_come_beside_the_step(steps: Any) -> None:
 
 def test_a_value_that_the_host_reads_is_found(steps: Any) -> None:
     (where,) = steps("reads")["reads"]
-    assert where.startswith("aten._local_scalar_dense.default at trainer/loop/step.py:accumulate")
+    assert where.startswith("aten._local_scalar_dense.default at trainer/train/step.py:accumulate")
 
 
 @pytest.mark.parametrize("name", CASES)

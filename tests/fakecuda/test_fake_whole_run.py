@@ -71,7 +71,7 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> 
             assert operation == "aten._local_scalar_dense.default"
             reads[phase, place] += number
     evidence = (
-        {("train", "trainer/guard/evidence.py:_sample_losses"): 2 * 4} if name == SHARED else {}
+        {("train", "trainer/train/evidence.py:_sample_losses"): 2 * 4} if name == SHARED else {}
     )
     assert reads == {("save", "trainer/checkpoint/manager.py:_is_finite"): 2, **evidence}
     assert run["evidence"] == (["step_4.json"] if name == SHARED else [])
@@ -85,7 +85,7 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: st
             ("cpu to cuda", "async")
         }
         batches = [
-            copy for copy in noted(run, "copies", phase) if "trainer/batch.py" in copy["where"]
+            copy for copy in noted(run, "copies", phase) if "trainer/data/batch.py" in copy["where"]
         ]
         assert batches and {copy["host"] for copy in batches} == {"pinned"}
     small = [copy["bytes"] for copy in noted(run, "copies", "train") if copy["host"] == "pageable"]

@@ -43,12 +43,12 @@ from whole_runs import Attempt, tiny_model
 from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.storage import Storage
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
-from trainer.mirror.contents import look
-from trainer.mirror.storage import Storage
-from trainer.run.compose import load_config
+from trainer.tools.mirror.contents import look
+from trainer.train.start.compose import load_config
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WORLD_SIZES = (1, 2, 2, 2, 3)
@@ -287,7 +287,7 @@ def _with_mirror(current: Run) -> Iterator[None]:
 def _kill_mirrors() -> None:
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "trainer.mirror" in process.cmdline():
+            if "trainer.tools.mirror" in process.cmdline():
                 process.kill()
 
 

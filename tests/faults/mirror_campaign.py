@@ -39,9 +39,9 @@ from mirror_faults import KINDS, FaultyStorage, Killed, campaign, restored, uplo
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
+from trainer.checkpoint.storage import StorageError
 from trainer.errors import ResumableError
-from trainer.mirror import restore, upload
-from trainer.mirror.storage import StorageError
+from trainer.tools.mirror import restore, upload
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "mirror_faults.json"
 NUM_FAULTS, LAST_FAULT, MAX_TRIES = 10, 120, 60

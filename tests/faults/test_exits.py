@@ -50,7 +50,7 @@ def assert_given_back(run_dir: Path, code: int) -> None:
 
 
 def crash_in_third_step() -> None:
-    from trainer.loop import fit
+    from trainer.train import fit
 
     step = fit.training_step
 

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.launch import mirroring
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
-from trainer.run.compose import load_config
 from trainer.runtime.signals import heeded_signals
 from trainer.tracking import read_metrics
+from trainer.train.start.compose import load_config
 
 NUMBERS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss", "train/total_token_count")
 
@@ -152,7 +152,7 @@ LAUNCH = """
 import sys, time
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 with mirrored(load_config(sys.argv[1:]), NodeLayout()) as refusal:
     print(refusal, flush=True)
     time.sleep(60)

@@ -25,11 +25,11 @@ from whole_runs import run, started, tiny_model
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, EXIT_USAGE
 from trainer.quickstart import TRAIN_FILE
-from trainer.run.compose import load_config
-from trainer.run.inputs import prepare_inputs
-from trainer.run.preflight import TEMPLATES
 from trainer.runtime.distributed import free_port
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import prepare_inputs
+from trainer.train.start.preflight import TEMPLATES
 
 REFUSED_WITHIN_S = 5.0
 LIMIT_S = 120.0

@@ -52,7 +52,7 @@ def start(base: tuple[str, ...], tmp_path: Path) -> Start:
 
 def expire_in_step(step: int) -> None:
     """In this process: `trainer.max_time` is over within the step."""
-    from trainer.loop import fit
+    from trainer.train import fit
 
     whole = fit.training_step
 
@@ -66,7 +66,7 @@ def expire_in_step(step: int) -> None:
 
 def learn_nothing() -> None:
     """In this process: no validation is better than the first."""
-    from trainer.guard import guard
+    from trainer.train import guard
 
     guard.EARLY_STOP_MIN_DELTA = 100.0
 
@@ -78,7 +78,7 @@ def learn_nothing_and_stop_in_step(step: int) -> None:
 
 def stop_in_validation(count: int) -> None:
     """In this process: the signal comes within its `count`-th validation."""
-    from trainer.monitor.validation import Validation
+    from trainer.train.validation import Validation
 
     begin, seen = Validation.__init__, []
 
@@ -189,7 +189,7 @@ ENDS = {
     "before the pointer moves": ("trainer.checkpoint.layout", "publish"),
     "before rotation": ("trainer.checkpoint.retention", "rotate"),
     "before the trackers close": ("trainer.tracking:Tracking", "finish"),
-    "before the report": ("trainer.run.end", "write_final_report"),
+    "before the report": ("trainer.train.start.end", "write_final_report"),
     "before the end is recorded": ("trainer.checkpoint.finished", "write"),
     "before the lock is given back": ("trainer.checkpoint.lock:RunLock", "release"),
 }

@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
-from trainer.run.compose import load_config
-from trainer.run.inputs import prepare_data_alone
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import prepare_data_alone
 
 pytestmark = [
     pytest.mark.verl,

@@ -20,7 +20,7 @@ from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, checkpoint_manager, save_now, trainer_config
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from trainer.loop.fit import fit
+from trainer.train.fit import fit
 
 pytestmark = [
     pytest.mark.verl,

@@ -14,7 +14,7 @@ from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, WARMUP_STEPS
 from transformers import AutoModelForCausalLM
 
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import as_word
+from trainer.train.start.compose import as_word
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "family": ("qwen2", "llama", "qwen3_moe", "gemma3_text", "gemma2", "mistral", "qwen3_next"),

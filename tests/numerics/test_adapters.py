@@ -19,15 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, differing, model_config, relative, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.checkpoint import shards
 from trainer.config import ConfigError
 from trainer.model import adapters, assemble, flops, lora_layers, new_tokens, packed_lm, source
+from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.model.pretrained import ModelSource
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import load_config
 from trainer.tools.plan.live_storage import FROZEN
 from trainer.tools.plan.memory import plan_memory
+from trainer.train.start.compose import load_config
 
 
 def write_adapter(model: Any, path: Path, **settings: Any) -> str:

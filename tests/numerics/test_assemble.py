@@ -28,9 +28,9 @@ from trainer.model import attention, packed_lm
 from trainer.model.assemble import design_model
 from trainer.model.packed_lm import notes
 from trainer.model.pretrained import ModelSource
-from trainer.run import inputs
-from trainer.run.compose import load_config
 from trainer.runtime import seeding
+from trainer.train.start import inputs
+from trainer.train.start.compose import load_config
 
 
 def outcome(world: Any, source: ModelSource, attend: Any, *, choice: str = "auto") -> str:

@@ -31,8 +31,8 @@ from trainer.data.loader import pack
 from trainer.model import attention, parallelize
 from trainer.model.attention import packed_attention
 from trainer.model.pretrained import ModelSource
-from trainer.run.compose import load_config
 from trainer.tools.plan.memory import plan_memory
+from trainer.train.start.compose import load_config
 
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
 NAMES = (

@@ -22,10 +22,10 @@ from toy_runs import Recipe, Result, begun, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import layout
-from trainer.loop.fit import fit
 from trainer.model import packed_lm
 from trainer.model.experts import Routers
 from trainer.runtime import seeding
+from trainer.train.fit import fit
 
 STEPS, COEFFICIENT = 4, 0.5
 RECIPE = Recipe(total_steps=4)

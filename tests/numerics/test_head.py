@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, write_model_config
 
 from trainer.data.loader import pack
-from trainer.losses import LOSSES
 from trainer.model import head as head_module
 from trainer.model.head import LossHead, train
+from trainer.model.losses import LOSSES
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 

@@ -18,8 +18,8 @@ from toy import ToySamples, differing, full_parameters, relative, short_run, wri
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch_plan import Schedule, Share
-from trainer.loop.run import Run
 from trainer.runtime import seeding
+from trainer.train.run import Run
 
 STEPS = short_or_full(4, full=8)
 PAIRS = [(size, number) for size in (1, 2, 4) for number in (1, 4, 16)]

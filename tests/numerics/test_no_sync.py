@@ -11,8 +11,8 @@ import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
-from trainer.loop.step import training_step
-from trainer.monitor.packet import Packet, Totals
+from trainer.train.packet import Packet, Totals
+from trainer.train.step import training_step
 
 
 @pytest.mark.gpu

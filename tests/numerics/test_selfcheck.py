@@ -19,9 +19,9 @@ from test_rope import DYNAMIC, LONGROPE
 from toy import build_toy_model, write_model_config
 from transformers import PretrainedConfig
 
-from trainer.losses import LOSSES, Loss, cross_entropy, dft
 from trainer.model import attention, head, norm, packed_lm, rope, selfcheck
 from trainer.model.attention import DocumentLengths
+from trainer.model.losses import LOSSES, Loss, cross_entropy, dft
 from trainer.model.norm import rms_norm
 from trainer.model.pretrained import ModelSource
 

@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.mirror import restore, upload
-from trainer.mirror.storage import Storage, StorageError
+from trainer.tools.mirror import restore, upload
 
 URL = "memory://bucket/run"
 KINDS = ("killed before", "killed after", "killed within", "refused", "cut", "late")

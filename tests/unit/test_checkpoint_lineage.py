@@ -13,7 +13,7 @@ from trainer.checkpoint.lineage import (
     describe_run,
 )
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1"}
 VALUES |= {"other_parts": "o1", "torch": "2.13"}

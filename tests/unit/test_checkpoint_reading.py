@@ -13,7 +13,7 @@ from checkpoint_fakes import commit, expected_files, save
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.reading import pinned
-from trainer.checkpoint_tools import listing
+from trainer.cli import listing
 
 
 def inspected(run_dir: Path, step: int) -> layout.CheckpointInfo:

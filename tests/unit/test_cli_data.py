@@ -12,8 +12,8 @@ from source_files import NUM_ANSWERS, answers, chats, words, write_sources
 
 from trainer.cli.data import main
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import load_config
-from trainer.run.inputs import prepare_inputs
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import prepare_inputs
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from page_text import Page
 from trainer.cli import report
 from trainer.cli.arguments import write_file
 from trainer.errors import CannotWriteError
-from trainer.report import analyse as analysis
-from trainer.report.result import Report
+from trainer.tools.report import analyse as analysis
+from trainer.tools.report.result import Report
 
 Call = Callable[..., tuple[int, str, str]]
 

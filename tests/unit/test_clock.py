@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.monitor.clock import PhaseClock, TraceFile
+from trainer.train.clock import PhaseClock, TraceFile
 
 CPU = torch.device("cpu")
 

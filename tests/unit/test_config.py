@@ -14,7 +14,7 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import ConfigError, GuardRule, known_keys, parse_recorded
-from trainer.run.compose import as_word, load_config
+from trainer.train.start.compose import as_word, load_config
 
 
 def error_of(*overrides: str) -> str:

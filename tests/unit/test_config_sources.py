@@ -5,7 +5,7 @@ every mistake named.
 import pytest
 
 from trainer.config import ConfigError, RowKeys, Source, sources_of
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 DEFAULTS = {
     "repeat": 1.0,

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from trainer.data.files import resolve_files
 from trainer.data.readers import iter_rows
 from trainer.errors import DataError
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 OLD, NEW = "1" * 40, "2" * 40
 FILES = {

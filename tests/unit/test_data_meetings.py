@@ -19,8 +19,8 @@ from trainer.data.prepare import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.show import announce
 from trainer.errors import DataError
-from trainer.run.compose import load_config
-from trainer.run.inputs import Inputs, prepare_inputs
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import Inputs, prepare_inputs
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
 

@@ -10,7 +10,7 @@ from trainer.data.batch_plan import Schedule, Share, held_out_rows
 from trainer.data.samples import Samples, SourceSamples
 from trainer.data.show import source_facts
 from trainer.errors import DataError
-from trainer.progress import Position
+from trainer.runtime.progress import Position
 
 MIXES = pytest.mark.parametrize(
     "shares",

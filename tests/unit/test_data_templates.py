@@ -10,9 +10,9 @@ from prepared import supervised
 from tokenizers import AddedToken
 
 from trainer.config import ConfigError
-from trainer.run.compose import load_config
-from trainer.run.inputs import prepare_data, source_at
-from trainer.run.preflight import find_files, read_chat_template
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import prepare_data, source_at
+from trainer.train.start.preflight import find_files, read_chat_template
 
 USER, AGAIN = {"role": "user", "content": "How warm?"}, {"role": "user", "content": "And now?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

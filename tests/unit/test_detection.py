@@ -12,9 +12,9 @@ from curves import HELD_OUT, LOSSES, TUNED, Curve, decaying, drift, healthy, lev
 from guard_trials import watch
 
 from trainer.config import ConfigError, GuardRule
-from trainer.detection import Anomaly, Detector, Level, StepLimits, require_usable_rules
-from trainer.detection.window import RobustWindow
-from trainer.loop.step import is_left_out
+from trainer.train.detection import Anomaly, Detector, Level, StepLimits, require_usable_rules
+from trainer.train.detection.window import RobustWindow
+from trainer.train.step import is_left_out
 
 WARM = 100
 KEY = "data/pad_frac"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from curves import val_curve
 
-from trainer.detection.watches import ValidationWatch
+from trainer.train.detection.watches import ValidationWatch
 
 NUM_RUNS = 300
 

@@ -13,7 +13,7 @@ from curves import BIMODAL, HELD_OUT, TUNED
 from guard_trials import FAULTS, Family, Outcome, per_10k, precision, recall, trial
 from sweeps import short_or_full
 
-from trainer.detection import Detector, Level
+from trainer.train.detection import Detector, Level
 
 SEEDS, SEEDS_OF_TWO_KINDS = short_or_full(range(1), full=range(4)), range(6)
 """Runs of each family, and of those whose batches are of two kinds, which need more to be

@@ -23,10 +23,10 @@ from trainer.cli import doctor
 from trainer.config import Config, ConfigError
 from trainer.launch import checks as machine
 from trainer.quickstart import MODEL_DIR
-from trainer.run.compose import load_config, with_words
 from trainer.tools.plan import memory
 from trainer.tools.plan.memory import Change, MemoryPlan, planner
 from trainer.tools.verify import checks
+from trainer.train.start.compose import load_config, with_words
 
 GIB = 2**30
 ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assistant", "content": "Bye {0}"}}]}}\n'
@@ -278,7 +278,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) 
         return with_words(BASE, words)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.run.compose.load_config", composed)
+    monkeypatch.setattr("trainer.train.start.compose.load_config", composed)
     monkeypatch.setattr(memory, "planner", lambda config: lambda change: planned)
     return Scene(monkeypatch)
 

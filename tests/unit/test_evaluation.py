@@ -16,16 +16,16 @@ from trainer.checkpoint.retention import worth_keeping
 from trainer.cli import evaluate as command
 from trainer.cli import report
 from trainer.config import ConfigError
-from trainer.progress import History
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.run.compose import load_config
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations
+from trainer.runtime.progress import History
 from trainer.tools.evaluate import scorers
 from trainer.tools.evaluate.engines import vllm_rank
 from trainer.tools.evaluate.scorers import SCORERS, Question, program_of, read_questions
 from trainer.tools.evaluate.scoring import Evaluation, append_result, evaluate, interval
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
 from trainer.tracking import Tracking, read_metrics
+from trainer.train.start.compose import load_config
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 QUESTIONS = [Question([{"role": "user", "content": str(i)}], i % 3, f"q:{i}") for i in range(100)]

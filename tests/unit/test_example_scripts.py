@@ -13,7 +13,7 @@ import safetensors
 import whole_runs
 
 from trainer import api
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Start = Callable[..., str]

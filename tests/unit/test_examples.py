@@ -14,7 +14,7 @@ import yaml
 
 from trainer import errors
 from trainer.launch.ranks import NodeLayout, node_layout, parse_arguments
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 SBATCH, JOBSET = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"

@@ -10,7 +10,7 @@ from families import family_settings
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.batch import StepBatch
+from trainer.data.batch import StepBatch
 from trainer.model import flops
 
 TOKENS = 32

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run.end import write_final_report
 from trainer.tracking import Tracking
+from trainer.train.start.end import write_final_report
 
 
 def test_a_run_leaves_a_page_and_its_verdict(
@@ -26,6 +26,5 @@ def test_a_report_that_fails_is_only_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_final_report(tmp_path / "nothing")
-    assert (
-        "no report: UnreadableLogError" in caplog.text and "bash run_sft.sh report" in caplog.text
-    )
+    assert "no report: ERROR: cannot read" in caplog.text
+    assert "bash run_sft.sh report" in caplog.text

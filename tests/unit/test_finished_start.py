@@ -13,9 +13,9 @@ from checkpoint_fakes import save
 from trainer.checkpoint import finished
 from trainer.checkpoint.layout import POINTER
 from trainer.launch.checks import Launch
-from trainer.run.compose import load_config
-from trainer.run.preflight import already_complete, file_states, find_files
 from trainer.tools.verify.checks import resume
+from trainer.train.start.compose import load_config
+from trainer.train.start.preflight import already_complete, file_states, find_files
 
 LAUNCH = """
 import contextlib, sys

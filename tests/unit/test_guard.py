@@ -7,8 +7,8 @@ import pytest
 from toy import guard_config
 
 from trainer.config import GuardRule
-from trainer.detection import StepLimits
-from trainer.guard.guard import Decision, Guard
+from trainer.train.detection import StepLimits
+from trainer.train.guard import Decision, Guard
 
 INF, NAN = math.inf, math.nan
 

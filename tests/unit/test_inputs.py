@@ -11,9 +11,9 @@ from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_so
 
 from trainer.data.chat import ChatEncoder
 from trainer.errors import DataError
-from trainer.run import main
-from trainer.run.compose import load_config
-from trainer.run.inputs import Inputs, prepare_inputs
+from trainer.train.start import main
+from trainer.train.start.compose import load_config
+from trainer.train.start.inputs import Inputs, prepare_inputs
 
 
 @pytest.fixture

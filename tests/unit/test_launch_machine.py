@@ -15,8 +15,8 @@ from trainer.launch import __main__ as launch
 from trainer.launch import checks, ranks
 from trainer.launch.checks import Launch
 from trainer.launch.ranks import NodeLayout, gloo_interface, gpus_for_run, rank_environment
-from trainer.run.compose import load_config
 from trainer.runtime.status import Status
+from trainer.train.start.compose import load_config
 
 FAKE_TORCH = """
 __version__ = "2.13.0"

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from toy import OneSource, ToySamples
 
-from trainer.batch import StepBatch
+from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.data.loader import TrainLoader, ValidationBatches, build_step, pack
 from trainer.errors import CannotWriteError
-from trainer.progress import Position
-from trainer.run import main
 from trainer.runtime.exit_codes import explain
+from trainer.runtime.progress import Position
 from trainer.runtime.signals import StopRequest
+from trainer.train.start import main
 
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
 UNLIMITED = Limits(None, None)

@@ -23,8 +23,7 @@ from trainer.cli import plan
 from trainer.model import attention, cpu_attention
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
-from trainer.progress import History
-from trainer.run.compose import load_config
+from trainer.runtime.progress import History
 from trainer.tools.plan import checks, fake_step, live_storage, memory
 from trainer.tools.plan.advice import change_series, smallest_change
 from trainer.tools.plan.disk import DiskPlan
@@ -48,6 +47,7 @@ from trainer.tools.plan.memory import (
     plan_memory,
     planner,
 )
+from trainer.train.start.compose import load_config
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
 EXPERTS = {

@@ -13,20 +13,20 @@ import pytest
 import torch
 from toy import OneSource, guard_config
 
-from trainer import metrics
-from trainer.batch import StepFlops
+from trainer.data.batch import StepFlops
 from trainer.data.batch_plan import Limits, RankPlan, deal_facts, length_facts
 from trainer.data.loader import build_step
-from trainer.guard.guard import Guard
-from trainer.loop import meter as meter_module
-from trainer.loop.meter import Meter, Plan
-from trainer.loop.parts import StepResult, Supervision
-from trainer.metrics import METRICS, is_signal
-from trainer.metrics.table import PHASES
-from trainer.monitor import memory
-from trainer.monitor.memory import Memory
-from trainer.monitor.packet import Totals
 from trainer.runtime.distributed import World
+from trainer.tracking import metrics
+from trainer.tracking.metrics import METRICS, is_signal
+from trainer.tracking.metrics.table import PHASES
+from trainer.train import memory
+from trainer.train import meter as meter_module
+from trainer.train.guard import Guard
+from trainer.train.memory import Memory
+from trainer.train.meter import Meter, Plan
+from trainer.train.packet import Totals
+from trainer.train.parts import StepResult, Supervision
 
 CPU = torch.device("cpu")
 

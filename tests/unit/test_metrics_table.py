@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from acceptance.table import all_lines
 
-from trainer import metrics
-from trainer.metrics import FOREIGN, METRICS
-from trainer.metrics.words import COMBINED, Metric
-from trainer.report.vocabulary import lookup, meaning
-from trainer.tracking import Tracking, read_metrics
+from trainer.tools.report.vocabulary import lookup, meaning
+from trainer.tracking import Tracking, metrics, read_metrics
+from trainer.tracking.metrics import FOREIGN, METRICS
+from trainer.tracking.metrics.words import COMBINED, Metric
 
 KNOWN = METRICS | FOREIGN
 EXAMPLES = {
@@ -171,7 +170,7 @@ def test_validation_mirrors_training() -> None:
         ("train/loss@max", "train/loss"),
         ("eval/loss@p99", "val/loss"),
         ("train/progress/step", None),
-        ("train/losses", None),
+        ("train/source_losses", None),
         ("", None),
         ("@sum", None),
         ("train/loss@often", None),

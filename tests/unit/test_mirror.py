@@ -25,20 +25,20 @@ from mirror_faults import in_order as in_order  # a fixture
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.checkpoint.storage import Storage, require_usable
 from trainer.cli import checkpoint, mirror
 from trainer.config import ConfigError
 from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.checks import Launch
 from trainer.launch.ranks import NodeLayout
-from trainer.mirror import STATE
-from trainer.mirror import __main__ as process
-from trainer.mirror.restore import prepare
-from trainer.mirror.storage import Storage, require_usable
-from trainer.run.compose import load_config
 from trainer.runtime.json_lines import read_object
+from trainer.tools.mirror import STATE
+from trainer.tools.mirror import __main__ as process
+from trainer.tools.mirror.restore import prepare
 from trainer.tools.verify import checks
 from trainer.tracking.events_file import read_events
+from trainer.train.start.compose import load_config
 
 ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
 """(step, kind, loss): the best validation is that of step 2."""

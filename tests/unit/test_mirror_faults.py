@@ -30,9 +30,9 @@ from sweeps import some
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
+from trainer.checkpoint.storage import StorageError
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.mirror.contents import RUN_FILES
-from trainer.mirror.storage import StorageError
+from trainer.tools.mirror.contents import RUN_FILES
 
 
 @pytest.fixture

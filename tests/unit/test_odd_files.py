@@ -18,12 +18,12 @@ from trainer.checkpoint.lock import RunLock
 from trainer.cli import checkpoint, report
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.run import preflight
-from trainer.run.compose import load_config
-from trainer.run.end import lost_rows
 from trainer.runtime import heartbeat
 from trainer.runtime.files import atomic_write
 from trainer.tracking import Tracking
+from trainer.train.start import preflight
+from trainer.train.start.compose import load_config
+from trainer.train.start.end import lost_rows
 
 WITHIN_S = 5.0
 

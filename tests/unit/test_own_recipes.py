@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import ConfigError
-from trainer.run.compose import load_config, with_recipe
+from trainer.train.start.compose import load_config, with_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trainer.monitor.losses import losses_by_source
-from trainer.monitor.packet import Totals, reduce_packet
 from trainer.runtime.distributed import World
+from trainer.train.packet import Totals, reduce_packet
+from trainer.train.source_losses import losses_by_source
 
 
 def reduced(world: World, *sums: dict[str, Any], by_rank: tuple[Any, ...] = ()) -> Totals:

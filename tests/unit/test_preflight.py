@@ -13,8 +13,8 @@ from checkpoint_fakes import save
 
 from trainer.errors import CannotWriteError
 from trainer.model.source import find_model, require_model
-from trainer.run.compose import load_config
-from trainer.run.preflight import require_usable
+from trainer.train.start.compose import load_config
+from trainer.train.start.preflight import require_usable
 
 TRY_ALL = """
 import sys

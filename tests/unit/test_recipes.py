@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import QUICKSTART, Config, sources_of
-from trainer.run.compose import load_config
+from trainer.train.start.compose import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (REPOSITORY / "conf/experiment").glob("*.yaml"))

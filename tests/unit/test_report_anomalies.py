@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from report_curves import BURSTS, PERCENTS, SWIFT_CONFIG, sft_run, swift_run
 
-from trainer.report.analyse import analyse
-from trainer.report.result import Anomaly, Finding, Report
-from trainer.report.run_log import RunLog, Series
-from trainer.report.words import chain_of
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.result import Anomaly, Finding, Report
+from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.words import chain_of
 
 SEEDS = range(4)
 STORY = ("kl", "length", "reward")

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from report_curves import changed, controller_run
 from rich.console import Console
 
-from trainer.report.analyse import analyse
-from trainer.report.limits import read_thresholds
-from trainer.report.readers import read_run
-from trainer.report.result import Finding, Report
-from trainer.report.run_log import RunLog, Series
-from trainer.report.side_by_side import side_by_side
-from trainer.report.terminal import print_section
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.limits import read_thresholds
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.side_by_side import side_by_side
+from trainer.tools.report.terminal import print_section
 
 NUM_SEEDS = 60
 Table = NDArray[np.float64]

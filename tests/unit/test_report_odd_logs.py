@@ -10,11 +10,11 @@ from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
 from sweeps import short_or_full
 
 from trainer.cli.report import EXIT_CODES
-from trainer.report.analyse import analyse
-from trainer.report.analysed_run import PROFILES
-from trainer.report.result import LEVELS, Report
-from trainer.report.run_log import LogEvent, RunLog, Series
-from trainer.report.vocabulary import ROLES
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.analysed_run import PROFILES
+from trainer.tools.report.result import LEVELS, Report
+from trainer.tools.report.run_log import LogEvent, RunLog, Series
+from trainer.tools.report.vocabulary import ROLES
 
 KEYS = sorted(
     {key for keys in ROLES.values() for key in keys}

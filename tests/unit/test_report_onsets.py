@@ -12,11 +12,11 @@ import pytest
 from report_curves import checkpoints
 from report_faults import healthy
 
-from trainer.report.analyse import analyse
-from trainer.report.formatting import number
-from trainer.report.readers import read_run
-from trainer.report.result import Finding, Report
-from trainer.report.run_log import RunLog, Series
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.formatting import number
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.run_log import RunLog, Series
 
 STEPS = np.arange(1, 601)
 

@@ -18,14 +18,14 @@ from page_text import Page, numbers_in, schema_faults
 from report_examples import examples, series, summary
 from rich.console import Console
 
-from trainer.report.formatting import number
-from trainer.report.page import as_page
-from trainer.report.result import RaisedRate, Report, as_json
-from trainer.report.run_log import RunLog, Series
-from trainer.report.sections import sections
-from trainer.report.side_by_side import side_by_side
-from trainer.report.smoothing import smooth, thinned
-from trainer.report.terminal import print_report, print_section
+from trainer.tools.report.formatting import number
+from trainer.tools.report.page import as_page
+from trainer.tools.report.result import RaisedRate, Report, as_json
+from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.sections import sections
+from trainer.tools.report.side_by_side import side_by_side
+from trainer.tools.report.smoothing import smooth, thinned
+from trainer.tools.report.terminal import print_report, print_section
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
 MAX_PAGE_BYTES = 1_500_000

@@ -12,10 +12,10 @@ import pytest
 from log_formats import write_roll
 from report_curves import changed, grpo_run, sft_run, swift_run
 
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.report.result import Finding, Report
-from trainer.report.run_log import Series
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.run_log import Series
 
 STEPS = np.arange(1, 401)
 

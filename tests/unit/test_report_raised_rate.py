@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from report_curves import changed, sft_run
 
-from trainer.report.analyse import analyse
-from trainer.report.run_log import RunLog, Series
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.run_log import RunLog, Series
 
 SEED = 5
 STEPS = np.arange(1, 401)

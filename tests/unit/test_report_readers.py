@@ -15,10 +15,10 @@ from log_formats import (
     write_swift,
 )
 
-from trainer.report.readers import UnreadableLogError, read_run
-from trainer.report.readers import tensorboard as reader
-from trainer.report.readers.parsing import canonical
-from trainer.report.run_log import RunLog, Series
+from trainer.tools.report.readers import UnreadableLogError, read_run
+from trainer.tools.report.readers import tensorboard as reader
+from trainer.tools.report.readers.parsing import canonical
+from trainer.tools.report.run_log import RunLog, Series
 from trainer.tracking import Tracking
 
 

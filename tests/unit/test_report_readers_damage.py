@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from log_formats import WRITERS, make_curves, write_lines
 
-from trainer.report.readers import UnreadableLogError, read_run, store
-from trainer.report.run_log import RunLog
 from trainer.runtime import json_lines
+from trainer.tools.report.readers import UnreadableLogError, read_run, store
+from trainer.tools.report.run_log import RunLog
 
 SEED = 20
 NUM_DAMAGES = 25

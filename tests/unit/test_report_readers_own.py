@@ -9,11 +9,11 @@ from checkpoint_fakes import save, write_unfinished
 from log_formats import write_lines, write_own
 from report_curves import sft_run
 
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.report.result import as_json
-from trainer.report.run_log import LogEvent
-from trainer.report.sections import sections
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import as_json
+from trainer.tools.report.run_log import LogEvent
+from trainer.tools.report.sections import sections
 from trainer.tracking import Tracking
 
 

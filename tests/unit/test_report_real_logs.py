@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.report.result import Finding, Report
-from trainer.report.terminal import print_report
-from trainer.report.words import chain_of
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.terminal import print_report
+from trainer.tools.report.words import chain_of
 
 LOGS = Path(__file__).parents[1] / "real_logs"
 RAISED = ("transformers_raised", "trl_raised")

@@ -9,10 +9,10 @@ from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
 from trainer.config import known_keys
-from trainer.report.advice import ADVICE, advise
-from trainer.report.analyse import analyse
-from trainer.report.analysed_run import AnalysedRun
-from trainer.run.compose import load_config
+from trainer.tools.report.advice import ADVICE, advise
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.analysed_run import AnalysedRun
+from trainer.train.start.compose import load_config
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
 OVERRIDE = re.compile(rf"({KEY.pattern})(?:=| to )([\d.e-]*\d|true|cosine|rollback)\b")

@@ -11,11 +11,11 @@ from report_faults import FAULTS, SEED, healthy, put
 from sweeps import some
 
 from trainer.cli.report import EXIT_CODES
-from trainer.report.analyse import analyse
-from trainer.report.analysed_run import recognise_profile
-from trainer.report.judge import CHECKS
-from trainer.report.result import LEVELS, Finding, Report
-from trainer.report.run_log import RunLog
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.analysed_run import recognise_profile
+from trainer.tools.report.judge import CHECKS
+from trainer.tools.report.result import LEVELS, Finding, Report
+from trainer.tools.report.run_log import RunLog
 
 FAILS = ("loss_nonfinite", "loss_zero", "loss_diverging", "oom_nccl", "ckpt_complete", "overfit")
 FAILS += ("adv_shape", "kl", "clipped_ratio", "not_learning", "serving")

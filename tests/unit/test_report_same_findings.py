@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from log_formats import WRITERS
 
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.report.result import Report
-from trainer.report.run_log import Series
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Report
+from trainer.tools.report.run_log import Series
 
 NUM_STEPS, SPIKE, SEED = 400, slice(248, 256), 4
 EPOCHS_ONLY = {"csv"}

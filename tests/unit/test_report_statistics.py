@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from trainer.optim.schedule import LrSchedule
-from trainer.report.learning_rate import learning_rate, raised_rates
-from trainer.report.limits import merged, read_thresholds
-from trainer.report.run_log import Series
-from trainer.report.shapes import beyond, departures, shift
-from trainer.report.statistics import slope
+from trainer.tools.report.learning_rate import learning_rate, raised_rates
+from trainer.tools.report.limits import merged, read_thresholds
+from trainer.tools.report.run_log import Series
+from trainer.tools.report.shapes import beyond, departures, shift
+from trainer.tools.report.statistics import slope
 
 
 def series(values: np.ndarray) -> Series:

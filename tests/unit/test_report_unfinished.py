@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from trainer.cli import report as command
-from trainer.report.analyse import analyse
-from trainer.report.readers import read_run
-from trainer.report.result import Report
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import Report
 from trainer.tracking import Tracking
 
 NUM_STEPS = 186

@@ -12,9 +12,9 @@ from report_curves import changed, checkpoints, controller_run, overfitting_exam
 from report_faults import healthy, put, times
 from sweeps import some
 
-from trainer.report.analyse import analyse
-from trainer.report.result import CheckItem, Finding, Report
-from trainer.report.run_log import LogEvent, RunLog, Series
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.result import CheckItem, Finding, Report
+from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 
 def ids(report: Report) -> set[str]:

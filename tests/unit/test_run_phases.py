@@ -17,13 +17,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from trainer import __main__
 from trainer.config import ConfigError
 from trainer.model import source
-from trainer.run import main as run
-from trainer.run.compose import load_config
 from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.runtime.status import LOST_RANK, VARIABLE, Beat, Status, new_status, write_beat
+from trainer.train.start import main as run
+from trainer.train.start.compose import load_config
 
 LIMITS = [
     "trainer.device=cpu",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer import sampled_weights
-from trainer.sampled_weights import digest_of_weights
-from trainer.weight_files import weight_files
+from trainer.model import sampled_weights
+from trainer.model.sampled_weights import digest_of_weights
+from trainer.model.weight_files import weight_files
 
 SHAPES = {"embed": (512, 64), "norm": (64,), "layers.0.up": (128, 64), "layers.1.up": (128, 64)}
 

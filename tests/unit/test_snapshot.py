@@ -15,8 +15,8 @@ from toy import START
 
 from trainer.checkpoint import snapshot as module
 from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
-from trainer.progress import History
 from trainer.runtime.processes import begun
+from trainer.runtime.progress import History
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
 

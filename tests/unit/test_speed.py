@@ -13,11 +13,11 @@ from ranks import run_ranks
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, write_model_config
 
-from trainer.batch import StepBatch
+from trainer.data.batch import StepBatch
 from trainer.model import attention, flops
-from trainer.monitor.throughput import PEAK_TFLOPS, known_as
 from trainer.runtime.distributed import World
 from trainer.tools.plan.fake_step import full_batch
+from trainer.train.throughput import PEAK_TFLOPS, known_as
 
 PEAKS = {
     "NVIDIA A10": 125.0,

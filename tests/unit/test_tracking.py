@@ -26,13 +26,13 @@ import torch
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.progress import Rollback
-from trainer.run.end import lost_rows
 from trainer.runtime import json_lines
+from trainer.runtime.progress import Rollback
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
 from trainer.tracking.events_file import Event, read_events
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
+from trainer.train.start.end import lost_rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "tracking.md"
 

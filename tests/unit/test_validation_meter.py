@@ -9,12 +9,12 @@ import torch
 from ranks import run_ranks
 from toy import OneSource
 
-from trainer.batch import LossOutput
+from trainer.data.batch import LossOutput
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
-from trainer.metrics import find as lookup
-from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World
+from trainer.tracking.metrics import find as lookup
+from trainer.train.validation import Validation
 
 
 class Samples(OneSource):

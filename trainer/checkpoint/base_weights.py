@@ -19,9 +19,9 @@ from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import share_of
 from trainer.config import ConfigError
+from trainer.model.weight_files import weight_files
+from trainer.model.weights import StoredTensor, stored_in
 from trainer.runtime.environment import local_rank, ranks_on_machine
-from trainer.weight_files import weight_files
-from trainer.weights import StoredTensor, stored_in
 
 
 @dataclass(frozen=True)

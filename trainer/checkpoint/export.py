@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name, peft_name
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import (
     Adapter,
@@ -33,8 +32,9 @@ from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
 from trainer.checkpoint.shards import copied, shapes_of, write_tensors
 from trainer.config import ConfigError
-from trainer.weight_files import INDEX
-from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint, match
+from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name, peft_name
+from trainer.model.weight_files import INDEX
+from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, match
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"

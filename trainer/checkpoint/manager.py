@@ -19,9 +19,9 @@ from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import on_main
 from trainer.runtime.processes import begun
+from trainer.runtime.progress import History, Position, Rollbacks
 from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)

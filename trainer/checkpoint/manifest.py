@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
-from trainer.progress import Position
+from trainer.runtime.progress import Position
 
 FORMAT = 2
 MANIFEST = "manifest.json"

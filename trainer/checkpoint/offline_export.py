@@ -15,8 +15,6 @@ from transformers import (
     __version__,
 )
 
-from trainer import weights
-from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_export, write_export
@@ -26,8 +24,10 @@ from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.checkpoint.shards import ShardReader, read_torch
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.model import weights
+from trainer.model.adapter_names import ADAPTER_CONFIG
+from trainer.model.weights import WholeCheckpoint, stored_in
 from trainer.runtime.text import readable
-from trainer.weights import WholeCheckpoint, stored_in
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 

@@ -11,8 +11,8 @@ from typing import Any
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
-from trainer.progress import History
 from trainer.runtime.evaluations import PREFIX, read_summaries
+from trainer.runtime.progress import History
 from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)

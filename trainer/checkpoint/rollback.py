@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
-from trainer.progress import History, Rollback, Rollbacks
+from trainer.runtime.progress import History, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16

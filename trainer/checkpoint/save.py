@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import export, fsio, layout, retention, shards
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
@@ -30,6 +29,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.errors import CannotWriteError
+from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.distributed import World
 
 GRACE_S = 10.0

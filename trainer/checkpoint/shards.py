@@ -24,11 +24,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import str_to_torch_dtype
 
-from trainer.adapter_names import is_adapter
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
 from trainer.config import ConfigError
-from trainer.weights import StoredTensor, bytes_of, stored_in
+from trainer.model.adapter_names import is_adapter
+from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
 
 class CorruptShardError(ConfigError):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.checkpoint.shards import with_local
-from trainer.progress import History, Position
+from trainer.runtime.progress import History, Position
 
 ALIGNMENT_BYTES = 64
 """Alignment that torch itself uses in host memory."""

@@ -26,9 +26,9 @@ from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, compare
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.config import ConfigError, TrainerConfig
-from trainer.progress import Position, Rollbacks
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
+from trainer.runtime.progress import Position, Rollbacks
 
 logger = logging.getLogger(__name__)
 SHARED_WITHIN_S = 60.0

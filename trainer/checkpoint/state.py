@@ -27,9 +27,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
-from trainer.progress import ALL, MAIN, OWN
+from trainer.model.weights import bytes_of
 from trainer.runtime.distributed import World
-from trainer.weights import bytes_of
+from trainer.runtime.progress import ALL, MAIN, OWN
 
 logger = logging.getLogger(__name__)
 APART = ("model", "optimizer", "data")
@@ -40,7 +40,7 @@ SEEDED = ("rng",)
 
 class Stateful(Protocol):
     """A part that survives a restart. Its class may have the attributes `state_of`, by default `ALL`
-    (see `trainer.progress`), and `is_sharded`, by default False.
+    (see `trainer.runtime.progress`), and `is_sharded`, by default False.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

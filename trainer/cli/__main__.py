@@ -1,6 +1,4 @@
-"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout (floor 5, no
-torch).
-"""
+"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout."""
 
 import importlib
 import sys

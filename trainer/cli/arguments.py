@@ -1,4 +1,4 @@
-"""Parsers, exit codes and files of the command line tools (floor 5)."""
+"""Parsers, exit codes and files of the command line tools."""
 
 import argparse
 import signal
@@ -66,7 +66,7 @@ def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]
     would be that of `train`.
     """
     from trainer.launch.ranks import parse_arguments
-    from trainer.run.compose import load_config
+    from trainer.train.start.compose import load_config
 
     try:
         asked = parse_arguments(words)

@@ -1,4 +1,4 @@
-"""Look after checkpoints from outside the run: list, verify, delete and export them (floor 5).
+"""Look after checkpoints from outside the run: list, verify, delete and export them.
 
 Imports no torch, so that an answer is there at once; `export` does when it begins. Exit codes: 0
 all good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130
@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio
-from trainer.checkpoint_tools import listing
+from trainer.cli import listing
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.mirror import STATE
+from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.source import find_model
 from trainer.runtime.files import tree_bytes
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
+from trainer.tools.mirror import STATE
 
 AT_ONCE = ("ls", "verify", "prune")
 """End at the first signal: the next start removes what is half deleted. `export` cleans up."""

@@ -1,4 +1,4 @@
-"""Every command: what it does, and words to call it with (floor 5, no torch)."""
+"""Every command: what it does, and words to call it with."""
 
 from trainer.runtime.environment import call
 

@@ -1,5 +1,4 @@
-"""Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]` (floor
-5).
+"""Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]`.
 
 The tokens come from the cache of runs with the same overrides, or are put there; no weights are
 read. The exit codes are those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> int:
         )
 
     from trainer.data import show
-    from trainer.run.inputs import prepare_data_alone
+    from trainer.train.start.inputs import prepare_data_alone
 
     data = prepare_data_alone(config)
     if arguments.command == "stats":

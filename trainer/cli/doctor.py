@@ -1,4 +1,4 @@
-"""Checks before a run: `bash run_sft.sh doctor [N] [--run] [key=value ...]` (floor 5).
+"""Checks before a run: `bash run_sft.sh doctor [N] [--run] [key=value ...]`.
 
 Exit codes: 0 nothing fails (it may warn), 1 something fails, 2 wrong usage or configuration, 73
 cannot write, 130 interrupted.

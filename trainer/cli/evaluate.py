@@ -1,4 +1,4 @@
-"""Score checkpoints by their answers: `bash run_sft.sh evaluate RUN_DIR --score NAME` (floor 5).
+"""Score checkpoints by their answers: `bash run_sft.sh evaluate RUN_DIR --score NAME`.
 
 It runs beside the training, never in its ranks; docs/evaluation.md. Exit codes: 0 done, 2 wrong
 usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot write,
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint_tools.listing import require_dir, require_run
 from trainer.cli.arguments import Parser, as_command, at_least
+from trainer.cli.listing import require_dir, require_run
 from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
 from trainer.runtime.evaluations import EXEC, PREFIX

@@ -1,17 +1,17 @@
-"""Bring the mirror of a run up to date (floor 5). Exit codes: 0 up to date, 1 the storage failed, 2
+"""Bring the mirror of a run up to date. Exit codes: 0 up to date, 1 the storage failed, 2
 wrong usage or a run in the way.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint_tools import listing
+from trainer.cli import listing
 from trainer.cli.arguments import Parser, as_command
 from trainer.config import ConfigError, parse_recorded
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
-from trainer.mirror import STATE
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import read_object
+from trainer.tools.mirror import STATE
 from trainer.tracking.run_info import read_config
 
 
@@ -35,9 +35,9 @@ def main(argv: list[str]) -> int:
         )
     if is_live(run_dir):
         raise ConfigError(f"'{run_dir}' is being trained in: its own process keeps the mirror")
-    from trainer.mirror.restore import prepare
-    from trainer.mirror.storage import Storage, StorageError
-    from trainer.mirror.upload import Uploader
+    from trainer.checkpoint.storage import Storage, StorageError
+    from trainer.tools.mirror.restore import prepare
+    from trainer.tools.mirror.upload import Uploader
 
     try:
         storage = Storage(trainer.checkpoint.mirror)

@@ -1,4 +1,4 @@
-"""Predict memory and disk of a run: `bash run_sft.sh plan [N] [key=value ...]` (floor 5).
+"""Predict memory and disk of a run: `bash run_sft.sh plan [N] [key=value ...]`.
 
 Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2
 wrong usage or configuration. torch is imported only once the configuration is known to be right.

@@ -1,5 +1,4 @@
-"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT`
-(floor 5).
+"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT`.
 
 Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write,
 130 interrupted.
@@ -8,8 +7,8 @@ Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data
 import sys
 from pathlib import Path
 
-from trainer.checkpoint_tools.listing import checkpoint_to_export
 from trainer.cli.arguments import Parser, as_command
+from trainer.cli.listing import checkpoint_to_export
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 
 ENGINES = ("transformers", "vllm")

@@ -1,5 +1,4 @@
-"""Report on training runs from their logs alone: on the terminal, as one HTML page, as JSON (floor
-5).
+"""Report on training runs from their logs alone: on the terminal, as one HTML page, as JSON.
 
 Exit codes: 0 reported, 2 wrong usage, 4 a log cannot be read, 73 a file cannot be written, 130
 interrupted. With `--check` the worst verdict decides: 0 OK or too early to say, 1 ATTENTION, 3
@@ -14,8 +13,8 @@ from pathlib import Path
 from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.report.result import Report, as_json
-from trainer.report.run_log import RunLog, UnreadableLogError
+from trainer.tools.report.result import Report, as_json
+from trainer.tools.report.run_log import RunLog, UnreadableLogError
 
 EXIT_UNREADABLE = 4
 CODES: dict[type[Exception], int] = {
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
     else:
         _print(runs)
     if arguments.html:
-        from trainer.report.page import as_page
+        from trainer.tools.report.page import as_page
 
         write_file(arguments.html, as_page(runs))
     return max(EXIT_CODES[report.verdict] for report, _ in runs) if arguments.check else EXIT_DONE
@@ -47,8 +46,8 @@ def main(argv: list[str]) -> int:
 def _print(runs: list[Run]) -> None:
     from rich.console import Console
 
-    from trainer.report.side_by_side import side_by_side
-    from trainer.report.terminal import print_report, print_section
+    from trainer.tools.report.side_by_side import side_by_side
+    from trainer.tools.report.terminal import print_report, print_section
 
     console = Console()
     for report, log in runs:
@@ -63,9 +62,9 @@ def _analyse(path: Path, options: argparse.Namespace) -> Run:
 
     Raises `UnreadableLogError` for the log, `ConfigError` for limits that cannot be read.
     """
-    from trainer.report.analyse import analyse
-    from trainer.report.limits import read_thresholds
-    from trainer.report.readers import read_run
+    from trainer.tools.report.analyse import analyse
+    from trainer.tools.report.limits import read_thresholds
+    from trainer.tools.report.readers import read_run
 
     try:
         thresholds = read_thresholds(options.config) if options.config else None

@@ -1,4 +1,4 @@
-"""The typed configuration (floor 0): every key, its type, and all checks that need no model and no
+"""The typed configuration: every key, its type, and all checks that need no model and no
 data.
 
 It imports neither torch nor hydra, so a mistyped key fails before anything slow starts.

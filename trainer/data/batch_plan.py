@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.progress import Position
 from trainer.runtime import seeding
+from trainer.runtime.progress import Position
 
 NUM_ROUNDS = 16
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
+from trainer.data.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import RankPlan, Schedule, deal_facts, length_facts
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE, CannotWriteError
-from trainer.progress import Position
+from trainer.runtime.progress import Position
 from trainer.runtime.signals import become_worker
 
 

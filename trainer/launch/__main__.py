@@ -58,13 +58,13 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
     try:
         arguments = parse_arguments(argv)
         from trainer.__main__ import main as run_here
-        from trainer.run.compose import load_config
+        from trainer.train.start.compose import load_config
 
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
         from trainer.launch import checks
-        from trainer.run.preflight import already_complete
+        from trainer.train.start.preflight import already_complete
 
         checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
         layout = node_layout(os.environ)

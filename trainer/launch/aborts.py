@@ -1,5 +1,4 @@
-"""The exit code of a run whose rank was aborted without a word, and how often in a row that may be
-(floor 5, no torch).
+"""The exit code of a run whose rank was aborted without a word, and how often in a row that may be.
 
 When NCCL loses a peer, or a collective waits too long, torch's watchdog thread ends the rank with
 SIGABRT: Python code never sees an error. Another start is the answer to a lost machine. But a fault

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks: a process of its own, below the launcher (floor 5).
+"""torchrun's agent, which starts the ranks: a process of its own, below the launcher.
 
 Every start waits for it: beside torch it imports next to nothing.
 """

@@ -1,5 +1,5 @@
 """Checks of a configuration and a machine before a run: one list, for every start, `doctor` and
-`plan` (floor 5).
+`plan`.
 
 A check is a function of a `Launch` that yields findings. One that yields nothing has found nothing
 wrong; one that raises has found what a start would raise. No torch, except in `architecture`.
@@ -27,8 +27,8 @@ from trainer.launch.ranks import (
     gpus_for_run,
     node_layout,
 )
-from trainer.run import preflight
 from trainer.runtime.text import readable
+from trainer.train.start import preflight
 
 if TYPE_CHECKING:
     from trainer.model.pretrained import ModelSource
@@ -194,7 +194,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
     `source`: where config.json is, if there need be no tokenizer.
     """
     from trainer.model import packed_lm
-    from trainer.run.inputs import require_trainable, source_without_weights
+    from trainer.train.start.inputs import require_trainable, source_without_weights
 
     config = launch.config
     source = source or source_without_weights(config)

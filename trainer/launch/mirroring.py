@@ -1,5 +1,5 @@
 """The processes that keep the mirror of a run: one prepares it before the ranks start, the other
-uploads beside them (floor 5, no torch).
+uploads beside them.
 """
 
 import itertools
@@ -63,9 +63,9 @@ def _say(text: str) -> None:
 
 
 def _started(task: str, config: Config) -> subprocess.Popen[str]:
-    """Start `trainer.mirror` for `task`; it dies with the thread that started it."""
+    """Start `trainer.tools.mirror` for `task`; it dies with the thread that started it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.mirror", str(os.getpid()), task],
+        [sys.executable, "-m", "trainer.tools.mirror", str(os.getpid()), task],
         stdin=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONSAFEPATH": "1"},

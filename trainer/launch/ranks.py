@@ -1,5 +1,5 @@
 """The number of ranks here, the place of this machine among several, its network interface, and the
-environment of the ranks (floor 5).
+environment of the ranks.
 
 No torch: only a machine that may have a GPU asks torch, in another process.
 """
@@ -20,8 +20,8 @@ from socket import AF_INET, AF_INET6
 import psutil
 
 from trainer.config import AUTO, ConfigError
-from trainer.run.compose import USAGE, with_recipe
 from trainer.runtime.status import VARIABLE, Status
+from trainer.train.start.compose import USAGE, with_recipe
 
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500

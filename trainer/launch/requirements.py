@@ -1,4 +1,4 @@
-"""Find out if this interpreter has the package's dependencies (floor 5).
+"""Find out if this interpreter has the package's dependencies.
 
 `environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0
 when all are met.

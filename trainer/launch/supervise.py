@@ -1,5 +1,5 @@
 """Runs torchrun's agent to its end or a hang: stop signals on their way to the ranks, exit codes on
-theirs (floor 5).
+theirs.
 
 Three generations of processes: the launcher, torchrun's agent in a session of its own, and the
 ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds

@@ -1,5 +1,4 @@
-"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks (floor 5,
-no torch).
+"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks.
 
 It works in the launcher, from outside of the ranks: a rank may be stopped by a signal, or hold the
 interpreter inside C code. Every launcher watches the ranks of its own machine; those that wait for

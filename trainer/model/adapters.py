@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.config import ConfigError, ModelConfig, did_you_mean
 from trainer.model import load, lora_layers
+from trainer.model.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
+from trainer.model.weights import TensorGroup, local_slices, stored_in
 from trainer.runtime import seeding
-from trainer.weights import TensorGroup, local_slices, stored_in
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, ConfigError, ModelConfig
-from trainer.losses import LOSSES
 from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck, state_mixers
 from trainer.model.head_exchange import require_divisible
+from trainer.model.losses import LOSSES
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import require_adapters
 from trainer.runtime import distributed

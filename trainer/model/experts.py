@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.utils.output_capturing import OutputRecorder
 
-from trainer.batch import PackedBatch, StepBatch
+from trainer.data.batch import PackedBatch, StepBatch
 
 COUNTED = "counted_grouped_mm"
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trainer.batch import StepFlops
+from trainer.data.batch import StepFlops
 from trainer.model.experts import experts_of, num_chosen
 from trainer.model.packed_lm import decoder_layers
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.batch import LossOutput
-from trainer.losses import Loss, LossAndGradient
+from trainer.data.batch import LossOutput
+from trainer.model.losses import Loss, LossAndGradient
 
 BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
 """Positions whose logits exist at a time, fewer where those would take more. Each block rewrites

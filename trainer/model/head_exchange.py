@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from trainer.batch import share_lengths
 from trainer.config import ConfigError
+from trainer.data.batch import share_lengths
 from trainer.model.cpu_attention import Scoring
 
 

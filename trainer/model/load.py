@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer.config import ConfigError
 from trainer.model import new_tokens
 from trainer.model.pretrained import ModelSource, stored_tensors
+from trainer.model.weights import StoredTensor, TensorGroup, local_slices
 from trainer.runtime import seeding
-from trainer.weights import StoredTensor, TensorGroup, local_slices
 
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.adapter_names import is_adapter
 from trainer.config import ConfigError, did_you_mean
+from trainer.model.adapter_names import is_adapter
 
 ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)

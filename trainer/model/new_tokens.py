@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.model.weights import local_slices
 from trainer.runtime import seeding
 from trainer.runtime.files import publish
-from trainer.weights import local_slices
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64

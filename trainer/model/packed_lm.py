@@ -20,12 +20,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
-from trainer.losses import LOSSES, Loss
+from trainer.data.batch import LossOutput, PackedBatch
 from trainer.model import attention, experts, rope, state_mixers
 from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
+from trainer.model.losses import LOSSES, Loss
 from trainer.model.pretrained import ModelSource
 
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from trainer import weights
-from trainer.adapter_names import base_name, is_adapter
 from trainer.config import ConfigError
-from trainer.weight_files import INDEX, SINGLE_FILE, weight_files
-from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint
+from trainer.model import weights
+from trainer.model.adapter_names import base_name, is_adapter
+from trainer.model.weight_files import INDEX, SINGLE_FILE, weight_files
+from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
 _ROWS = 4096

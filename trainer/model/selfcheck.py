@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer.batch import PackedBatch
-from trainer.losses import Formula
+from trainer.data.batch import PackedBatch
+from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
 
 LENGTHS = (13, 8)

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.config import ConfigError, ModelConfig
-from trainer.weight_files import INDEX, SINGLE_FILE, read_index
+from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.model.weight_files import INDEX, SINGLE_FILE, read_index
 
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]

@@ -1,4 +1,4 @@
-"""The embedded default (floor 2): a tiny model without weights, its tokenizer and 3,840
+"""The embedded default: a tiny model without weights, its tokenizer and 3,840
 instructions, as files.
 
 `python tests/make_quickstart.py` makes the files of the model; a test holds that they are what it makes.

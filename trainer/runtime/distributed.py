@@ -1,4 +1,4 @@
-"""Process group, device and mesh of one rank (floor 1)."""
+"""Process group, device and mesh of one rank."""
 
 import contextlib
 import os

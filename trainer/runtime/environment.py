@@ -1,6 +1,4 @@
-"""The environment of a rank: torchrun's variables, allocators, threads and the name of commands
-(floor 1, no torch).
-"""
+"""The environment of a rank: torchrun's variables, allocators, threads and the name of commands."""
 
 import ctypes
 import gc

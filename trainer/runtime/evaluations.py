@@ -1,4 +1,4 @@
-"""`evaluations.jsonl` of a run: what was scored of which checkpoint (floor 1, no torch).
+"""`evaluations.jsonl` of a run: what was scored of which checkpoint.
 
 One object a line. Kind "sample": `name` and `step` of the evaluation, its `key`, `index`, `prompt`,
 `answer`, `completion`, `score`, `reason`. Kind "summary", once all its samples are there or for a

@@ -1,4 +1,4 @@
-"""The exit code of a run that ends with an error (floor 1)."""
+"""The exit code of a run that ends with an error."""
 
 import re
 import traceback

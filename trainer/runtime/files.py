@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all; locks (floor 1, no torch). Checkpoints
+"""Files and directories that appear whole or not at all; locks. Checkpoints
 have their `fsio`.
 """
 

@@ -1,5 +1,4 @@
-"""A rank's sign of life for the launcher's watchdog, and whether a run lives in a directory (floor
-1, no torch).
+"""A rank's sign of life for the launcher's watchdog, and whether a run lives in a directory.
 
 Each beat overwrites the record in the rank's file of the launcher's status. The launcher reads it
 from outside, so that a rank that is stopped, or deep inside C code, cannot hide its silence.

@@ -1,5 +1,5 @@
 """JSON on disk: files of one object a line, appended whole and read while they grow; objects;
-numbers (floor 1).
+numbers.
 
 No torch.
 """

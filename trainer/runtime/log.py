@@ -1,6 +1,4 @@
-"""Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr
-(floor 1).
-"""
+"""Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr."""
 
 import contextlib
 import io

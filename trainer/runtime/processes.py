@@ -1,5 +1,4 @@
-"""Processes of this machine: what one does, that it ends with its parent, another interpreter
-(floor 1, no torch).
+"""Processes of this machine: what one does, that it ends with its parent, another interpreter.
 
 And work in a thread that may never end.
 """

@@ -1,4 +1,4 @@
-"""Randomness keyed by what it belongs to, so that no generator state decides a result (floor 1)."""
+"""Randomness keyed by what it belongs to, so that no generator state decides a result."""
 
 import hashlib
 import os

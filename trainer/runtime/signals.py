@@ -1,4 +1,4 @@
-"""Stop signals, and the rank's side of the launcher's protocol (floor 1).
+"""Stop signals, and the rank's side of the launcher's protocol.
 
 A rank tells its launcher (`trainer/runtime/status.py`) its pid, so that a signal reaches it
 directly, and the exit code of the run, because torchrun folds every failure into 1.

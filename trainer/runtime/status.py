@@ -1,5 +1,4 @@
-"""Messages of the ranks of a machine to their launcher, in files without a name (floor 1, no
-torch).
+"""Messages of the ranks of a machine to their launcher, in files without a name.
 
 Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent
 closes inherited descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the

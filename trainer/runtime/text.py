@@ -1,4 +1,4 @@
-"""Words for people: sizes, and names that anyone may have written (floor 1, no torch)."""
+"""Words for people: sizes, and names that anyone may have written."""
 
 from collections.abc import Iterable
 

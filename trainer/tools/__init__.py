@@ -1,3 +1,1 @@
-"""Optional commands: each measures or reads what the trainer makes, and none knows another
-(floor 5).
-"""
+"""Optional commands: each measures or reads what the trainer makes, and none knows another."""

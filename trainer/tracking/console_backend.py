@@ -6,7 +6,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from trainer import metrics
+from trainer.tracking import metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 

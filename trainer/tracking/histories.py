@@ -15,10 +15,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
-from trainer import metrics
 from trainer.errors import EXIT_DONE
 from trainer.runtime.files import atomic_write
-from trainer.tracking import metrics_file
+from trainer.tracking import metrics, metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 

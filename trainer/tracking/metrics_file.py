@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.metrics.words import split_reducer
 from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES, AppendFile, JsonLines
+from trainer.tracking.metrics.words import split_reducer
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})

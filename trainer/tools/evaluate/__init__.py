@@ -1,1 +1,1 @@
-"""Exports in inference engines: `evaluate` scores their answers, `prove` their loss (floor 5)."""
+"""Exports in inference engines: `evaluate` scores their answers, `prove` their loss."""

@@ -1,4 +1,4 @@
-"""Why an export has another loss than its step: its files against those of the training (floor 5)."""
+"""Why an export has another loss than its step: its files against those of the training."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
-from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import layout
 from trainer.checkpoint.base_weights import digest
 from trainer.checkpoint.layout import CheckpointInfo
@@ -23,13 +22,14 @@ from trainer.checkpoint.state import ModelShards, load_state
 from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
 from trainer.data.samples import Samples
+from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.assemble import build_model, design_model
-from trainer.run.inputs import resolve_source
+from trainer.model.weights import stored_in
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.json_lines import flat
 from trainer.tools.evaluate.engines import PEFT_CONFIG, Sample, adapter_of
-from trainer.weights import stored_in
+from trainer.train.start.inputs import resolve_source
 
 RELATIVE = 1e-5
 """Part of a sample's log-probability that another order of additions may change."""

@@ -1,4 +1,4 @@
-"""Serve an export in transformers, in vLLM, or by a server: log-probabilities, answers (floor 5)."""
+"""Serve an export in transformers, in vLLM, or by a server: log-probabilities, answers."""
 
 import json
 import tempfile
@@ -18,11 +18,11 @@ import torch.nn.functional as F
 import transformers
 
 from trainer.config import ConfigError
+from trainer.model.weights import whole_model
 from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
 from trainer.tools.evaluate.scorers import Turns
-from trainer.weights import whole_model
 
 VLLM = "vllm"
 PEFT_CONFIG = "adapter_config.json"

@@ -1,4 +1,4 @@
-"""Run a program that a model wrote against tests, in a child process with limits (floor 5).
+"""Run a program that a model wrote against tests, in a child process with limits.
 
 The child gets an empty environment and a temporary directory, and all that it started is killed
 when it ends. Where bubblewrap is installed the child also runs inside it: without network, with its

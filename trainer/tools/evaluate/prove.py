@@ -1,4 +1,4 @@
-"""Prove that the loss of an export in an engine equals the validation loss of its step (floor 5).
+"""Prove that the loss of an export in an engine equals the validation loss of its step.
 
 The engine gets the very tokens that the run validated on, and its loss of the supervised ones must
 be `val/loss`. How far apart two right answers may be is measured: the export is computed in the
@@ -22,7 +22,6 @@ import transformers
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import require_export
 from trainer.config import ConfigError, parse_recorded
-from trainer.run.inputs import prepare_data_of_run
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.tools.evaluate import engines
@@ -37,6 +36,7 @@ from trainer.tools.evaluate.causes import (
 from trainer.tools.evaluate.engines import VLLM, Sample
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
+from trainer.train.start.inputs import prepare_data_of_run
 
 LEAST_TOLERANCE = 1e-6
 NUM_DEVIATIONS = 4

@@ -1,4 +1,4 @@
-"""Questions for a model, and scorers of its answers (floor 5)."""
+"""Questions for a model, and scorers of its answers."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from trainer.config import ConfigError, parse_recorded
 from trainer.data.readers import iter_rows
 from trainer.data.rows import location
 from trainer.errors import DataError
-from trainer.run.inputs import prepare_data_of_run
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 from trainer.tracking.run_info import read_config
+from trainer.train.start.inputs import prepare_data_of_run
 
 MESSAGES, PROMPT, ANSWER, TESTS = "messages", "prompt", "answer", "tests"
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")

@@ -1,4 +1,4 @@
-"""Score checkpoints of a run by their answers, each once, also beside its training (floor 5)."""
+"""Score checkpoints of a run by their answers, each once, also beside its training."""
 
 import hashlib
 import json

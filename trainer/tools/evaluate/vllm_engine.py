@@ -1,4 +1,4 @@
-"""Serve one export in vLLM: `python vllm_engine.py JOB`, by an interpreter that has vLLM (floor 5).
+"""Serve one export in vLLM: `python vllm_engine.py JOB`, by an interpreter that has vLLM.
 
 It imports nothing of this package. JOB is a JSON file with "model", "adapter" (or null),
 "max_lora_rank", "ids" (one list of token ids for each prompt) and "answer", the file to write. With

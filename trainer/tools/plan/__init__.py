@@ -1,1 +1,1 @@
-"""Memory and disk that a run needs, and the override that makes it fit (floor 5)."""
+"""Memory and disk that a run needs, and the override that makes it fit."""

@@ -1,4 +1,4 @@
-"""The smallest change of a configuration that makes it fit (floor 5)."""
+"""The smallest change of a configuration that makes it fit."""
 
 import math
 from collections.abc import Callable, Iterator

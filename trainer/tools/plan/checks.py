@@ -1,4 +1,4 @@
-"""Findings of a plan, for `plan` and `doctor` (floor 5)."""
+"""Findings of a plan, for `plan` and `doctor`."""
 
 from collections.abc import Iterator
 from pathlib import Path

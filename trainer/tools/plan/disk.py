@@ -1,4 +1,4 @@
-"""Disk that a run needs: checkpoints and prepared tokens (floor 5)."""
+"""Disk that a run needs: checkpoints and prepared tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from trainer.checkpoint.model_files import companion_files
 from trainer.config import Config
 from trainer.errors import DataError
-from trainer.run.preflight import find_files
 from trainer.tools.plan.memory import MemoryPlan
+from trainer.train.start.preflight import find_files
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """One training step of the trainer's own model on tensors without memory, among ranks that do not
-exist (floor 5).
+exist.
 
 For a GPU the fake tensors are CPU tensors too, so that no GPU is needed; attention behaves as the
 GPU's kernel does.
@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from trainer.batch import PackedBatch
 from trainer.config import Config
+from trainer.data.batch import PackedBatch
 from trainer.model import assemble, attention, cpu_attention, load, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs

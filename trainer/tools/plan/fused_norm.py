@@ -1,5 +1,5 @@
 """The GPU's kernels for an RMS norm, one forward and one backward, on fake tensors: a build of torch
-for CPUs computes them in pieces (floor 5).
+for CPUs computes them in pieces.
 """
 
 import types

@@ -1,5 +1,5 @@
 """Record which tensor storages live at every moment of a training step, and what for, on real and
-on fake tensors (floor 5).
+on fake tensors.
 
 Every operation is watched for the storages it makes; a weak reference tells when one dies. The
 category of a storage often shows only later (a matrix product turns out to be a gradient), so births

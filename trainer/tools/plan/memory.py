@@ -1,4 +1,4 @@
-"""Memory of each rank, from a step that was measured on fake tensors (floor 5)."""
+"""Memory of each rank, from a step that was measured on fake tensors."""
 
 import math
 import sys
@@ -20,8 +20,6 @@ from trainer.model import assemble
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
-from trainer.run.compose import with_words
-from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divided
 from trainer.runtime.environment import pinned_bytes
 from trainer.tools.plan.fake_step import (
@@ -47,6 +45,8 @@ from trainer.tools.plan.live_storage import (
     SHARDED_GRADIENTS,
     Peaks,
 )
+from trainer.train.start.compose import with_words
+from trainer.train.start.inputs import resolve_source, source_at
 
 GIB = 2**30
 SAVE_COPY = "copy of an asynchronous save"

@@ -1,4 +1,4 @@
-"""A memory plan as a table (floor 5)."""
+"""A memory plan as a table."""
 
 from collections.abc import Iterator
 

@@ -1,3 +1,1 @@
-"""Checks of a machine and of what was trained on it: `doctor`, `doctor --run`, `prove` (floor
-5).
-"""
+"""Checks of a machine and of what was trained on it: `doctor`, `doctor --run`, `prove`."""

@@ -1,4 +1,4 @@
-"""Checks of `doctor`: those of every start, and those that take longer (floor 5).
+"""Checks of `doctor`: those of every start, and those that take longer.
 
 torch is imported only by the checks that need it.
 """
@@ -15,13 +15,13 @@ from trainer.data.rows import UnusableError, location
 from trainer.errors import CannotWriteError, DataError
 from trainer.launch.checks import OF_CONFIG, OF_MACHINE, Check, Checked, Launch, architecture
 from trainer.launch.requirements import unmet_requirements
-from trainer.run import preflight
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.text import readable
 from trainer.tools.verify.runs import RunFailedError
 from trainer.tracking import wandb_backend
 from trainer.tracking.facade import with_environment
+from trainer.train.start import preflight
 
 SHOWN_CHARS = 120
 MIRROR_WITHIN_S = 10.0
@@ -130,7 +130,10 @@ def mirror(launch: Launch) -> Iterator[Checked]:
     url = launch.config.trainer.checkpoint.mirror
     if url is None:
         return
-    from trainer.mirror.storage import StorageError, count_files  # fsspec takes a moment to import
+    from trainer.checkpoint.storage import (  # fsspec takes a moment to import
+        StorageError,
+        count_files,
+    )
 
     try:
         num_files = count_files(url, within_s=MIRROR_WITHIN_S)
@@ -144,7 +147,7 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 def rows(launch: Launch) -> Iterator[Checked]:
     """Put the first row of each file through template and tokenizer, and show one."""
     from trainer.data.show import preview
-    from trainer.run.inputs import encode_first_rows, source_without_weights
+    from trainer.train.start.inputs import encode_first_rows, source_without_weights
 
     config, is_shown = launch.config, False
     is_strict = config.data.on_bad_row == "error"

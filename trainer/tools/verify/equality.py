@@ -1,4 +1,4 @@
-"""Compare what two finished runs of the same length logged and saved, bit for bit (floor 5)."""
+"""Compare what two finished runs of the same length logged and saved, bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
 """Train a recipe for a few steps in a temporary directory: without an interruption, with other
-settings, or killed and resumed (floor 5).
+settings, or killed and resumed.
 
 No torch. Every process that is started here ends with its block, or with this process.
 """
@@ -21,9 +21,9 @@ import psutil
 from trainer.checkpoint import layout
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.run.compose import as_word, load_config
 from trainer.runtime.processes import die_with_parent, status_of
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+from trainer.train.start.compose import as_word, load_config
 
 NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
 MAX_KILLS = 3

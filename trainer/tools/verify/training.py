@@ -1,6 +1,4 @@
-"""Checks of `doctor --run`: short runs of the recipe, compared with each other and with the plan
-(floor 5).
-"""
+"""Checks of `doctor --run`: short runs of the recipe, compared with each other and with the plan."""
 
 import math
 import re

@@ -1,0 +1,171 @@
+"""Any storage that fsspec reaches, as files below one URL."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.callbacks import Callback
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
+
+from trainer.checkpoint.fsio import COPY_CHUNK_BYTES, HashingFile
+from trainer.config import ConfigError
+from trainer.runtime.files import sync
+from trainer.runtime.processes import begun
+
+KEY = "trainer.checkpoint.mirror"
+
+
+class StorageError(Exception):
+    """The storage refused or did not answer; the message names the attempt and the cause.
+
+    `is_refusal`: no permission, or no such bucket: another try will not help.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+
+
+class SilentError(StorageError):
+    """The storage neither answers nor fails."""
+
+
+def require_usable(url: str) -> None:
+    """Check the URL and that its packages are installed; nothing is imported or connected.
+
+    Raises `ConfigError`.
+    """
+    protocol, mark, path = url.partition("://")
+    if not mark or not path.strip("/"):
+        raise ConfigError(
+            f"'{KEY}={url}' is no URL.\nFix: s3://bucket/path, gs://…, hf://buckets/org/name/path "
+            f"or file:///path"
+        )
+    if protocol not in fsspec.available_protocols():
+        raise ConfigError(
+            f"'{KEY}={url}': fsspec does not know {protocol}://.\nFix: a URL with s3, gs, hf, file "
+            f"or another protocol of fsspec"
+        )
+    if protocol == "hf" and not path.startswith("buckets/"):
+        raise ConfigError(
+            f"'{KEY}={url}' is a repository of the Hub: each file would be a commit, and the Hub "
+            f"limits commits.\nFix: hf://buckets/org/name/path"
+        )
+    known = known_implementations.get(protocol, {"class": "fsspec"})
+    if find_spec(known["class"].partition(".")[0]) is None:
+        raise ConfigError(
+            f"'{KEY}={url}': {known.get('err')}.\nFix: for s3fs and gcsfs pip install "
+            f"'fsdp-sft[mirror]'"
+        )
+
+
+def count_files(url: str, *, within_s: float) -> int:
+    """Return the number of files in a storage. Raises `ConfigError`, `StorageError`."""
+    listed = begun(lambda: Storage(url).sizes())
+    if not wait([listed], timeout=within_s).done:
+        raise SilentError(f"{url} did not answer within {within_s:.0f} s")
+    return len(listed.result())
+
+
+class _Progress(Callback):
+    """Notes each arrived part of a file that is being sent."""
+
+    def __init__(self, storage: "Storage") -> None:
+        super().__init__()
+        self._storage = storage
+
+    def call(self, hook_name: str | None = None, **kwargs: object) -> None:
+        self._storage.answered_at = time.monotonic()
+
+
+class Storage:
+    """Files by their names below `url`. Methods raise `StorageError`; threads may share one."""
+
+    def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
+        """`file_system`: in place of the one that fsspec finds. Raises `ConfigError`."""
+        require_usable(url)
+        self.url, self.answered_at = url.rstrip("/"), time.monotonic()
+        options = {"skip_instance_cache": True, "use_listings_cache": False}
+        if url.startswith(("file://", "local://")):
+            options["auto_mkdir"] = True
+        with self._told("open"):
+            found, self._root = fsspec.url_to_fs(self.url, **options)
+            self._fs = file_system or found
+
+    def sizes(self) -> dict[str, int]:
+        """Return every file and its size in bytes; nothing is cached."""
+        with self._told("list"):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                name.removeprefix(self._root).lstrip("/"): int(info["size"])
+                for name, info in found.items()
+            }
+
+    def read(self, name: str) -> bytes | None:
+        with self._told("read", name):
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, data: bytes) -> None:
+        with self._told("write", name):
+            self._fs.pipe_file(self._path(name), data)
+            self._settle(name)
+
+    def put(self, local: Path, name: str) -> None:
+        with self._told("write", name):
+            self._fs.put_file(str(local), self._path(name), callback=_Progress(self))
+            self._settle(name)
+
+    def fetch(self, name: str, file: HashingFile) -> None:
+        """Write the content to `file`; errors of the local disk stay `OSError`."""
+        with self._told("read", name):
+            reader = self._fs.open(self._path(name), "rb")
+        with reader:
+            while True:
+                with self._told("read", name):
+                    chunk = reader.read(COPY_CHUNK_BYTES)
+                if not chunk:
+                    return
+                file.write(chunk)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove everything below `name`."""
+        with self._told("remove", name):
+            try:
+                self._fs.rm(self._path(name), recursive=True)
+            except FileNotFoundError:
+                pass
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _settle(self, name: str) -> None:
+        """Sync a local file; object storages keep what they accepted."""
+        if isinstance(self._fs, LocalFileSystem):
+            sync(Path(self._path(name)))
+            sync(Path(self._path(name)).parent)
+
+    @contextmanager
+    def _told(self, verb: str, name: str = "") -> Iterator[None]:
+        """Turn every error of a library into `StorageError`."""
+        try:
+            yield
+            self.answered_at = time.monotonic()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise StorageError(
+                f"cannot {verb} {self.url}/{name}: {reason}",
+                is_refusal=isinstance(error, PermissionError | FileNotFoundError),
+            ) from error

@@ -1,0 +1,109 @@
+"""Trained losses of logits and labels, by name.
+
+A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position
+by itself: then the step's loss, their sum over the global count, depends on no chunk, micro-batch
+or rank. `train/loss` and validation always show cross-entropy, whatever is trained.
+
+Shape suffixes: C positions of one chunk, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Formula = Callable[["Tensor", "Tensor"], "Tensor"]
+LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor | None"]]
+"""(logits, labels) -> (losses float32 [C], gradient of their sum by the logits, in their dtype [C,
+V], cross-entropy float32 [C] where the losses are something else, otherwise None)."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A formula, and optionally an implementation with fewer passes over the logits.
+
+    Calling it returns what `LossAndGradient` describes.
+    """
+
+    formula: Formula
+    """(logits [C, V] in float32 or wider, labels int64 [C]) -> losses [C], differentiable by
+    torch.
+    """
+    fused: LossAndGradient | None = None
+    """The losses with their gradient; the start of every run compares them with autograd of the
+    formula.
+    """
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """True if the trained loss is the one that is logged as `train/loss`."""
+        return self.formula is cross_entropy
+
+    def __call__(
+        self, logits_CV: "Tensor", labels_C: "Tensor"
+    ) -> tuple["Tensor", "Tensor", "Tensor | None"]:
+        return (self.fused or self._differentiated)(logits_CV, labels_C)
+
+    def _differentiated(
+        self, logits_CV: "Tensor", labels_C: "Tensor"
+    ) -> tuple["Tensor", "Tensor", "Tensor | None"]:
+        import torch
+
+        with torch.enable_grad():
+            leaf_CV = logits_CV.detach().float().requires_grad_()
+            losses_C = self.formula(leaf_CV, labels_C)
+            (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf_CV)
+        cross_entropy_C = (
+            None if self.is_cross_entropy else cross_entropy(logits_CV.detach().float(), labels_C)
+        )
+        return losses_C.detach(), grad_CV.to(logits_CV.dtype), cross_entropy_C
+
+
+def cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
+    """-log p(label)."""
+    return -logits_CV.log_softmax(dim=-1).gather(1, labels_C[:, None])[:, 0]
+
+
+def dft(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
+    """Dynamic Fine-Tuning: -p log p(label) where the weight p = p(label) is a constant to the
+    gradient.
+
+    Tokens that the model finds unlikely no longer dominate the update. Source: arXiv 2508.05629,
+    equation 9.
+    """
+    losses_C = cross_entropy(logits_CV, labels_C)
+    return losses_C * losses_C.detach().neg().exp()
+
+
+def _fused_cross_entropy(
+    logits_CV: "Tensor", labels_C: "Tensor"
+) -> tuple["Tensor", "Tensor", None]:
+    losses_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
+    return losses_C, grad_CV.to(logits_CV.dtype), None
+
+
+def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", "Tensor"]:
+    cross_entropy_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
+    weights_C = cross_entropy_C.neg().exp()
+    return (
+        cross_entropy_C * weights_C,
+        (grad_CV * weights_C[:, None]).to(logits_CV.dtype),
+        cross_entropy_C,
+    )
+
+
+def _softmax_minus_onehot(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
+    """Cross-entropy and its gradient, both in float32."""
+    label_C1 = labels_C[:, None]
+    log_probs_CV = logits_CV.float().log_softmax(dim=-1)
+    losses_C = -log_probs_CV.gather(1, label_C1)[:, 0]
+    grad_CV = log_probs_CV.exp_()
+    return losses_C, grad_CV.scatter_(1, label_C1, grad_CV.gather(1, label_C1) - 1.0)
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, _fused_cross_entropy),
+    "dft": Loss(dft, _fused_dft),
+}

@@ -1,0 +1,34 @@
+"""Find the safetensors files of a directory that hold a model's weights."""
+
+import json
+from pathlib import Path
+
+from trainer.config import ConfigError
+
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """One file, else those of the index, in the order in which transformers looks for them; or
+    none. Raises `ConfigError`.
+    """
+    if (directory / SINGLE_FILE).exists():
+        return [directory / SINGLE_FILE]
+    if (directory / INDEX).exists():
+        return [directory / name for name in sorted(set(read_index(directory).values()))]
+    return []
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of
+    them is not there.
+    """
+    try:
+        weight_map: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))[
+            "weight_map"
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / INDEX} is no index of weights: {error!r}") from error
+    if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
+        raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+    return weight_map

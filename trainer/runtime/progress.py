@@ -1,0 +1,134 @@
+"""The position, history and rollbacks of a run, and what its parts remember over a restart."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+ALL, MAIN, OWN = "all", "main", "own"
+"""Values of the attribute `state_of` of a part: the state is equal on all ranks; that of rank 0
+counts; each rank has its own, which another number of ranks cannot use."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
+
+    It does not depend on the number of ranks. A finished epoch is the start of the next.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_consumed: int = 0
+
+
+@dataclass(frozen=True)
+class History:
+    """The part of a run's past that decides which checkpoints are kept."""
+
+    best_step: int | None = None
+    """The step with the lowest validation loss so far; its checkpoint is not rotated away."""
+    episodes: tuple[tuple[int, int], ...] = ()
+    """First and last step of each stretch of trouble; the newest checkpoint before the last one
+    stays too.
+    """
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A return from the state after step `found_step` to the state after `target_step`; the steps
+    from first to last are skipped.
+    """
+
+    onset: int
+    found_step: int
+    target_step: int
+    first_skipped: int
+    last_skipped: int
+    reason: str
+    discarded: list[str]
+    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a
+    crash.
+    """
+
+    def overlaps(self, other: "Rollback") -> bool:
+        return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
+
+
+@dataclass(frozen=True)
+class Rollbacks:
+    """All rollbacks of a run, oldest first."""
+
+    entries: tuple[Rollback, ...] = ()
+
+    @property
+    def skipped_steps(self) -> frozenset[int]:
+        """Steps, counted from 1, that are not trained."""
+        return frozenset(
+            n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1)
+        )
+
+    @property
+    def lr_factor(self) -> float:
+        """The learning rate is halved each time the same place makes trouble again."""
+        repeats = sum(
+            any(entry.overlaps(before) for before in self.entries[:index])
+            for index, entry in enumerate(self.entries)
+        )
+        return float(0.5**repeats)
+
+
+class Remembered:
+    """Attributes of an object that survive a restart: those that `KEPT` names, in numbers, lists and
+    mappings, which JSON keeps exactly. An attribute that a checkpoint lacks keeps its value.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.KEPT}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name in self.KEPT:
+            if (key := name.lstrip("_")) in state_dict:
+                setattr(self, name, _loaded(getattr(self, name), state_dict[key]))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list | tuple | deque):
+        return [_plain(item) for item in value]
+    return (
+        dict(value)
+        if isinstance(value, Mapping)
+        else int(value)
+        if isinstance(value, bool)
+        else value
+    )
+
+
+def _loaded(now: Any, saved: Any) -> Any:
+    """Return the saved value in the type of the present one; a mapping keeps its present keys."""
+    if hasattr(now, "load_state_dict"):
+        now.load_state_dict(saved)
+        return now
+    if isinstance(now, Mapping):
+        return {key: saved.get(key, value) for key, value in now.items()}
+    if isinstance(now, list | deque):
+        items = [tuple(item) if isinstance(item, list) else item for item in saved]
+        return deque(items, now.maxlen) if isinstance(now, deque) else items
+    return type(now)(saved)
+
+
+@dataclass
+class LoopState(Remembered):
+    """State of the loop itself that survives a restart."""
+
+    KEPT: ClassVar = ("owes_validation", "has_stopped_early")
+    owes_validation: bool = False
+    """A stop request cut or put off the validation of the saved step: it is made up for before
+    anything else.
+    """
+    has_stopped_early: bool = False
+    """The run ended before its last step because the validation loss no longer fell."""

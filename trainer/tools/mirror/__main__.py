@@ -1,0 +1,136 @@
+"""The processes that keep the mirror of a run; the launcher starts them.
+
+`python -m trainer.tools.mirror LAUNCHER_PID TASK` reads the configuration from the first line of its
+input. `prepare` prepares mirror and run directory, and leaves. `follow` uploads checkpoints until
+its input ends, uploads the last ones, and leaves. Both die with the launcher.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
+
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S
+from trainer.checkpoint.storage import SilentError, Storage
+from trainer.config import TrainerConfig, parse_config
+from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.runtime import log
+from trainer.runtime.exit_codes import DOCUMENTED
+from trainer.runtime.processes import begun
+from trainer.runtime.signals import become_worker
+from trainer.tools.mirror.restore import prepare, unreachable
+from trainer.tools.mirror.upload import Uploader
+from trainer.tracking.events_file import FILE_NAME, Event, EventsFile, read_events
+
+POLL_S = 1.0
+RETRY_AFTER_S = (10.0, 60.0, 300.0)
+"""Pauses after the first, second and every later failure in a row while the run trains."""
+LAST_RETRY_AFTER_S = (1.0, 5.0)
+"""Pauses between the tries at the end of the run."""
+
+logger = logging.getLogger("trainer.tools.mirror")
+
+
+def main(argv: list[str]) -> int:
+    become_worker(int(argv[0]), code=EXIT_CRASH)
+    log.configure(0)
+    trainer = parse_config(json.loads(sys.stdin.readline())).trainer
+    assert trainer.checkpoint.mirror is not None, "else nothing starts this"
+    try:
+        storage = Storage(trainer.checkpoint.mirror)
+        if argv[1] == "prepare":
+            prepare_in_time(trainer, storage)
+            return EXIT_DONE
+    except tuple(DOCUMENTED) as error:
+        logger.error("%s", error)
+        return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+    ending = threading.Event()
+    threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
+    return follow(trainer, storage, ending)
+
+
+def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
+    """Run `prepare`. Raises what it does; a silent storage counts as one out of reach."""
+    try:
+        _answered(lambda: prepare(trainer, storage), storage, limit_s=trainer.dist_timeout_s)
+    except SilentError as error:
+        unreachable(trainer, error)
+
+
+def _await_end(ending: threading.Event) -> None:
+    sys.stdin.read()
+    ending.set()
+
+
+def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
+    """Upload until `ending` is set and everything is up, or every last try failed.
+
+    A storage that falls silent ends this with an exit code: a call of a library cannot be ended
+    otherwise. The launcher then starts the process again.
+    """
+
+    def record(event: Event) -> None:
+        if not ending.is_set():  # the last event of a run is its end
+            _record(trainer, event)
+
+    def tell(step: int, size_bytes: int, duration_s: float) -> None:
+        fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
+        record(Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
+
+    uploader = Uploader(trainer, storage, tell=tell)
+    num_failed, last_pauses_s = 0, [*LAST_RETRY_AFTER_S]
+    while True:
+        is_last = ending.is_set()
+        try:
+            if uploader.is_behind:
+                _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
+        except Exception as error:  # a library may raise anything; the run goes on
+            if num_failed == 0:
+                logger.warning("cannot update the mirror, training continues: %s", error)
+                record(Event("mirror_failed", 0, str(error), "warn"))
+            num_failed += 1
+            if isinstance(error, SilentError) or (is_last and not last_pauses_s):
+                return EXIT_CRASH
+            if is_last:
+                time.sleep(last_pauses_s.pop(0))
+            else:
+                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
+            continue
+        if num_failed:
+            logger.info("%s: up to date again", storage.url)
+        num_failed = 0
+        if is_last:
+            return EXIT_DONE
+        ending.wait(POLL_S)
+
+
+def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
+    """Raises `SilentError` for a storage that has not answered for `limit_s`."""
+    storage.answered_at = time.monotonic()
+    done = begun(work)
+    while not wait([done], timeout=POLL_S).done:
+        if time.monotonic() - storage.answered_at > limit_s:
+            raise SilentError(f"{storage.url} has not answered for {limit_s:.0f} s")
+    done.result()
+
+
+def _record(trainer: TrainerConfig, event: Event) -> None:
+    """Add an event to the current attempt; before the first attempt nobody reads it."""
+    path = Path(trainer.default_local_dir, FILE_NAME)
+    if events := read_events(path):
+        file = EventsFile(path, attempt=events[-1]["attempt"], is_guest=True)
+        file.write(event)
+        file.close()
+
+
+if __name__ == "__main__":
+    log.keep_streams_safe(says_so=False)
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that waits for a storage must not hold it up

@@ -1,0 +1,85 @@
+"""Read what a mirror holds, and which checkpoint a run continues from.
+
+A mirror has the layout of a run directory, so that a copy of it is one:
+
+    run.json                            project and experiment of the run
+    latest_checkpointed_iteration.txt   the step of the run; a later checkpoint was rolled back
+    global_step_N/…                     the files of the checkpoint
+    global_step_N/run.tar.gz            logs and identity of the run at the time of the upload
+    global_step_N/manifest.json         written last: its presence commits
+"""
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.layout import POINTER
+from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
+from trainer.checkpoint.storage import Storage, StorageError
+
+RUN_FILES = "run.tar.gz"
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """The checkpoints in a mirror, by step.
+
+    `whole`: committed, every file in its size. `incomplete`: has a manifest, and why it is not
+    whole. `steps`: all steps that have any file.
+    """
+
+    pointer: int | None
+    whole: dict[int, Manifest]
+    incomplete: dict[int, str]
+    steps: Set[int]
+
+    @property
+    def candidates(self) -> list[Manifest]:
+        """Checkpoints that a run may continue from, the first choice first."""
+        steps = sorted(self.whole, reverse=True)
+        pointer = math.inf if self.pointer is None else self.pointer
+        until_pointer = [step for step in steps if step <= pointer]
+        return [self.whole[step] for step in until_pointer or steps]
+
+
+def look(storage: Storage) -> MirrorState:
+    """Judge a mirror by names and sizes. Raises `StorageError`."""
+    sizes = storage.sizes()
+    steps = {step for name in sizes if (step := layout.parse_step(name.split("/")[0])) is not None}
+    whole: dict[int, Manifest] = {}
+    incomplete: dict[int, str] = {}
+    for step in steps:
+        place = layout.step_dir_name(step)
+        text = _read(storage, f"{place}/{MANIFEST}", sizes)
+        if text is None:
+            continue
+        try:
+            manifest = parse_manifest(text, step=step)
+        except ManifestError as error:
+            incomplete[step] = f"{MANIFEST}: {error}"
+            continue
+        for record in manifest.files:
+            if sizes.get(f"{place}/{record.path}") != record.size_bytes:
+                incomplete[step] = f"{record.path} is missing or cut"
+                break
+        else:
+            whole[step] = manifest
+    pointer = _pointer(storage, sizes) if sizes else None
+    return MirrorState(pointer, whole, incomplete, steps)
+
+
+def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:
+    """Return the step; a text without its newline was cut short."""
+    text = (_read(storage, POINTER, sizes) or b"").decode(errors="replace")
+    return int(text) if text.endswith("\n") and text.strip().isdecimal() else None
+
+
+def _read(storage: Storage, name: str, sizes: Mapping[str, int]) -> bytes | None:
+    """Read a file that the listing may not show yet. Raises `StorageError` for a short read."""
+    data = storage.read(name)
+    if data is not None and len(data) != sizes.get(name, len(data)):
+        raise StorageError(
+            f"{storage.url}/{name} has {sizes[name]} bytes, {len(data)} of them came"
+        )
+    return data

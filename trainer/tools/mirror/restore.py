@@ -1,0 +1,229 @@
+"""Claim the mirror before a run, and fill an empty run directory with its newest checkpoint."""
+
+import json
+import logging
+import tarfile
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.storage import KEY, Storage, StorageError
+from trainer.config import ConfigError, TrainerConfig
+from trainer.errors import CannotWriteError, ResumableError
+from trainer.runtime.text import readable
+from trainer.tools.mirror.contents import RUN_FILES, MirrorState, look
+from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
+from trainer.tracking import run_info
+
+RETRY_AFTER_S = (2.0, 10.0)
+MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
+"""Logs may unpack to this size, or to this multiple of their archive. JSON lines compress 5 to 20
+times; an archive that is made to fill the disk compresses 1,000 times.
+"""
+NUM_READS = 2
+"""Tries before a file counts as damaged: a connection may end early without an error."""
+
+logger = logging.getLogger(__name__)
+
+
+class _DamagedError(Exception):
+    """A file in the mirror is not what the manifest says."""
+
+
+def prepare(
+    trainer: TrainerConfig, storage: Storage, *, retry_after_s: tuple[float, ...] = RETRY_AFTER_S
+) -> None:
+    """Check that the mirror belongs to this run; restore from it if the run directory is empty.
+
+    Raises `ConfigError` for the mirror of another run, one that cannot be used or not be resumed
+    from. A storage out of reach is only warned of if the run directory has a checkpoint. Otherwise
+    `ResumableError`: the run might train steps again that are saved there.
+    """
+    own, problem = _own_checkpoint(trainer)
+    for pause_s in (*retry_after_s, None):
+        try:
+            _claim(trainer, storage)
+            held = look(storage)
+            break
+        except StorageError as error:
+            if own is not None or error.is_refusal or pause_s is None:
+                return unreachable(trainer, error)
+            time.sleep(pause_s)
+    if own is None:
+        if held.whole or held.incomplete:
+            _restore(trainer, storage, held)
+        elif problem is not None:
+            raise problem
+    elif held.candidates and held.candidates[0].step > own:
+        logger.warning(
+            "%s holds step %d, this machine step %d: the run continues from its own; to take the "
+            "mirror's, stop and move the run directory away",
+            *(storage.url, held.candidates[0].step, own),
+        )
+
+
+def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
+    """Warn if the run has a checkpoint of its own.
+
+    Raises `ResumableError` otherwise, for a refusal `ConfigError`.
+    """
+    if _own_checkpoint(trainer)[0] is not None:
+        logger.warning("%s; training continues, uploads are tried again", error)
+    elif error.is_refusal:
+        raise ConfigError(f"{error}.\nFix: mend that, or train without {KEY}") from error
+    else:
+        raise ResumableError(
+            f"{error}; this machine has no checkpoint, and the mirror may have one.\nFix: try "
+            f"again, or train without {KEY}"
+        ) from error
+
+
+def _own_checkpoint(
+    trainer: TrainerConfig,
+) -> tuple[int | None, NoUsableCheckpointError | None]:
+    """Return the step that the run directory continues from, or why it has none of use."""
+    try:
+        chosen = choice.select(Path(trainer.default_local_dir)).chosen
+    except NoUsableCheckpointError as error:
+        return None, error
+    return None if chosen is None else chosen.step, None
+
+
+def _claim(trainer: TrainerConfig, storage: Storage) -> None:
+    """Write the run's name into a new mirror, which also proves that it can be written."""
+    found = {}
+    with suppress(ValueError):  # cut while it was written
+        found = json.loads(storage.read(run_info.FILE_NAME) or b"{}")
+    own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
+    claimed = {name: found.get(name) for name in own}
+    if None in claimed.values():
+        storage.write(run_info.FILE_NAME, (json.dumps(own) + "\n").encode())
+    elif claimed != own:
+        raise ConfigError(
+            f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
+            f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
+            f"'{trainer.project_name}'.\nFix: give each run its own, "
+            f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
+        )
+
+
+def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
+    """Turn the first candidate that proves to be whole into a checkpoint of the run directory."""
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "disable":
+        raise ConfigError(
+            f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step "
+            f"{max(held.steps)}; they are not overwritten.\nFix: resume_mode=auto to continue, or "
+            f"another trainer.experiment_name and {KEY}"
+        )
+    problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
+    try:
+        fsio.make_dirs(run_dir)
+        with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
+            for manifest in held.candidates:
+                layout.clean_leftovers(run_dir)  # the candidate before takes no room
+                try:
+                    return _take(run_dir, storage, manifest)
+                except _DamagedError as error:
+                    problems.append(f"step {manifest.step}: {error}")
+                    logger.warning("skipped step %d of %s: %s", manifest.step, storage.url, error)
+    except StorageError as error:
+        raise ResumableError(f"{error}; the same command tries again") from error
+    except CannotWriteError:
+        raise
+    except OSError as error:
+        raise choice.cannot_use(run_dir, error) from error
+    raise NoUsableCheckpointError(
+        "\n  ".join([f"'{storage.url}' holds checkpoints, but none to continue from:", *problems])
+        + f"\nFix: restore one, or start over with another trainer.experiment_name and {KEY}"
+    )
+
+
+def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
+    """Download and commit a checkpoint as a save does. Raises `_DamagedError`."""
+    started = time.monotonic()
+    size_bytes = sum(record.size_bytes for record in manifest.files)
+    place = layout.step_dir_name(manifest.step)
+    logger.info("taking %s (%s) from %s", place, readable(size_bytes), storage.url)
+    retention.require_space(run_dir, size_bytes)
+    staging = layout.staging_dir(run_dir, manifest.step)
+
+    def fetch(record: FileRecord) -> None:
+        path = staging / record.path
+        fsio.make_dirs(path.parent)
+        for _ in range(NUM_READS):
+            if _fetched(storage, place, path, staging) == record:
+                return
+            fsio.unlink(path)
+        raise _DamagedError(f"{record.path} is not as it was written")
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        list(pool.map(fetch, manifest.files))
+    _take_logs(storage, place, staging, run_dir)
+    fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
+    fsio.fsync_tree(staging)
+    layout.commit(staging, manifest.step, nonce=manifest.nonce)
+    layout.publish(run_dir, manifest.step)
+    logger.info("took %s in %.1f s, every file verified", place, time.monotonic() - started)
+
+
+def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRecord:
+    """Raises `_DamagedError` for a file that is not there."""
+    try:
+        with fsio.HashingFile(path, root=staging) as file:
+            storage.fetch(f"{place}/{path.relative_to(staging).as_posix()}", file)
+    except StorageError as error:
+        if error.is_refusal:
+            raise _DamagedError(str(error)) from error
+        raise
+    return file.record
+
+
+def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
+    """Take logs and identity of the run, unless the run directory has its own."""
+    archive = staging / RUN_FILES
+    for is_last in (False, True):
+        try:
+            _fetched(storage, place, archive, staging)
+            return _unpack(archive, run_dir)
+        except (_DamagedError, tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            if is_last:
+                logger.warning(
+                    "%s cannot be read (%s): logs and trackers start over, the state is complete",
+                    *(RUN_FILES, error),
+                )
+        finally:
+            archive.unlink(missing_ok=True)
+
+
+def _unpack(archive: Path, run_dir: Path) -> None:
+    """Unpack known logs beside the archive, then give each its name if that is free.
+
+    Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
+    """
+    unpacked = archive.with_name("logs")
+    limit_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * archive.stat().st_size)
+    num_bytes, known = 0, []
+    try:
+        with tarfile.open(archive, mode="r:gz") as opened:
+            while (member := opened.next()) is not None:
+                num_bytes += tarfile.BLOCKSIZE + member.size
+                if num_bytes > limit_bytes:  # before its data is read
+                    raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
+                is_log = member.name.split("/")[0] in TRAVELS
+                if is_log and (member.isfile() or member.isdir()):
+                    known.append(member)
+            opened.extractall(unpacked, members=known, filter="data")
+        for path in unpacked.iterdir():
+            if not (run_dir / path.name).exists():
+                fsio.rename(path, run_dir / path.name)
+    finally:
+        if unpacked.exists():
+            fsio.remove_tree(unpacked)

@@ -1,0 +1,223 @@
+"""Bring a mirror up to what a run directory holds.
+
+An upload may end at any point without harm; the next one begins anew.
+"""
+
+import json
+import math
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.checkpoint import fsio, layout, retention, rollback
+from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.layout import POINTER, CheckpointInfo
+from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.reading import pinned
+from trainer.checkpoint.storage import Storage, StorageError
+from trainer.config import TrainerConfig
+from trainer.runtime import evaluations
+from trainer.runtime.files import atomic_write
+from trainer.runtime.json_lines import read_object
+from trainer.runtime.progress import History
+from trainer.tools.mirror import STATE
+from trainer.tools.mirror.contents import RUN_FILES, MirrorState, look
+from trainer.tracking import events_file, metrics_file, run_info
+
+TRAVELS = (
+    run_info.FILE_NAME,
+    metrics_file.FILE_NAME,
+    events_file.FILE_NAME,
+    rollback.FILE,
+    evaluations.FILE_NAME,
+    "evidence",
+    "proofs",
+)
+"""Files of the run directory that go with each checkpoint. Everything else is made from these
+again, or belongs to a machine.
+"""
+NUM_KEPT = 2
+"""Newest checkpoints that stay in a mirror; the best one stays too."""
+NUM_STREAMS = 4
+
+Uploaded = Callable[[int, int, float], None]
+"""Takes step, bytes and seconds of a checkpoint that is whole in the mirror now."""
+
+
+class Uploader:
+    """Uploads the checkpoints of one run directory: the one that the pointer names, and the best.
+
+    One at a time; `sync` starts where the last one failed.
+    """
+
+    def __init__(
+        self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
+    ) -> None:
+        self._run_dir, self._best_metric = Path(trainer.default_local_dir), trainer.best_metric
+        self._storage, self._tell = storage, tell
+        self._seen: object = None
+        self._begun: Manifest | None = None
+        self._sent: set[str] = set()
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the run directory has changed since the last `sync`. Asks no storage."""
+        return self._local_state() != self._seen
+
+    def sync(self) -> None:
+        """Raises `StorageError`, or `OSError` of the run directory: call it again later."""
+        state = self._local_state()
+        try:
+            self._bring_up()
+        except Exception as error:
+            before = read_object(self._run_dir / STATE)
+            self._note(before.get("pointer"), before.get("steps", []), str(error))
+            raise
+        self._seen = state
+
+    def _local_state(self) -> object:
+        steps = [layout.parse_step(name) for name in fsio.list_dir(self._run_dir)]
+        return (
+            [step for step in steps if step is not None],
+            layout.read_pointer(self._run_dir),
+            rollback.read(self._run_dir),
+            retention.scores(self._run_dir, self._best_metric),
+        )
+
+    def _bring_up(self) -> None:
+        """Upload what the storage lacks, the pointer's checkpoint first; then remove what is old.
+
+        An old checkpoint that is damaged here is passed over, and its error raised at the end.
+        """
+        pointer, local = layout.read_pointer(self._run_dir).step, layout.committed(self._run_dir)
+        if pointer is None or pointer not in [info.step for info in local]:
+            return
+        held, problem = look(self._storage), None
+        wanted = {pointer, *self._best(local)}
+        due = [
+            info
+            for info in local
+            if info.step in wanted and held.whole.get(info.step) != info.manifest
+        ]
+        due.sort(key=lambda info: (info.step != pointer, -info.step))
+        if held.pointer != pointer and pointer not in [info.step for info in due]:
+            self._point(pointer)
+        for info in due:
+            try:
+                self._upload(info, held, moves_pointer=info.step == pointer != held.pointer)
+            except OSError as error:
+                if info.step == pointer:
+                    raise
+                problem = error
+        held = look(self._storage)
+        if layout.read_pointer(self._run_dir).step != pointer:
+            return  # the run has saved meanwhile
+        if pointer not in held.whole or held.pointer != pointer:
+            raise StorageError(
+                f"{self._storage.url} does not show step {pointer} yet, although it was written"
+            )
+        self._note(pointer, self._rotate(held, pointer))
+        if problem is not None:
+            raise problem
+
+    def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
+        """Send the files, then the manifest. What another process began is removed first."""
+        assert info.manifest is not None, "it is committed"
+        started, manifest = time.monotonic(), info.manifest
+        place = layout.step_dir_name(info.step)
+        with pinned(info, *(record.path for record in manifest.files)) as directory:
+            if directory is None:
+                return
+            with packed(self._run_dir) as archive:
+                if self._begun != manifest:
+                    if info.step in held.steps:  # of a past that was undone
+                        self._storage.remove_tree(place)
+                    self._begun, self._sent = manifest, set()
+                if moves_pointer:  # first: later checkpoints in the mirror no longer count
+                    self._point(info.step)
+                self._storage.put(archive, f"{place}/{RUN_FILES}")
+                logs = FileRecord(RUN_FILES, archive.stat().st_size, "")
+                with ThreadPoolExecutor(NUM_STREAMS) as pool:
+                    list(pool.map(lambda file: self._send(place, directory, file), manifest.files))
+                self._require_whole(place, [logs, *manifest.files])
+                self._storage.put(directory / MANIFEST, f"{place}/{MANIFEST}")
+        self._begun = None
+        if self._tell is not None:
+            size_bytes = sum(record.size_bytes for record in manifest.files)
+            self._tell(info.step, size_bytes, time.monotonic() - started)
+
+    def _point(self, step: int) -> None:
+        self._storage.write(POINTER, f"{step}\n".encode())
+
+    def _send(self, place: str, directory: Path, record: FileRecord) -> None:
+        if record.path in self._sent:
+            return
+        path = directory / record.path
+        if fsio.sha256_of(path) != record.sha256:
+            raise OSError(f"{path} changed after it was written: it is not mirrored")
+        self._storage.put(path, f"{place}/{record.path}")
+        self._sent.add(record.path)
+
+    def _require_whole(self, place: str, records: list[FileRecord]) -> None:
+        sizes = self._storage.sizes()
+        for record in records:
+            name = f"{place}/{record.path}"
+            if sizes.get(name) != record.size_bytes:
+                self._sent.discard(record.path)
+                raise StorageError(
+                    f"{name} has {sizes.get(name, 0)} bytes there, {record.size_bytes} were sent"
+                )
+
+    def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
+        """Remove rolled back, old and half-written checkpoints; return the steps that stay.
+
+        Call it once the pointer's checkpoint is whole.
+        """
+        rollbacks = rollback.read(self._run_dir).entries
+        discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
+        undone = {step for step, manifest in held.whole.items() if manifest.nonce in discarded}
+        whole = sorted(held.whole.keys() - undone)
+        found = [CheckpointInfo(step, Path(), manifest=held.whole[step]) for step in whole]
+        kept = {*self._best(found), *retention.newest(whole, NUM_KEPT, pointer)}
+        for step in sorted(held.steps - kept):
+            if step < whole[-1] or step in undone:
+                self._storage.remove_tree(layout.step_dir_name(step))
+        return sorted(kept)
+
+    def _best(self, found: list[CheckpointInfo]) -> set[int]:
+        history = History(_best_step(self._run_dir))
+        return retention.worth_keeping(self._run_dir, history, self._best_metric, found)
+
+    def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
+        with suppress(OSError):
+            state = {"url": self._storage.url, "pointer": pointer, "steps": steps, "failed": failed}
+            atomic_write(self._run_dir / STATE, json.dumps(state))
+
+
+@contextmanager
+def packed(run_dir: Path) -> Iterator[Path]:
+    """Pack the run's logs into a temporary archive.
+
+    Rows of later steps do no harm: the next attempt says where it continues.
+    """
+    path = run_dir / f"{STATE}.{RUN_FILES}"
+    try:
+        with tarfile.open(path, mode="w:gz", compresslevel=1) as archive:
+            for name in TRAVELS:
+                if (run_dir / name).is_dir() or (run_dir / name).is_file():
+                    archive.add(run_dir / name, name)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _best_step(run_dir: Path) -> int | None:
+    """Return the step with the lowest validation loss that the run logged."""
+    path = run_dir / metrics_file.FILE_NAME
+    rows = metrics_file.read_rows(path) if path.exists() else iter(())
+    losses = [(row.data.get("val/loss", math.nan), row.step) for row in rows if row.kind == "val"]
+    finite = [found for found in losses if math.isfinite(found[0])]
+    return min(finite)[1] if finite else None

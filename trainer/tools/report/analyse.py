@@ -1,0 +1,166 @@
+"""The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for
+readers and pages.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from trainer.runtime.text import readable
+from trainer.tools.report.analysed_run import AnalysedRun, recognise_profile
+from trainer.tools.report.anomalies import find_anomalies, observe
+from trainer.tools.report.checks import judge
+from trainer.tools.report.checks_run import too_little
+from trainer.tools.report.checks_speed import throughput
+from trainer.tools.report.checks_validation import generalisation
+from trainer.tools.report.formatting import counted, duration, listed
+from trainer.tools.report.inventory import group_counts, inventory
+from trainer.tools.report.judge import CHECKS, checklist, ordered
+from trainer.tools.report.learning_rate import learning_rate
+from trainer.tools.report.limits import merged
+from trainer.tools.report.result import Finding, MetricSummary, Report
+from trainer.tools.report.run_log import RunLog
+from trainer.tools.report.words import how_common, story
+
+NUM_TOP = 3
+SLACK_SHARE, LEAST_SLACK = 0.02, 10
+"""Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
+CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
+
+
+# logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
+@np.errstate(all="ignore")
+def analyse(
+    log: RunLog, *, profile: str = "auto", thresholds: Mapping[str, float] | None = None
+) -> Report:
+    """Return everything that can be said about a log.
+
+    `thresholds` override single limits. Raises `ValueError` for an unknown limit.
+    """
+    limits = merged(thresholds)
+    kind = recognise_profile(log) if profile == "auto" else profile
+    run = AnalysedRun(log, kind, limits)
+    witnesses = observe(log, is_generating=kind == "grpo")
+    run = replace(run, anomalies=find_anomalies(witnesses, last_step=run.total_steps))
+    found, unjudged = judge(run, CHECKS)
+    findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
+    rates, metrics, verdict = run.find("lr"), inventory(run), _verdict(run, findings)
+    return Report(
+        title=_title(log.path),
+        source=log.source,
+        path=log.path,
+        profile=kind,
+        verdict=verdict,
+        headline=_headline(run, verdict, findings),
+        facts=_facts(run, metrics),
+        top=_top(findings),
+        findings=findings,
+        metrics=metrics,
+        anomalies=run.anomalies,
+        generalisation=generalisation(run),
+        learning_rate=learning_rate(rates, run.anomalies, total_steps=run.total_steps)
+        if rates
+        else None,
+        throughput=throughput(run),
+        serving=log.proofs,
+        checklist=checklist(run, findings, unjudged),
+        thresholds=limits,
+        overridden=tuple(thresholds or ()),
+        insufficient=tuple(unjudged.items()),
+        closing=_closing(run, verdict, findings),
+        evaluations=log.evaluations,
+    )
+
+
+def _title(path: Path) -> str:
+    """The directory of the run, also where the log lies in one of its checkpoints."""
+    directories = (path if path.is_dir() else path.parent, *path.parents)
+    return next(
+        (one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name)),
+        path.name,
+    )
+
+
+def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
+    levels = {finding.level for finding in findings}
+    if "fail" in levels:
+        return "FAIL"
+    if "warn" in levels:
+        return "ATTENTION"
+    return "INSUFFICIENT" if too_little(run) else "OK"
+
+
+def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The first three that ask for something to be done."""
+    return tuple([finding for finding in findings if finding.level != "info"][:NUM_TOP])
+
+
+def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
+    if verdict == "INSUFFICIENT":
+        return f"Too early to say: {too_little(run)}."
+    if verdict == "OK":
+        return _normal(run)
+    top = _top(findings)[0]
+    others = sum(finding.level in ("fail", "warn") for finding in findings) - 1
+    return top.title + (f" {counted(others, 'further finding')} of weight." if others else "")
+
+
+def _normal(run: AnalysedRun) -> str:
+    """What a healthy run shows; a controller by the trends of its three results."""
+    if run.profile == "controller":
+        courses = {
+            "reward": run.is_rising,
+            "accuracy": run.is_rising,
+            "violation": run.is_falling,
+        }
+        improving = [
+            run.name(role)
+            for role, improves in courses.items()
+            if run.find(role) and improves(run.levels(role))
+        ]
+        return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
+    loss = run.find("loss")
+    falls = "the loss falls and " if loss and run.is_falling(loss) else ""
+    return (
+        f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
+    )
+
+
+def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
+    """Lines of the header; those that the log tells."""
+    log = run.log
+    total = readable(sum(state.size_bytes for state in log.checkpoints))
+    launch = listed(run.quoted(purpose) for purpose in ("lr", "clip", "batch"))
+    facts = {
+        "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
+        "metrics": group_counts(metrics),
+        "rows": str(log.num_rows),
+        "time span": "" if log.span_s is None else duration(log.span_s),
+        "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
+        if log.num_attempts > 1
+        else "",
+        "rows skipped": str(log.num_unparsed or ""),
+        "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
+        "exit code": "" if log.exit_code is None else str(log.exit_code),
+        "configuration": launch if run.is_configured else "",
+        "notes": " ".join(log.notes),
+    }
+    return {name: told for name, told in facts.items() if told}
+
+
+def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
+    """What happened, how usual that is, what to do next."""
+    if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
+        return "The run is complete. Score its checkpoints on your task before you use one."
+    if verdict == "OK":
+        return "Train on as configured. Look again at the next validation or after ten epochs."
+    if verdict == "INSUFFICIENT":
+        return "Let it run on and ask again; what is there shows no fault."
+    urgent = [finding for finding in _top(findings) if finding.level in ("fail", "warn")]
+    actions = [finding.remedy for finding in urgent if finding.remedy]
+    told = " ".join(filter(None, (story(run.anomalies), how_common(run)))) if run.anomalies else ""
+    numbered = " ".join(f"{place}) {action}" for place, action in enumerate(actions, 1))
+    return f"{told} Next: {numbered}".strip()

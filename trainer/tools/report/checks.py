@@ -1,0 +1,78 @@
+"""How checks are written: a function that looks at a run and yields findings, in plain sentences.
+
+`@finding` names the roles whose series the function is given, without which it cannot judge, and
+the profiles that it applies to. The function yields `fail`, `warn`, `note` and `info`. A check with
+one metric and one limit is a row of `bands.py` instead.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.tools.report.advice import advise
+from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
+from trainer.tools.report.result import LEVELS, Finding
+
+START_STEPS = 100
+"""The start of a run, for trends and checklists."""
+Findings = Iterator[Finding]
+Function = Callable[..., Findings]
+
+
+def _constructor(level: str) -> Callable[..., Finding]:
+    def found(title: str, *, id: str = "", **fields: Any) -> Finding:
+        """Return a finding whose remedy still holds names of `ADVICE`, which `judge` resolves."""
+        return Finding(id, "", level, title, **fields)
+
+    return found
+
+
+fail, warn, note, info = map(_constructor, LEVELS)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function that judges runs of some profiles (of all, if none is named) by some metrics."""
+
+    name: str
+    roles: tuple[str, ...]
+    profiles: Sequence[str]
+    function: Function
+
+
+def finding(name: str, *roles: str, profiles: Sequence[str] = ()) -> Callable[[Function], Check]:
+    """Make a check of a function, which is called with the run and the series of the roles."""
+    return lambda function: Check(name, roles, profiles, function)
+
+
+def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dict[str, str]]:
+    """Return what all checks found; and the names of those that could not judge, with the reason."""
+    found: list[Finding] = []
+    unjudged: dict[str, str] = {}
+    for check in checks:
+        try:
+            if check.profiles and run.profile not in check.profiles:
+                raise NotJudged(f"applies to {' and '.join(check.profiles)} runs")
+            series = [run.get(role) for role in check.roles]
+            for one in check.function(run, *series):
+                found.append(_complete(check, one, run))
+        except NotJudged as lacking:
+            unjudged.setdefault(check.name, str(lacking))
+    return found, unjudged
+
+
+def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
+    """Return a finding with its id, its rule, its metric, and the sentences of its remedy."""
+    advice = [advise(run, name) for name in found.remedy]
+    return replace(
+        found,
+        id=f"{check.name}:{found.id}" if found.id else check.name,
+        rule=check.name.partition(":")[0],
+        metric=found.metric or (run.name(check.roles[0]) if check.roles else None),
+        steps=found.steps and (int(found.steps[0]), int(found.steps[1])),
+        value=None if found.value is None else float(found.value),
+        evidence=tuple(filter(None, found.evidence)),
+        cause=found.cause.strip(),
+        remedy=" ".join(sentence for sentence, _ in advice),
+        reasons=tuple(why for _, why in advice if why),
+    )

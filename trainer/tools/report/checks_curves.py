@@ -1,0 +1,373 @@
+"""Checks of the loss, the gradient norm and the learning rate."""
+
+import numpy as np
+
+from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
+from trainer.tools.report.anomalies import is_of
+from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
+from trainer.tools.report.formatting import counted, interval, listed, number, share
+from trainer.tools.report.inventory import phases
+from trainer.tools.report.learning_rate import learning_rate, scheduled
+from trainer.tools.report.result import Anomaly
+from trainer.tools.report.run_log import Series
+from trainer.tools.report.shapes import Move, beyond, shift
+from trainer.tools.report.statistics import bins, noise, slope, within
+from trainer.tools.report.vocabulary import ROLES
+from trainer.tools.report.words import how_common, is_led_by_rate, moved_along, why_recovered
+
+NUM_STRETCHES = 20
+"""Parts that the first steps are divided into when their trend is tested; points that a rate is
+judged by.
+"""
+NUM_ZERO = 10
+"""Losses of exactly 0 that are a fault."""
+NUM_EARLY, NUM_FEW = 96, 5
+"""Points in which a rise is one of the first steps, where a level is that of few points."""
+NUM_RECENT = 32
+"""Points whose median is the present level of a loss."""
+RISE_RATIO, LEAST_RISE = 1.25, 0.1
+"""Present level of a loss over its best, and nats above it, from which on it diverges."""
+POLICY_RISE = 0.5
+"""The rise of a loss that changes its sign, as it holds a penalty for KL that grows."""
+EXPLOSION = 20
+"""Times the usual gradient norm."""
+SWING = 0.5
+"""Change of a loss from point to point, as a share of it, from here on violent."""
+JITTER = 0.1
+"""The same, from here on worth a word."""
+UNSTABLE = ("loss", "grad", "kl", "update_kl")
+"""Roles whose anomalies speak of a rate that is too high."""
+
+
+def _anomalies_of(run: AnalysedRun, *roles: str) -> list[Anomaly]:
+    return [one for one in run.anomalies if any(is_of(one, role) for role in roles)]
+
+
+def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
+    return anomalies[0].steps[0], anomalies[-1].steps[1]
+
+
+@finding("loss_nonfinite")
+def nonfinite(run: AnalysedRun) -> Findings:
+    """Find losses and norms that are no numbers, and steps that the run counted as such."""
+    bad: dict[int, str] = {}
+    for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
+        if series := run.log.series.get(key):
+            is_counter = key == "train/nonfinite"
+            is_bad = series.values > 0 if is_counter else ~np.isfinite(series.values)
+            bad = dict.fromkeys(series.steps[is_bad].tolist(), key) | bad
+    if bad:
+        first, last = min(bad), max(bad)
+        yield fail(
+            f"{counted(len(bad), 'step')} with a loss or gradient that is not a number, first at "
+            f"{first}.",
+            metric=bad[first],
+            steps=(first, last),
+            evidence=[f"steps {listed(map(str, sorted(bad)))}"],
+            cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks "
+            "the model.",
+            remedy=("lower_rate", "clip", f"Look at the batch of step {first}."),
+        )
+
+
+@finding("loss_zero", "loss", profiles=("sft", "controller"))
+def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
+    zero = losses[losses.values == 0]
+    if len(zero) < NUM_ZERO:
+        return
+    cause = "No effective groups: where all rewards of a group are equal, its advantages are 0."
+    remedy = ["Check that a group holds several answers to one prompt.", "larger_group"]
+    if run.profile == "sft":
+        cause = "No label token in the batches: wrong template or mask, or samples cut too early."
+        remedy = ["Look at the labels of a batch, and at {max_length} and the truncation."]
+    yield fail(
+        f"The loss is exactly 0 at {counted(len(zero), 'point')}: nothing was learnt there.",
+        steps=zero.ends,
+        cause=cause,
+        remedy=remedy,
+    )
+
+
+@finding("loss_not_falling", "loss", profiles=("sft", "generic"))
+def falling(run: AnalysedRun, losses: Series) -> Findings:
+    """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
+    if len(losses) < NUM_STRETCHES:
+        raise NotJudged(f"{len(losses)} points of loss, {NUM_STRETCHES} are needed")
+    rise, rates = rise_of(losses), run.find("lr")
+    before = within(losses, 0, rise.at) if rise else losses
+    is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
+    is_warming_up = is_at_peak and run.last_step < run.total_steps
+    first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
+    falls = run.is_falling(losses) or run.is_falling(before)
+    if not falls and not is_warming_up and (rise is None or len(before) >= NUM_EARLY):
+        yield warn(
+            f"The loss does not fall: its level is {number(slope(losses).level)} over "
+            f"{len(losses)} points.",
+            steps=losses.ends,
+            cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
+            remedy=("Try {lr} three times higher and lower for 100 steps; check the labels.",),
+        )
+    elif len(first) == NUM_STRETCHES and not run.is_falling(first):
+        yield note(
+            f"The loss does not fall yet in the first {START_STEPS} steps.",
+            id="start",
+            steps=first.ends,
+            cause="A long warm-up, or noise larger than the progress of so few steps.",
+            remedy=("None needed where the rate was still warming up.",),
+        )
+
+
+def rise_of(losses: Series) -> Move | None:
+    """Return the rise of a loss over its best level so far, if it is more than noise.
+
+    A loss that changes its sign is looked at in its own unit. In the first steps a level is that of
+    few points, which no later one sees again.
+    """
+    ratio, sigma, part, least = RISE_RATIO, 4, 0.0, LEAST_RISE
+    if losses.values.min() <= 0:
+        ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
+    recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
+    early = losses.steps[: min(NUM_EARLY, len(losses) // 4)]
+    for width in (NUM_FEW, recent):
+        rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
+        if rise is None or rise.after - rise.before < least:
+            continue
+        lasts = len(within(losses, *rise.steps)) >= recent
+        if not rise.is_lasting:  # less than this comes by chance
+            lasts &= shift(losses, sign=1, ratio=ratio, sigma=8, width=width) is not None
+        is_early = rise.steps[0] <= early.max()
+        # a level of few points tells the first steps alone, one of many tells both
+        if lasts and (rise.is_lasting if is_early else width == recent):
+            return rise
+    return None
+
+
+@finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
+def diverging(run: AnalysedRun, losses: Series) -> Findings:
+    rise = rise_of(losses)
+    if rise is None:
+        return
+    is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
+    back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
+    restart = "Start again." if is_early else f"Go back to {run.checkpoint(rise.at)}."
+    yield (fail if rise.is_lasting else warn)(
+        f"The loss rose from {number(rise.before)} to {number(rise.after)} from step "
+        f"{rise.steps[0]} on and {back}.",
+        steps=rise.steps,
+        cause="The learning rate is too high for these weights, its warm-up too short, or batches "
+        "throw the model off.",
+        remedy=(restart, "lower_rate", "clip"),
+    )
+
+
+@finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
+def oscillating(run: AnalysedRun, losses: Series) -> Findings:
+    """Hold the changes from point to point against the level; a policy's loss has no level."""
+    changes = np.diff(np.log(losses.values.clip(min=1e-9)))
+    swings, limit = Series(losses.steps[1:], np.abs(changes)), SWING
+    if run.profile == "controller":
+        swings, limit = Series(losses.steps, np.abs(losses.values)), run.limits["loss_swing"]
+    found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
+    if found and not run.is_falling(within(losses, *found.steps)):
+        yield warn(
+            f"The loss swings violently ({number(found.level)}, limit {number(limit)}) from step "
+            f"{found.steps[0]} on, without getting better.",
+            steps=found.steps,
+            cause="The learning rate is too large, or the batch too small.",
+            remedy=("lower_rate", "larger_batch"),
+        )
+
+
+@finding("loss_spike", "loss")
+def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
+    spikes = _anomalies_of(run, "loss")
+    movers = [m for a in spikes for m in a.movers if m.metric in ROLES["loss"]]
+    if not movers:
+        return
+    peak = max(movers, key=lambda mover: abs(mover.peak_value))
+    yield warn(
+        f"{counted(len(spikes), 'loss spike')}, the furthest {number(peak.peak_value)} at step "
+        f"{peak.peak_step}; the usual loss is {number(np.median(losses.values))}.",
+        steps=_span(spikes),
+        evidence=[
+            f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
+            f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
+        ],
+        cause="Updates or batches that throw the model off; see what moved along.",
+        remedy=("clip", "larger_batch", "watch"),
+    )
+
+
+@finding("jitter_normal", "loss")
+def jitter(run: AnalysedRun, losses: Series) -> Findings:
+    """Tell noise from point to point while the run improves: by its rewards in a controller."""
+    level, improves = abs(slope(losses).level), run.is_falling(losses)
+    if run.profile == "controller":
+        level, improves = 1.0, run.is_rising(run.get("reward"))
+    group = ["larger_group"] if run.profile == "controller" else []
+    if improves and noise(losses) > JITTER * level:
+        yield info(
+            f"The loss jitters by {number(noise(losses))} from point to point while the run gets "
+            f"better: that is normal.",
+            evidence=[phases(run, "loss")],
+            cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
+            "training.",
+            remedy=["None needed. To smooth it:", "larger_batch", *group],
+        )
+
+
+@finding("grad_high:explosion", "grad")
+def explosions(run: AnalysedRun, norms: Series) -> Findings:
+    """Find bursts above the highest usual level that the norm has in a third of the run."""
+    usual = max(np.median(part) for part in np.array_split(norms.values, 3) if len(part))
+    far = norms[norms.values > EXPLOSION * usual]
+    if far:
+        peak = np.argmax(far.values)
+        yield warn(
+            f"Gradient explosions: up to {number(far.values[peak])} at step {far.steps[peak]}; "
+            f"{number(usual)} is usual.",
+            steps=far.ends,
+            evidence=[f"{counted(len(far), 'point')}: {listed(map(str, far.steps))}"],
+            cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
+            "update then throws the weights further off.",
+            remedy=("clip", "lower_rate"),
+        )
+
+
+@finding("grad_unclipped", "grad")
+def unclipped(run: AnalysedRun, _: Series) -> Findings:
+    bursts = _anomalies_of(run, "grad")
+    if run.is_configured and bursts and not run.setting("clip"):
+        yield warn(
+            f"{counted(len(bursts), 'burst')} of the gradient went into the weights unclipped: "
+            f"{run.quoted('clip')}.",
+            steps=_span(bursts),
+            evidence=[run.quoted("lr")],
+            cause="Without clipping one extreme batch moves all weights by a multiple of a usual "
+            "step.",
+            remedy=("clip",),
+        )
+
+
+@finding("lr_schedule", "lr")
+def schedule(run: AnalysedRun, rates: Series) -> Findings:
+    """Find where the rate leaves its schedule, jumps, or never falls."""
+    if len(rates) < NUM_STRETCHES:
+        raise NotJudged(f"{len(rates)} points of learning rate, {NUM_STRETCHES} are needed")
+    told = learning_rate(rates, (), total_steps=run.total_steps)
+    restored = "A scheduler that was changed or restored wrongly, or a change by hand."
+    if told.raised:
+        worst = max(told.raised, key=lambda stretch: stretch.factor)
+        led = [anomaly for anomaly in run.anomalies if is_led_by_rate(anomaly)]
+        yield warn(
+            f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
+            f"{number(worst.factor)} times its schedule: "
+            f"{listed(interval(stretch.steps) for stretch in told.raised)}.",
+            id="raised",
+            steps=(told.raised[0].steps[0], told.raised[-1].steps[1]),
+            value=worst.factor,
+            evidence=[f"{moved_along(a)} at {interval(a.steps)}" for a in led],
+            cause=restored,
+            remedy=(
+                f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
+                "it and train on with the schedule unbroken.",
+            ),
+        )
+    at = _jump(rates, told.peak) if told.schedule == "unknown" else None
+    if at is not None:
+        yield warn(
+            f"The learning rate jumps at step {at} and follows no known schedule.",
+            id="jumps",
+            steps=(at, at),
+            cause=restored,
+            remedy=("Compare the rate before and after each restart.",),
+        )
+    is_wanted = "constant" in str(run.setting("schedule"))
+    if told.schedule == "constant" and not is_wanted and run.last_step >= 0.9 * run.total_steps:
+        yield note(
+            f"The learning rate stays at {number(told.peak)} to the end.",
+            id="decay",
+            steps=rates.ends,
+            cause="No schedule is set; without decay the weights keep moving with the last batches.",
+            remedy=("decay",),
+        )
+
+
+def _jump(rates: Series, peak: float) -> int | None:
+    """Return the first step after the warm-up at which the rate moves further than a schedule
+    does. A rise from a low rate to the peak before is a restart of cosines.
+    """
+    before, after = rates.values[:-1], rates.values[1:]
+    moves, highest = (after - before) / peak, np.maximum.accumulate(before)
+    is_restart = (before < 0.12 * highest) & (after > 0.7 * highest) & (after < 1.05 * highest)
+    is_jump = ((moves > 0.05) & ~is_restart) | (moves < -0.25)
+    jumps = rates.steps[1:][is_jump & np.logical_or.accumulate(moves < 0)]
+    return jumps[0] if len(jumps) else None
+
+
+@finding("lr_schedule:warmup", "lr")
+def warmup(run: AnalysedRun, rates: Series) -> Findings:
+    """Find that the rate does not rise as long as the configuration says."""
+    fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
+    # ours and verl's: null or -1 leave it to the share
+    is_fixed = fixed is not None and int(fixed) > 0
+    length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
+    # frameworks differ by a step or two in where a warm-up ends
+    inside = within(scheduled(rates), 0, 0.9 * length)
+    if len(inside) >= 3 and not np.all(np.diff(inside.values) > 0):
+        yield warn(
+            f"The learning rate does not rise in its warm-up of {length} steps.",
+            steps=inside.ends,
+            cause="The scheduler is not stepped, or was restored from another run.",
+            remedy=("Check {warmup} and how often the scheduler is stepped.",),
+        )
+    elif not learning_rate(rates, (), total_steps=run.total_steps).warmup_steps:
+        raise NotJudged("there was no warm-up")
+
+
+@finding("lr_too_high", "lr")
+def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
+    unstable = _anomalies_of(run, *UNSTABLE)
+    told = learning_rate(rates, unstable, total_steps=run.total_steps)
+    part = told.anomalies_at_high_share or 0.0
+    if len(unstable) > 1 and part > 0.5:
+        yield warn(
+            f"{share(part)} of the unstable intervals lie where the learning rate is near its peak "
+            f"{number(told.peak)}: it is too high for too long.",
+            steps=_span(unstable),
+            evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],
+            cause=f"Updates are large while the run is unstable. {why_recovered(run)} "
+            f"{how_common(run)}",
+            remedy=("lower_rate", "decay"),
+        )
+
+
+@finding("not_learning")
+def learning(run: AnalysedRun) -> Findings:
+    """Find that nothing that learning shows in changes at all."""
+    roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
+    tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
+    long = {key: values for key, values in tracked.items() if len(values) >= 10}
+    # a range below 1 % of the level is constant
+    if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
+        yield fail(
+            f"Nothing changes: {listed(long)} constant over the run.",
+            metric=next(iter(long)),
+            cause="No update reaches the weights, or no sample carries a signal.",
+            remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),
+        )
+
+
+@finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
+def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Findings:
+    is_long = len(run.levels("reward")) >= run.limits["min_epochs"]
+    if is_long and rewards.values.max() < 0 and right.values.max() == 0:
+        yield fail(
+            "Bad run: the reward stays below 0 and the accuracy at 0 throughout.",
+            cause="The controller learns nothing: answers missing from the metadata, or unsuitable "
+            "reward weights.",
+            remedy=(
+                "Check the answers field, generated texts and the metric, then the weights of the "
+                "reward.",
+            ),
+        )

@@ -1,0 +1,746 @@
+"""The table of metrics: those that this trainer logs, in the order of a console line and of a
+history's columns, and those of other trainers.
+
+`words.Metric` explains the fields.
+"""
+
+from trainer.tracking.metrics.words import Metric
+
+PHASES = ("data", "shard", "forward", "backward", "optimizer", "logging", "guard", "other")
+"""Phases of a step: `time/train/<phase>_s`."""
+CONSOLE = {
+    "train/loss": "loss {:.4f}",
+    "train/lr(1e-3)": "lr {:.2e}",
+    "train/grad_norm": "grad_norm {:.2f}",
+    "val/loss": "val/loss {:.4f}",
+    "val/loss_stderr": "± {:.4f}",
+    "val/token_accuracy": "accuracy {:.3f}",
+    "val/best_loss": "best {:.4f}",
+    "val/best_step": "at step {:.0f}",
+    "val/samples": "{:,.0f} samples",
+    "throughput/train/tokens_per_s": "{:,.0f} tok/s",
+    "train/time(s)": "{:.2f} s",
+    "progress/eta_s": "eta {duration}",
+}
+CSV = {
+    "train/total_token_count": "tokens sum",
+    "train/lr(1e-3)": "lr last",
+    "train/grad_norm": "grad_norm median",
+    "val/samples": "samples last",
+    "val/total_valid_token_count": "valid_tokens last",
+    "train/time(s)": "seconds sum",
+    "time/eval/total_s": "seconds last",
+}
+
+
+def entries(
+    over_ranks: str, every: str, *rows: tuple[str, str, str, str], of: str = ""
+) -> list[Metric]:
+    """Make the metrics that are reduced alike and logged equally often.
+
+    A row is the key, the unit, which direction is better, and the meaning.
+    """
+    return [
+        Metric(
+            key,
+            unit,
+            better,
+            meaning,
+            over_ranks=over_ranks,
+            every=every,
+            of=of,
+            console=CONSOLE.get(key, ""),
+            csv=CSV.get(key, ""),
+        )
+        for key, unit, better, meaning in rows
+    ]
+
+
+def lengths(split: str, every: str) -> list[Metric]:
+    """Make the metrics of the lengths of a split's samples."""
+    parts = {"prompt": "Unsupervised", "completion": "Supervised", "total": "All"}
+    statistics = {"mean": "mean", "min": "smallest", "max": "largest", "p95": "95th percentile"}
+    return [
+        Metric(
+            f"{split}/seq_{part}_len_{statistic}",
+            "token",
+            "none",
+            f"{tokens} tokens of a sample, {word}.",
+            every=every,
+        )
+        for part, tokens in parts.items()
+        for statistic, word in statistics.items()
+    ]
+
+
+def slowest(phase: str) -> Metric:
+    """Make the metric of a phase on the rank where it is longest."""
+    key = f"time/train/{phase}_s"
+    meaning = f"{key} on the rank where it is longest."
+    return Metric(f"{key}_max", "s", "down", meaning, over_ranks="max", of=key)
+
+
+TABLE = (
+    *lengths("train", "step"),
+    *lengths("val", "eval"),
+    *map(slowest, PHASES),
+    *entries(
+        "global",
+        "step",
+        (
+            "train/total_token_count",
+            "token",
+            "none",
+            "Tokens of this step's batch over all ranks, without padding.",
+        ),
+        (
+            "train/total_valid_token_count",
+            "token",
+            "none",
+            "Supervised tokens of this step's batch over all ranks; 0 = nothing to learn from.",
+        ),
+        (
+            "data/valid_token_frac",
+            "share",
+            "middle",
+            "Supervised tokens / all tokens without padding.",
+        ),
+        ("data/pad_frac", "share", "down", "Padding / all token slots that were computed."),
+        (
+            "data/packing_efficiency",
+            "share",
+            "up",
+            "Tokens without padding / slots of the micro-batches at their largest size.",
+        ),
+        (
+            "data/empty_label",
+            "sample",
+            "down",
+            "Samples of this step without one supervised token: they teach nothing.",
+        ),
+        (
+            "data/token_imbalance",
+            "ratio",
+            "down",
+            "Tokens of the fullest rank / mean over ranks: 1 = even, others wait for that rank.",
+        ),
+        (
+            "train/loss",
+            "nat/token",
+            "down",
+            "Summed cross-entropy of all supervised tokens of the step, on all ranks, / their "
+            "number, whatever model.loss trains.",
+        ),
+        (
+            "train/objective",
+            "nat/token",
+            "down",
+            "Mean of the trained loss over the step's supervised tokens, where model.loss is not "
+            "cross_entropy.",
+        ),
+        (
+            "train/loss_ema",
+            "nat/token",
+            "down",
+            "Bias-corrected exponential mean of train/loss with decay 0.98: the trend without the "
+            "noise.",
+        ),
+        (
+            "train/loss_by/<source>",
+            "nat/token",
+            "down",
+            "train/loss over the tokens of one of several data sources, where this step has some.",
+        ),
+        (
+            "train/ppl",
+            "1",
+            "down",
+            "Perplexity, exp(train/loss), capped: the number of equally likely tokens.",
+        ),
+        (
+            "train/token_accuracy",
+            "share",
+            "up",
+            "Fraction of supervised tokens that the model predicts correctly (top-1).",
+        ),
+        (
+            "train/lr(1e-3)",
+            "1e-3",
+            "none",
+            "Learning rate that this step used (not the next step's), in thousandths: 0.01 means "
+            "1e-5.",
+        ),
+        (
+            "train/grad_norm",
+            "1",
+            "middle",
+            "L2 norm of the whole gradient over all ranks, before clipping; sudden multiples of "
+            "its usual level are spikes.",
+        ),
+        (
+            "moe/router_loss",
+            "1",
+            "down",
+            "Auxiliary loss of a mixture of experts' routers, without its coefficient: 0 in a "
+            "run's first step, about the number of experts chosen for a token where these are "
+            "even.",
+        ),
+        (
+            "moe/load_max_over_mean",
+            "ratio",
+            "down",
+            "Tokens of the fullest expert / mean over experts, in the layer where that is largest: "
+            "1 = even. No expert has a capacity: none drops tokens.",
+        ),
+        (
+            "optim/clipped_frac",
+            "share",
+            "down",
+            "Share of the last 100 steps whose gradient was clipped: near 1, the clip sets the "
+            "step size, not optim.lr.",
+        ),
+        ("progress/step", "step", "none", "Finished optimizer steps, from 1."),
+        ("progress/epoch", "epoch", "none", "Passes over the training data, from 0."),
+        ("progress/tokens", "token", "none", "Tokens trained on so far, without padding."),
+        ("progress/pct", "%", "none", "Finished part of the run."),
+    ),
+    *entries(
+        "global",
+        "rare",
+        ("data/truncated", "sample", "down", "Training samples that were cut to data.max_length."),
+        ("data/truncated_frac", "share", "down", "Share of training samples that were cut."),
+        (
+            "data/dropped",
+            "sample",
+            "down",
+            "Rows left out of training when the data was prepared: too long, or unusable.",
+        ),
+        ("data/rows_by/<source>", "row", "none", "Training rows of one of several data sources."),
+        ("data/tokens_by/<source>", "token", "none", "Tokens of one of several data sources."),
+        (
+            "data/valid_token_frac_by/<source>",
+            "share",
+            "middle",
+            "Supervised tokens / tokens of one of several data sources.",
+        ),
+        (
+            "data/repeat_by/<source>",
+            "1/epoch",
+            "none",
+            "How often an epoch trains a row of the source, on average.",
+        ),
+        (
+            "data/times_by/<source>",
+            "count",
+            "none",
+            "How often the whole run trains a row of the source, on average.",
+        ),
+        (
+            "optim/grad_norm/<block>",
+            "1",
+            "middle",
+            "train/grad_norm of one block of the model: shows in which layer a spike arises.",
+        ),
+        (
+            "optim/param_norm",
+            "1",
+            "none",
+            "L2 norm of all weights: steady growth without bound is a sign of trouble.",
+        ),
+    ),
+    *entries(
+        "max",
+        "step",
+        (
+            "train/loss_max_rank",
+            "nat/token",
+            "down",
+            "Mean loss of the rank where it is highest: far above train/loss, one rank has odd "
+            "data.",
+        ),
+        (
+            "memory/allocated_gib",
+            "GiB",
+            "down",
+            "Device memory in tensors at the end of the step, fullest rank.",
+        ),
+        (
+            "memory/reserved_gib",
+            "GiB",
+            "down",
+            "Device memory that the allocator holds at the end of the step, fullest rank.",
+        ),
+        (
+            "memory/max_allocated_gib",
+            "GiB",
+            "down",
+            "Peak of allocated memory since the last step, fullest rank.",
+        ),
+        (
+            "memory/max_reserved_gib",
+            "GiB",
+            "down",
+            "Peak of reserved memory since the last step, fullest rank: what the card must have.",
+        ),
+        ("memory/allocated_frac", "share", "down", "allocated / memory of the device."),
+        ("memory/reserved_frac", "share", "down", "reserved / memory of the device."),
+        ("memory/max_allocated_frac", "share", "down", "max_allocated / memory of the device."),
+        (
+            "memory/max_reserved_frac",
+            "share",
+            "down",
+            "max_reserved / memory of the device: above 0.95 the next long batch may not fit.",
+        ),
+        (
+            "memory/cpu/rss_gib",
+            "GiB",
+            "down",
+            "Host memory of the training process, largest rank; steady growth is a leak.",
+        ),
+    ),
+    *entries(
+        "sum",
+        "step",
+        (
+            "train/nonfinite",
+            "count",
+            "down",
+            "Micro-batches of this step, on any rank, whose loss (or the rank's share of it) was "
+            "NaN or infinite.",
+        ),
+        (
+            "memory/alloc_retries",
+            "count",
+            "down",
+            "Allocations that succeeded only after emptying the cache: memory is nearly full, "
+            "steps are slow.",
+        ),
+        ("memory/ooms", "count", "down", "Allocations that failed for want of memory."),
+    ),
+    *entries(
+        "global",
+        "eval",
+        (
+            "val/loss",
+            "nat/token",
+            "down",
+            "Summed cross-entropy of validation samples / their supervised tokens; rising while "
+            "train/loss falls: overfitting.",
+        ),
+        (
+            "val/loss_stderr",
+            "nat/token",
+            "down",
+            "Standard error of val/loss over samples: smaller differences are noise.",
+        ),
+        ("val/ppl", "1", "down", "Perplexity on the validation set, exp(val/loss), capped."),
+        (
+            "val/token_accuracy",
+            "share",
+            "up",
+            "Fraction of supervised validation tokens that the model predicts correctly (top-1).",
+        ),
+        (
+            "val/loss_by/<source>",
+            "nat/token",
+            "down",
+            "val/loss over the tokens of one of several data sources.",
+        ),
+        ("val/best_loss", "nat/token", "down", "Lowest val/loss so far."),
+        ("val/best_step", "step", "none", "Step of the lowest val/loss: whose checkpoint to take."),
+        ("val/gap", "nat/token", "down", "val/loss - train/loss_ema: growing means memorisation."),
+        ("val/samples", "sample", "none", "Validation samples that were measured."),
+        ("val/tokens", "token", "none", "Tokens of the validation set, supervised or not."),
+        (
+            "val/total_valid_token_count",
+            "token",
+            "none",
+            "Supervised tokens of the validation set.",
+        ),
+    ),
+    *entries(
+        "main",
+        "step",
+        (
+            "throughput/train/tokens_per_s",
+            "1/s",
+            "up",
+            "Tokens of all ranks, without padding, / train/time(s).",
+        ),
+        (
+            "throughput/train/valid_tokens_per_s",
+            "1/s",
+            "up",
+            "Supervised tokens of all ranks / train/time(s).",
+        ),
+        (
+            "throughput/train/valid_tokens_per_s_update",
+            "1/s",
+            "up",
+            "Supervised tokens of all ranks / the time of this step's forward, backward and "
+            "update: without waiting for data.",
+        ),
+        ("throughput/train/tokens_per_s_per_gpu", "1/s", "up", "tokens_per_s / number of devices."),
+        (
+            "throughput/train/tflops_per_gpu",
+            "TFLOP/s",
+            "up",
+            "Arithmetic that the model needs, per device: (6 N T + 6 M S + 6 L H d sum(len^2)) / "
+            "train/time(s) with N matrix parameters for T tokens, M of the head for S supervised "
+            "ones; within a sliding window w len^2 is len^2 - (len - w)^2; recomputation not "
+            "counted.",
+        ),
+        (
+            "throughput/train/mfu",
+            "share",
+            "up",
+            "tflops_per_gpu / the device's peak in bfloat16; absent for a device whose peak is "
+            "unknown.",
+        ),
+        (
+            "train/time(s)",
+            "s",
+            "down",
+            "Wall time of this step with its wait for data, without validation and checkpoint. "
+            "Ranks wait for each other in every step: the slowest sets it.",
+        ),
+        (
+            "progress/eta_s",
+            "s",
+            "down",
+            "Seconds left: remaining steps times the median step, plus the validations and saves "
+            "to come.",
+        ),
+        ("progress/elapsed_s", "s", "none", "Seconds trained so far, over all attempts."),
+        (
+            "progress/goodput",
+            "share",
+            "up",
+            "Time of steps that counted / wall time of all attempts.",
+        ),
+        (
+            "ckpt/age_steps",
+            "step",
+            "down",
+            "Steps since the last good checkpoint: what a crash would cost.",
+        ),
+    ),
+    *entries(
+        "mean",
+        "step",
+        (
+            "time/train/data_s",
+            "s",
+            "down",
+            "Waiting for the next batch: above a tenth of the step, the loader slows training.",
+        ),
+        ("time/train/shard_s", "s", "down", "Copying the batch from host to device."),
+        ("time/train/forward_s", "s", "down", "Forward pass over all micro-batches."),
+        (
+            "time/train/backward_s",
+            "s",
+            "down",
+            "Backward pass over all micro-batches, with the gradient reduction.",
+        ),
+        ("time/train/optimizer_s", "s", "down", "Clipping and update of the weights."),
+        ("time/train/logging_s", "s", "down", "Handing the metrics over."),
+        ("time/train/guard_s", "s", "down", "Looking for anomalies."),
+        ("time/train/other_s", "s", "down", "step_s minus all other phases: unaccounted time."),
+        ("time/train/step_s", "s", "down", "Sum of the phases of this row."),
+        ("time/train/update_s", "s", "down", "Forward, backward and optimizer together."),
+    ),
+    *entries(
+        "slowest",
+        "step",
+        (
+            "time/train/slowest_rank",
+            "rank",
+            "none",
+            "Rank whose data, copy, logging and guard time of the step before is longest: the "
+            "others wait for it.",
+        ),
+    ),
+    *entries(
+        "skew",
+        "step",
+        (
+            "time/train/rank_skew",
+            "ratio",
+            "down",
+            "The slowest rank's time / median over ranks: 1 = all alike.",
+        ),
+        of="time/train/slowest_rank",
+    ),
+    *entries(
+        "main",
+        "checkpoint",
+        ("time/train/checkpoint_s", "s", "down", "How long the last save stopped training."),
+        (
+            "time/train/checkpoint_bg_s",
+            "s",
+            "down",
+            "How long the last save wrote in the background.",
+        ),
+        ("ckpt/bytes", "byte", "none", "Size of the last checkpoint."),
+        ("ckpt/save_s", "s", "down", "Time from the start of the last save to its commit."),
+        ("ckpt/kept", "count", "none", "Checkpoints on disk."),
+    ),
+    *entries(
+        "main",
+        "eval",
+        ("time/train/eval_s", "s", "down", "How long the last validation stopped training."),
+        ("time/eval/step_s", "s", "down", "Validation: one batch, mean over the batches."),
+        ("time/eval/total_s", "s", "down", "Validation: total time."),
+        (
+            "throughput/eval/tokens_per_s",
+            "1/s",
+            "up",
+            "Validation: tokens of all ranks, without padding, / time/eval/total_s.",
+        ),
+        (
+            "throughput/eval/valid_tokens_per_s",
+            "1/s",
+            "up",
+            "Validation: supervised tokens of all ranks / time/eval/total_s.",
+        ),
+    ),
+    *entries(
+        "main",
+        "event",
+        (
+            "checkpoint/failed_in_a_row",
+            "count",
+            "down",
+            "Saves that failed since the last good one.",
+        ),
+    ),
+    *entries(
+        "guard",
+        "step",
+        (
+            "guard/loss_z",
+            "1",
+            "middle",
+            "Distance of train/loss from its recent median in robust standard deviations: above 8 "
+            "is a spike.",
+        ),
+        (
+            "guard/grad_z",
+            "1",
+            "middle",
+            "Distance of train/grad_norm from its recent median in robust standard deviations: "
+            "above 6 is a spike.",
+        ),
+        (
+            "optim/skipped_steps",
+            "step",
+            "down",
+            "Updates left out so far, because loss or gradient was not finite or the guard said "
+            "so.",
+        ),
+        (
+            "data/skipped_batches",
+            "count",
+            "down",
+            "Batches that the guard's skip list left out so far.",
+        ),
+    ),
+    *entries(
+        "mean",
+        "timer",
+        (
+            "system/gpu_util",
+            "%",
+            "up",
+            "Time in which the GPU computed anything: below 80 % something slows it. Read from "
+            "NVML (the extra `gpu`), else from `nvidia-smi`.",
+        ),
+        ("system/gpu_mem_util", "%", "none", "Time in which the GPU's memory was read or written."),
+    ),
+    *entries(
+        "min",
+        "timer",
+        ("system/gpu_util_min", "%", "up", "system/gpu_util of the GPU where it is lowest."),
+        of="system/gpu_util",
+    ),
+    *entries(
+        "max",
+        "timer",
+        ("system/gpu_temp_c", "degC", "down", "Temperature of the hottest GPU."),
+        ("system/gpu_power_w", "W", "none", "Power of the GPU that draws most."),
+    ),
+    *entries(
+        "main",
+        "rare",
+        ("obs/queue_depth", "count", "down", "Rows that wait for the slowest tracker."),
+        (
+            "obs/dropped_trackers",
+            "count",
+            "down",
+            "Trackers that failed or hung and get nothing more; metrics.jsonl has every row.",
+        ),
+    ),
+)
+FOREIGN = entries(
+    "main",
+    "step",
+    ("train/entropy", "nat/token", "middle", "Mean entropy of the predicted distribution."),
+    ("val/entropy", "nat/token", "middle", "Mean entropy on the validation set."),
+    ("optim/lr/<group>", "1", "none", "Learning rate of one parameter group."),
+    ("train/lr", "1", "none", "Learning rate of the step."),
+    ("actor/lr", "1", "none", "Learning rate of the policy."),
+    ("critic/lr", "1", "none", "Learning rate of the value model."),
+    ("actor/total_loss", "1", "down", "The loss that is back-propagated, with all terms."),
+    (
+        "actor/positive_sft_loss",
+        "nat/token",
+        "down",
+        "SFT loss over samples with a positive reward.",
+    ),
+    (
+        "actor/negative_sft_loss",
+        "nat/token",
+        "none",
+        "SFT loss over samples with a negative reward, which are to become less likely.",
+    ),
+    ("actor/pg_loss", "1", "none", "Policy gradient loss; near 0 is normal."),
+    ("actor/weighted_pg_loss", "1", "none", "Policy gradient loss with sample weights."),
+    ("actor/kl_loss", "nat", "down", "Loss term that keeps the policy near the reference."),
+    (
+        "actor/approxkl",
+        "nat",
+        "middle",
+        "Estimated KL divergence of the policy before and after the update.",
+    ),
+    (
+        "actor/policykl",
+        "nat",
+        "middle",
+        "KL divergence of the sampling policy and the trained one.",
+    ),
+    ("actor/clipfrac", "share", "middle", "Share of tokens clipped by PPO."),
+    ("actor/ppo_ratio_clipfrac", "share", "middle", "Share of tokens clipped by PPO."),
+    (
+        "actor/ppo_ratio_high_clipfrac",
+        "share",
+        "middle",
+        "Share of tokens clipped at the upper end.",
+    ),
+    (
+        "actor/ppo_ratio_low_clipfrac",
+        "share",
+        "middle",
+        "Share of tokens clipped at the lower end.",
+    ),
+    (
+        "actor/ratio_<statistic>",
+        "ratio",
+        "middle",
+        "New over old probability of the sampled tokens, 1 = unchanged.",
+    ),
+    ("actor/sample_weights_<statistic>", "1", "none", "Weight in the policy loss."),
+    ("actor/valid_samples", "sample", "up", "Samples with a supervised token."),
+    ("actor/total_samples", "sample", "none", "Samples of the step."),
+    ("actor/valid_sample_ratio", "share", "up", "valid_samples / total_samples."),
+    ("critic/loss", "1", "down", "Loss of the value model: its distance from the returns."),
+    ("critic/value", "1", "none", "Value predicted while sampling, mean."),
+    ("critic/vpred", "1", "none", "Value predicted now, mean."),
+    ("critic/clipfrac", "share", "middle", "Share of clipped value predictions."),
+    ("critic/error", "1", "down", "Squared difference of value and return, mean."),
+    ("critic/ref_log_prob/mean", "nat", "none", "Log probability under the reference."),
+    ("critic/old_log_prob/mean", "nat", "none", "Log probability while sampling."),
+    (
+        "critic/entropy/mean",
+        "nat/token",
+        "middle",
+        "Entropy of the policy: high = it still explores, near 0 = it has collapsed.",
+    ),
+    ("critic/advantages/<statistic>", "1", "middle", "How much better than expected an action is."),
+    ("critic/score/<statistic>", "1", "up", "Raw reward of an episode."),
+    ("critic/rewards/<statistic>", "1", "up", "Normalised and clipped reward."),
+    ("critic/reward_clip_frac", "share", "down", "Share of clipped rewards."),
+    ("critic/returns/<statistic>", "1", "up", "Discounted sum of rewards."),
+    ("critic/values/<statistic>", "1", "none", "Estimated value of a state."),
+    ("val/score/<statistic>", "1", "up", "Score of a validation episode."),
+    (
+        "kl",
+        "nat/token",
+        "middle",
+        "Divergence from the reference policy: 0.01 to 5 is healthy, above 10 is not.",
+    ),
+    ("clip_ratio", "share", "middle", "Share of clipped tokens: 0.1 to 0.3 is normal."),
+    ("clip_ratio/low_<statistic>", "share", "middle", "Share of clipped tokens, lower end."),
+    ("clip_ratio/high_<statistic>", "share", "middle", "Share of clipped tokens, upper end."),
+    ("clip_ratio/region_<statistic>", "share", "middle", "Share of clipped tokens, either end."),
+    ("train/adv_<statistic>", "1", "middle", "Advantage within its group."),
+    ("train/adv_std", "1", "none", "Spread of advantages within their group."),
+    ("reward", "1", "up", "Reward of a generated answer, mean: its trend counts, not its sign."),
+    ("reward_std", "1", "middle", "Spread of rewards: near 0, nothing can be learned."),
+    (
+        "reward_mean",
+        "1",
+        "up",
+        "Accuracy minus penalties for latency and budget, mean of the epoch.",
+    ),
+    ("rewards/<name>/mean", "1", "up", "Reward of one function, mean."),
+    ("rewards/<name>/std", "1", "none", "Reward of one function, spread."),
+    ("frac_reward_zero_std", "share", "down", "Share of groups with equal rewards."),
+    ("<split>/reward_total_<statistic>", "1", "up", "Total reward."),
+    ("<split>/reward_total_std", "1", "none", "Spread of the total reward."),
+    ("<split>/reward_correct_mean", "1", "up", "Weighted share of right answers."),
+    ("<split>/reward_format_mean", "1", "up", "Weighted reward for the format."),
+    ("<split>/tag_count_reward_mean", "1", "up", "Weighted reward for the tags."),
+    ("accuracy", "share", "up", "Share of right answers."),
+    ("accuracy_mean", "share", "up", "Share of right answers, mean."),
+    ("accuracy_std", "share", "none", "Share of right answers, spread."),
+    ("latency_mean", "ms", "down", "Time of an answer, mean."),
+    ("latency_std", "ms", "none", "Time of an answer, spread."),
+    (
+        "budget_violation_rate",
+        "share",
+        "down",
+        "Share of answers slower than the budget: below 0.1 late in training.",
+    ),
+    ("completions/<statistic>_length", "token", "middle", "Length of a generated answer."),
+    (
+        "completions/<statistic>_terminated_length",
+        "token",
+        "middle",
+        "Length of an answer that ended by itself.",
+    ),
+    (
+        "completions/clipped_ratio",
+        "share",
+        "down",
+        "Share of answers cut at the longest length: above 0.3 format and reward break.",
+    ),
+    ("tokens/response_length/<statistic>", "token", "middle", "Response length."),
+    ("tokens/prompt_length/<statistic>", "token", "none", "Prompt length."),
+    ("time/train/rollout_s", "s", "down", "Time of rollout in train."),
+    ("time/train/reward_s", "s", "down", "Time of reward in train."),
+    ("time/train/advantages_s", "s", "down", "Time of advantages in train."),
+    ("time/eval/rollout_s", "s", "down", "Time of rollout in eval."),
+    ("time/eval/reward_s", "s", "down", "Time of reward in eval."),
+    ("time/<infix>/total", "s", "down", "Wall time of one operation."),
+    ("time/<infix>/execute", "s", "down", "An operation's own work."),
+    ("time/rollout", "s", "down", "Generating answers."),
+    ("time/ref_log_probs_values_reward", "s", "down", "Reference log probabilities."),
+    ("time/old_log_probs_values", "s", "down", "Log probabilities while sampling."),
+    ("time/adv", "s", "down", "Computing advantages."),
+    ("weights/sync_s", "s", "down", "Bringing new weights to the generating engine."),
+    ("weights/version", "count", "none", "Number of weight updates of the engine."),
+    ("weights/bytes", "byte", "none", "Size of the weights sent to the engine."),
+    (
+        "memory/<infix>/end/onload/max_allocated_frac/<device>",
+        "share",
+        "down",
+        "Peak of allocated memory in one operation / memory of the device.",
+    ),
+    (
+        "memory/<infix>/end/onload/max_reserved_frac/<device>",
+        "share",
+        "down",
+        "Peak of reserved memory in one operation / memory of the device.",
+    ),
+)
+"""Metrics of other trainers: the report explains them, and users log them through `Tracking`."""

@@ -1,0 +1,149 @@
+"""Measure the usual level of a signal and its usual spread in a window that outliers cannot spoil."""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation -> standard deviation, of a normal distribution."""
+SIGMAS_TO_Q95 = 1.645
+MIN_CURVE_POINTS = 5
+"""Fewer points say nothing about the noise of their curve."""
+NUM_NEWEST, START_Z = 32, 3.0
+"""Values this many spreads above the newest 32 may be the start of a run."""
+WINSOR_Z = 6.0
+"""Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
+learned.
+"""
+MIN_POSITIVE = 1e-12
+"""Smaller values count as this one, so that their logarithm exists."""
+MAX_EXPONENT = 700.0
+"""`exp` overflows a little beyond."""
+
+
+def spread(deviations: ArrayLike, axis: int = -1) -> Any:
+    """Return the standard deviation of `deviations` from a middle, by the median of their sizes; an
+    array over the other axes.
+    """
+    return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
+
+
+def curve_noise(values: ArrayLike) -> float:
+    """Return the standard deviation of a short curve's noise, from its second differences, which a
+    smooth curve hardly has.
+    """
+    bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
+    return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, MIN_POSITIVE))
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """Centre and spread of a window, both in nats of the signal's logarithm."""
+
+    centre: float
+    scale: float
+
+    @property
+    def is_known(self) -> bool:
+        return self.centre < math.inf
+
+    @property
+    def level(self) -> float:
+        """The centre in the signal's unit."""
+        return self.at(0)
+
+    def at(self, z: float) -> float:
+        """Return the value, in the signal's unit, that has score `z`."""
+        exponent = min(self.centre + z * self.scale, MAX_EXPONENT)
+        return math.exp(exponent) if self.is_known else math.inf
+
+    def z(self, value: float) -> float:
+        """Return how many spreads a finite value lies above the centre; 0 where none is known."""
+        return (_log(value) - self.centre) / self.scale if self.is_known else 0.0
+
+
+UNKNOWN = Usual(math.inf, 1.0)
+"""No value is above it."""
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the quantile of sorted values, by linear interpolation."""
+    place = share * (len(ordered) - 1)
+    lower = int(place)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
+
+
+def measured(ordered: Sequence[float], least_scale: float) -> Usual:
+    """Return centre and spread of sorted logarithms."""
+    centre = quantile(ordered, 0.5)
+    deviations = sorted([abs(value - centre) for value in ordered])
+    # a mixture of easy and hard batches has a small median deviation and a long tail
+    tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
+    return Usual(centre, max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, least_scale))
+
+
+class RobustWindow:
+    """The last `size` finite values of a positive signal, winsorised, and what is `usual` for their
+    logarithms from `min_points` on.
+
+    The spread is at least `least_scale`: after a quiet stretch small deviations do not stand out.
+    """
+
+    def __init__(self, least_scale: float, *, size: int = 128, min_points: int = 32) -> None:
+        self._least_scale, self._min_points, self._size = least_scale, min_points, size
+        self.usual = UNKNOWN
+        self.load_state_dict(())
+
+    def push(self, value: float) -> None:
+        self._append(min(value, self.usual.at(WINSOR_Z)))
+        self.usual = self._measure()
+
+    def state_dict(self) -> list[float]:
+        """Return the values: the rest follows from them."""
+        return list(self._values)
+
+    def load_state_dict(self, values: Sequence[float]) -> None:
+        self._values, self._logs = deque[float](), deque[float]()
+        self._ordered: list[float] = []
+        for value in values:
+            self._append(value)
+        self.usual = self._measure()
+
+    def _append(self, value: float) -> None:
+        if len(self._values) == self._size:
+            self._values.popleft()
+            del self._ordered[bisect_left(self._ordered, self._logs.popleft())]
+        self._values.append(value)
+        self._logs.append(_log(value))
+        insort(self._ordered, self._logs[-1])
+
+    def _measure(self) -> Usual:
+        """Measure the window, without the start of a run: its oldest part, where that lies high
+        above the newest.
+
+        Were the first steps counted, everything later would look usual. High batches that come now
+        and then are no such part: they count.
+        """
+        if len(self._values) < self._min_points:
+            return UNKNOWN
+        logs = list(self._logs)
+        usual = measured(self._ordered, self._least_scale)
+        newest = measured(sorted(logs[-NUM_NEWEST:]), self._least_scale)
+        if usual.centre + usual.scale < newest.centre + 2 * newest.scale:
+            return usual
+        bar = newest.centre + START_Z * newest.scale
+        high = [index for index, value in enumerate(logs) if value > bar]
+        start = high[-1] + 1 if high else 0
+        is_start = len(high) > start / 2 and len(logs) - start >= self._min_points
+        return measured(sorted(logs[start:]), self._least_scale) if is_start else usual

@@ -1,0 +1,174 @@
+"""From the first step to the exit code: steps, validations, saves and rollbacks in
+the order they happen.
+"""
+
+import logging
+from contextlib import closing
+
+import torch
+
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S
+from trainer.data.batch import LossOutput
+from trainer.data.loader import ValidationBatches
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
+from trainer.tracking import metrics
+from trainer.train.guard import Decision
+from trainer.train.run import Run, is_due
+from trainer.train.step import training_step
+from trainer.train.validation import Validation
+
+logger = logging.getLogger(__name__)
+
+
+def fit(run: Run) -> int:
+    """Train until the last step, a stop signal or divergence; the exit code tells which."""
+    with run.stop.deferred():
+        while (exit_code := _train(run)) is None:
+            logger.info("continuing at step %d", run.batches.step + 1)
+        # what became known after the last row, of the save and the validation that ended the run
+        step = run.batches.step
+        if rest := {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}:
+            run.log(rest, step, kind="end")
+    return exit_code
+
+
+def _train(run: Run) -> int | None:
+    """Make steps until the run ends, and return its exit code; None after a rollback."""
+    run.meter.clock.begin()
+    if (exit_code := _settle_debts(run)) is not None:
+        return exit_code
+    run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
+    run.meter.clock.begin()
+    with closing(iter(run.batches)) as batches:
+        for batch in batches:
+            run.heartbeat.step = batch.step
+            result = training_step(run, batch)
+            row, decision = result.row | metrics.take_numbers(), result.decision
+            run.log(row, batch.step)
+            run.meter.clock.mark("logging")
+            if decision.rollback_onset is not None and _roll_back(
+                run, decision.rollback_onset, decision.reason
+            ):
+                return None
+            if decision.is_stop:
+                logger.error("stopped at step %d: %s", batch.step, decision.reason)
+                run.checkpoints.finish()
+                return EXIT_DIVERGED
+            if (exit_code := _end_step(run, batch.step, row)) is not None:
+                return exit_code
+            run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
+    return EXIT_DONE
+
+
+def _settle_debts(run: Run) -> int | None:
+    """Make up for a validation that the loaded checkpoint owes; return the exit code if the run
+    ends here.
+    """
+    step = run.batches.step
+    if run.loop.owes_validation:
+        validate(run, step)
+        if run.loop.owes_validation:
+            return _stopped(run, step)
+        # which step is the best one may have changed
+        run.checkpoints.settle(step, run.guard.history)
+    if run.loop.has_stopped_early:
+        logger.info("this run has ended early, at step %d", step)
+        return EXIT_DONE
+    return None
+
+
+def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
+    """Validate and save where that is due; return the exit code if the run ends here."""
+    is_last = step >= run.cadence.total_steps
+    if is_last or is_due(run.cadence.test_freq, step):
+        is_last |= validate(run, step).is_stop
+    is_ending = run.is_stopping or is_last
+    if is_ending or run.is_save_requested or is_due(run.cadence.save_freq, step):
+        _save(run, row, is_required=is_ending)
+    if run.is_stopping and (not is_last or run.loop.owes_validation):
+        return _stopped(run, step)
+    return EXIT_DONE if is_last else None
+
+
+def _stopped(run: Run, step: int) -> int:
+    reason = run.stop.reason or "a signal"
+    logger.info("stopped at step %d on %s: saved, resumable", step, reason)
+    return EXIT_RESUMABLE
+
+
+def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
+    """Save the state after the step of `row`. `is_required`: the run ends with this save."""
+    # a save in flight, and all tries of one the run ends with
+    run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
+    run.checkpoints.save(
+        run.batches.position,
+        loss=row["train/loss"],
+        grad_norm=row["train/grad_norm"],
+        history=run.guard.history,
+        is_required=is_required,
+    )
+    run.meter.note_duration("save", run.meter.clock.exclude())
+
+
+def _roll_back(run: Run, onset: int, reason: str) -> bool:
+    """Go back to the newest good checkpoint well before step `onset`, and pass over the batches
+    around it.
+
+    Collective. Return False if there is none. A crash at any point leaves a run that continues.
+    """
+    run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
+    step = run.batches.step
+    found = run.checkpoints.decide_rollback(
+        onset=onset,
+        step=step,
+        last_step=run.batches.last_step,
+        history=run.guard.history,
+        reason=reason,
+    )
+    if found is None:
+        return False
+    target, rollbacks = found
+    assert target.manifest is not None, "it is committed"
+    before = run.guard.state_dict()
+    run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
+    run.checkpoints.load(target, contents=("model", "optimizer", "extra"))
+    run.guard.after_rollback(before, rollbacks)
+    if run.tracking is not None:
+        run.tracking.rewind(target.step)
+    return True
+
+
+def validate(run: Run, step: int) -> Decision:
+    """Measure, log and judge the model after `step` over every validation sample, token-weighted.
+    A stop request before the end leaves the validation owed.
+    """
+    run.loop.owes_validation = run.validation_batches is not None
+    if run.validation_batches is None or run.is_stopping:
+        return Decision()
+    row = _measure(run, run.validation_batches)
+    if row is None:
+        return Decision()
+    run.loop.owes_validation = False
+    decision = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
+    run.loop.has_stopped_early = decision.is_stop
+    run.log({**row, **run.guard.validation_scores()}, step)
+    run.meter.note_duration("eval", run.meter.clock.exclude())
+    return decision
+
+
+@torch.no_grad()
+def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
+    """Return the metrics; None when a stop was requested before the last batch."""
+    run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
+    run.model.eval()
+    validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            inputs = micro_batch.to(run.world.device)
+            output: LossOutput = run.model(inputs)
+            validation.add(inputs, output)
+            run.heartbeat.beat()
+        run.is_stopping = validation.end_batch(batch, is_stopping=run.stop.is_set)
+        if run.is_stopping:
+            return None
+    return validation.row(train_loss=run.meter.loss_ema)

@@ -1,0 +1,193 @@
+"""Turn the measurements of a step into its row of metrics, and keep the totals that a restart must
+not lose.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from trainer.data.batch import StepBatch, StepFlops
+from trainer.runtime.distributed import World
+from trainer.runtime.progress import MAIN, Remembered
+from trainer.tracking import metrics
+from trainer.tracking.metrics.table import PHASES
+from trainer.tracking.metrics.words import COMBINED
+from trainer.train.clock import PhaseClock, TraceFile
+from trainer.train.memory import GpuSampler, Memory
+from trainer.train.packet import Values
+from trainer.train.parts import Part, StepResult, is_rare
+from trainer.train.source_losses import perplexity
+from trainer.train.throughput import peak_tflops
+
+EMA_DECAY = 0.98
+WINDOW_STEPS = 100
+OWN_PHASES = ("data", "shard", "logging", "guard")
+"""Phases in which a rank works by itself: in the others it may be waiting for a slower one."""
+UPDATE_PHASES = ("forward", "backward", "optimizer")
+TIME_KEYS = {phase: f"time/train/{phase}_s" for phase in (*PHASES, "step")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is ahead of a run, and the seconds that earlier attempts took."""
+
+    total_steps: int
+    save_freq: int
+    test_freq: int
+    max_norm: float
+    past_s: float = 0.0
+    data_facts: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the preparation of the training data."""
+    tracker_health: Callable[[], Mapping[str, float]] = dict
+
+
+class Meter(Remembered, Part):
+    """One per rank; rows differ between ranks only where the table of metrics takes rank 0's.
+    Survives restarts.
+    """
+
+    state_of = MAIN  # ranks measure their own times
+    KEPT: ClassVar = ("_num_tokens", "_productive_s", "_ema", "_num_ema", "_clipped")
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        plan: Plan,
+        cost: StepFlops | None,
+        trace: TraceFile | None = None,
+    ) -> None:
+        self.clock = PhaseClock(world.device, trace=trace)
+        self._world, self._plan, self._cost = world, plan, cost
+        self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
+        self._peak_tflops = peak_tflops(world.device)
+        self._slots, self._combined = metrics.travelling(), metrics.combined_metrics()
+        self._started_s = time.monotonic()
+        self._step_s = deque[float](maxlen=WINDOW_STEPS)
+        self._clipped = deque[bool](maxlen=WINDOW_STEPS)
+        self._durations: dict[str, float] = {}
+        self._num_tokens = 0
+        self._productive_s = 0.0
+        self._ema, self._num_ema = 0.0, 0
+
+    def by_rank(self) -> Values:
+        """Return all values that were put and are combined over ranks."""
+        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take(COMBINED)}
+        return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
+
+    def signals(self, step: StepResult) -> Mapping[str, float]:
+        """Return the loss, and all else of a row that is equal on all ranks."""
+        batch, sums = step.batch, step.totals.sums
+        loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
+        self._num_tokens += batch.num_tokens
+        self._clipped.append(grad_norm > self._plan.max_norm)
+        if math.isfinite(loss):
+            self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
+            self._num_ema += 1
+        found = {
+            "train/loss": loss,
+            "train/loss_ema": self.loss_ema,
+            "train/lr(1e-3)": step.lr * 1e3,
+            "train/grad_norm": grad_norm,
+            "train/ppl": perplexity(loss),
+            "train/token_accuracy": sums["num_hits"] / batch.num_loss_tokens,
+            "train/total_token_count": batch.num_tokens,
+            "train/total_valid_token_count": batch.num_loss_tokens,
+            "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
+            "progress/step": batch.step,
+            "progress/epoch": batch.epoch,
+            "progress/pct": 100.0 * batch.step / self._plan.total_steps,
+            "progress/tokens": self._num_tokens,
+            **batch.deal_facts,
+            **{f"train/{name}": value for name, value in batch.length_facts.items()},
+            **metrics.combined(
+                step.totals.by_rank,
+                is_rare=self._is_rare_row(batch.step),
+                among=self._combined,
+            ),
+            **metrics.take_numbers(("global",)),
+            **{key: value for key, value in sums.items() if key in metrics.METRICS},
+        }
+        if "objective_sum" in sums:
+            found["train/objective"] = sums["objective_sum"] / batch.num_loss_tokens
+        return found
+
+    def after_step(self, step: StepResult) -> None:
+        """End the step's time, and add times and speed to its row.
+
+        The times of its phases reach all ranks with the next step's packet, so the next row reports
+        them; an attempt's first row has this step's on its own rank.
+        """
+        if self._is_rare_row(step.batch.step):
+            step.row |= {**self._plan.data_facts, **self._plan.tracker_health()}
+        self.clock.mark("guard")
+        phases = self.clock.lap()
+        step_s = phases["step"]
+        update_s = sum(phases.get(phase, 0.0) for phase in UPDATE_PHASES)
+        times = {key: phases.get(phase, 0.0) for phase, key in TIME_KEYS.items()}
+        times["time/train/update_s"] = update_s
+        for key, seconds in times.items():
+            metrics.put(key, seconds)
+        own_s = sum(phases.get(phase, 0.0) for phase in OWN_PHASES)
+        metrics.put("time/train/slowest_rank", own_s)
+        self._productive_s += step_s
+        self._step_s.append(step_s)
+        # what ranks agreed on stands in place of this rank's own times
+        step.row |= {
+            **times,
+            **step.signals,
+            "train/time(s)": step_s,
+            **self._speed(step.batch, step_s, update_s),
+            **self._ahead(step.batch.step),
+        }
+
+    def note_duration(self, what: str, seconds: float) -> None:
+        """Remember how long a validation ("eval") or a save kept training waiting."""
+        self._durations[what] = seconds
+        if what == "eval":
+            metrics.put("time/train/eval_s", seconds)
+
+    @property
+    def loss_ema(self) -> float:
+        """The training loss smoothed over about 50 steps, bias-corrected; NaN before the first
+        finite one.
+        """
+        return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
+
+    def _is_rare_row(self, step: int) -> bool:
+        """Rare metrics also stand in an attempt's first row."""
+        return is_rare(step) or not self._step_s
+
+    def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
+        tokens_per_s = batch.num_tokens / step_s
+        found = {
+            "throughput/train/tokens_per_s": tokens_per_s,
+            "throughput/train/tokens_per_s_per_gpu": tokens_per_s / self._world.size,
+            "throughput/train/valid_tokens_per_s": batch.num_loss_tokens / step_s,
+            "throughput/train/valid_tokens_per_s_update": batch.num_loss_tokens / update_s,
+        }
+        if self._cost is not None:
+            tflops = self._cost.of(batch) / step_s / self._world.size / 1e12
+            found["throughput/train/tflops_per_gpu"] = tflops
+            if self._peak_tflops is not None:
+                found["throughput/train/mfu"] = tflops / self._peak_tflops
+        return found
+
+    def _ahead(self, step: int) -> dict[str, float]:
+        """Return the time left, with the validations and saves to come, and the time taken."""
+        plan = self._plan
+        remaining = plan.total_steps - step
+        elapsed_s = plan.past_s + time.monotonic() - self._started_s
+        eta_s = remaining * statistics.median(self._step_s)
+        for what, every in (("eval", plan.test_freq), ("save", plan.save_freq)):
+            count = remaining // every + 1 if every > 0 else 1
+            eta_s += count * self._durations.get(what, 0.0)
+        return {
+            "progress/eta_s": eta_s if remaining else 0.0,
+            "progress/elapsed_s": elapsed_s,
+            "progress/goodput": min(1.0, self._productive_s / elapsed_s),
+        }

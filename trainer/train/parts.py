@@ -1,0 +1,216 @@
+"""The seam by behaviour: what a part may do in a step, and the parts of every run.
+
+`trainer.train.run.PARTS` lists them; a part of your own is an entry there.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
+from trainer.model.experts import Routers
+from trainer.optim.clip import local_square_sum, square_sum
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.guard import Decision, Guard
+from trainer.train.packet import Packet, Totals, Values
+from trainer.train.source_losses import losses_by_source
+
+RARE_EVERY = 50
+"""Steps between measurements that cost a pass over the parameters or change slowly."""
+
+
+@dataclass
+class StepResult:
+    """A step whose totals have been read."""
+
+    batch: StepBatch
+    totals: Totals
+    lr: float
+    signals: dict[str, float] = field(default_factory=dict)
+    """Metrics that are equal on all ranks bit by bit: the guard and its rules may act on them."""
+    row: dict[str, float] = field(default_factory=dict)
+    """All other metrics."""
+    decision: Decision = field(default_factory=Decision)
+
+
+class Part:
+    """Something that takes its turn in every step. It overrides the methods it needs, listed here
+    in the order in which a step calls them.
+
+    What `state_dict` returns is saved with each checkpoint under the part's name, and comes back in
+    a resume and a rollback.
+    """
+
+    is_sharded: ClassVar[bool] = False
+    """The state is a mapping of names to DTensors: a resume on another number of ranks cuts them
+    again. Other state has to be equal on all ranks, or the class says `state_of` (see
+    `trainer.runtime.progress`).
+    """
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        """Act between the forward and the backward pass of a micro-batch. A scalar that is returned
+        is added to the trained loss.
+        """
+        return None
+
+    def sums(self, batch: StepBatch) -> Values:
+        """Return scalars and tensors that are added up over ranks in the step's one reduction,
+        before the update. The names and shapes are equal on all ranks. A scalar that has the name
+        of a metric is logged.
+        """
+        return {}
+
+    def by_rank(self) -> Values:
+        """Return scalars of this rank, which all ranks are told in the same reduction."""
+        return {}
+
+    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
+        """Act after the update, while the sums are still on the device. Scalars that are returned
+        are read along with them.
+        """
+        return {}
+
+    def signals(self, step: StepResult) -> Mapping[str, float]:
+        """Return metrics that are equal on all ranks bit by bit."""
+        return {}
+
+    def after_step(self, step: StepResult) -> None:
+        """Act on the totals and signals of a step; add metrics to its row."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart has to keep."""
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over a saved state."""
+
+
+class RouterLoad(Routers, Part):
+    """The auxiliary loss of a mixture of experts, and how evenly its experts are loaded."""
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        return self.add(inputs, batch.num_tokens)
+
+    def sums(self, batch: StepBatch) -> Values:
+        loss, tokens_LE = self.take()
+        return {**loss, "expert_tokens": tokens_LE}
+
+    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
+        return self.settle(packet.sums["expert_tokens"], batch)
+
+
+class SourceLosses(Part):
+    """The loss of each source of the training data, where there are several."""
+
+    _sums: Tensor | None = None
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        if batch.loss_tokens_by:
+            sums_D, _ = document_sums(inputs, output.losses_S)
+            if self._sums is None:
+                self._sums = sums_D.new_zeros(len(batch.loss_tokens_by))
+            self._sums.index_add_(0, inputs.sources_D, sums_D)
+        return None
+
+    def sums(self, batch: StepBatch) -> Values:
+        found, self._sums = self._sums, None
+        return {} if found is None else {"loss_by_source": found}
+
+    def signals(self, step: StepResult) -> Mapping[str, float]:
+        sums = map(float, step.totals.vectors.get("loss_by_source", ()))
+        return losses_by_source("train", sums, step.batch.loss_tokens_by)
+
+
+class Supervision(Part):
+    """The guard, and the evidence it asks for."""
+
+    def __init__(self, guard: Guard, evidence: EvidenceKeeper) -> None:
+        self._guard, self._evidence = guard, evidence
+        self.losses: list[Tensor] = []
+        """Of each micro-batch the loss of each supervised position."""
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        self.losses.append(output.losses_S)
+        return None
+
+    def by_rank(self) -> Values:
+        return {"decisions": self._guard.num_decisions}
+
+    def after_step(self, step: StepResult) -> None:
+        """Raise `RuntimeError` where ranks have decided differently so far."""
+        decisions = step.totals.by_rank["decisions"]
+        if len(set(decisions)) > 1:
+            raise RuntimeError(
+                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
+            )
+        losses, self.losses = self.losses, []
+        is_skipped = bool(step.totals.sums["is_skipped"])
+        step.decision = self._guard.observe(step.batch.step, step.signals, is_skipped=is_skipped)
+        if step.decision.wants_evidence:
+            self._evidence.keep(
+                step.batch,
+                losses,
+                signals=step.signals,
+                is_skipped=is_skipped,
+                reason=step.decision.reason,
+            )
+        step.row |= self._guard.scores()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._guard.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._guard.load_state_dict(state_dict)
+
+
+class Norms(Part):
+    """Every 50 steps the norm of the parameters, and that of the gradient of each block, both
+    before the update.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
+        self._blocks, self._num_replicas = blocks, num_replicas
+
+    def sums(self, batch: StepBatch) -> Values:
+        if not is_rare(batch.step):
+            return {}
+        parameters = list(chain.from_iterable(self._blocks.values()))
+        gradients = [local_square_sum(block) for block in self._blocks.values()]
+        squares = torch.stack([square_sum(parameters), *gradients])
+        return {"squares": squares / self._num_replicas}
+
+    def after_step(self, step: StepResult) -> None:
+        if "squares" in step.totals.vectors:
+            names = ("optim/param_norm", *(f"optim/grad_norm/{name}" for name in self._blocks))
+            norms = map(math.sqrt, step.totals.vectors["squares"])
+            step.row.update(zip(names, norms, strict=True))
+
+
+def is_rare(step: int) -> bool:
+    """Return whether slow and costly things are measured in this step (counted from 1)."""
+    return step % RARE_EVERY == 0
+
+
+def blocks_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters by block: a numbered layer, or the module that holds them."""
+    blocks: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer = re.match(r"(.*?\.\d+)\.", name)
+            block = layer[1] if layer else name.rpartition(".")[0]
+            blocks.setdefault(block, []).append(parameter)
+    return blocks

@@ -1,0 +1,146 @@
+"""What a run is made of, and what of it survives a restart, by name.
+
+`trainer/train/start/main.py` makes it, and the functions of this package use it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.state import ModelShards, OptimizerShards, Stateful, WeightBuffers
+from trainer.data.loader import TrainLoader, ValidationBatches
+from trainer.optim.clip import Optimizer
+from trainer.optim.schedule import LrSchedule
+from trainer.runtime import seeding
+from trainer.runtime.distributed import World
+from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.progress import LoopState
+from trainer.runtime.signals import StopRequest
+from trainer.tracking import Tracking
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.guard import Guard
+from trainer.train.meter import Meter
+from trainer.train.parts import Norms, Part, RouterLoad, SourceLosses, Supervision, blocks_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When things happen, in steps counted from 1; a frequency of -1 means only at the end."""
+
+    total_steps: int
+    save_freq: int
+    test_freq: int
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether something with this frequency happens after a step."""
+    return every > 0 and step % every == 0
+
+
+@dataclass
+class Run:
+    """The parts of one run on one rank."""
+
+    world: World
+    model: PreTrainedModel
+    optimizer: Optimizer
+    lr_schedule: LrSchedule
+    batches: TrainLoader
+    validation_batches: ValidationBatches | None
+    guard: Guard
+    loop: LoopState
+    meter: Meter
+    evidence: EvidenceKeeper
+    tracking: Tracking | None
+    """On the main rank only."""
+    cadence: Cadence
+    seed: int
+    max_norm: float
+    """Gradients are clipped to it."""
+    hang_timeout_s: float
+    stop: StopRequest
+    heartbeat: Heartbeat
+    checkpoints: CheckpointManager = field(init=False)
+    """It saves and loads the others, and so comes last."""
+    is_stopping: bool = field(default=False, init=False)
+    """Whether any rank was asked to stop, as of the last time they told each other."""
+    is_save_requested: bool = field(default=False, init=False)
+    parts: dict[str, Part] = field(init=False)
+    """They take their turn in every step, in this order."""
+
+    def __post_init__(self) -> None:
+        self.parts = {name: make(self) for name, make in PARTS.items()}
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters; walking the modules in every step would hold up the host."""
+        return list(chain.from_iterable(self.blocks.values()))
+
+    @cached_property
+    def blocks(self) -> dict[str, list[nn.Parameter]]:
+        """The trained parameters by block."""
+        return blocks_of(self.model)
+
+    def stateful_parts(self) -> dict[str, Stateful]:
+        """Return all that is saved, loaded and rolled back, by name.
+
+        State has to be equal on all ranks, which each save checks; otherwise the class sets
+        `state_of` (`trainer.runtime.progress`) or `is_sharded`. A checkpoint from before a part was there
+        leaves it as it begins.
+        """
+        return {
+            "model": ModelShards(self.model),
+            "optimizer": OptimizerShards(self.model, self.optimizer),
+            "data": self.batches,
+            "lr_scheduler": RateState(self.lr_schedule, self.batches),
+            "rng": seeding.GeneratorState(self.world.device),
+            "buffers": WeightBuffers(self.model),
+            "loop": self.loop,
+            **self.parts,
+        }
+
+    def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
+        if self.tracking is not None:
+            self.tracking.log(row, step, kind)
+
+
+PARTS: dict[str, Callable[[Run], Part]] = {
+    "routers": lambda run: RouterLoad(run.model, run.world.device),
+    "sources": lambda run: SourceLosses(),
+    "guard": lambda run: Supervision(run.guard, run.evidence),
+    "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
+    "meter": lambda run: run.meter,
+}
+"""The parts of every run, in the order of their turns, each made from the run. The meter ends the
+step's time. A part of your own is an entry here, made before the run is built, on every rank.
+"""
+
+
+class RateState:
+    """The rate follows the step and the configuration: what is saved tells readers, and a
+    resume what has changed.
+    """
+
+    def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
+        self._schedule, self._batches = schedule, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._schedule.state_dict(), "last_epoch": self._batches.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        now = self._schedule.state_dict()
+        changes = [key for key in now if state_dict[key] != now[key]]
+        if changes:
+            logger.warning(
+                "the learning rate follows another schedule from here on: %s",
+                ", ".join(f"{key}: {state_dict[key]} -> {now[key]}" for key in changes),
+            )

@@ -1,0 +1,138 @@
+"""The end of a run, whatever ended it: close its parts, and put what it leaves on disk."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint import finished, rollback
+from trainer.checkpoint.finished import Finished
+from trainer.checkpoint.layout import step_dir_name
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.config import ConfigError
+from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.runtime.distributed import await_main
+from trainer.runtime.environment import call
+from trainer.runtime.exit_codes import DOCUMENTED, explain
+from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
+from trainer.runtime.text import as_ranges
+from trainer.tracking import Tracking, metrics_file
+from trainer.train.start.setup import RunSetup
+
+logger = logging.getLogger(__name__)
+REPORT = "report.html"
+REPORT_TIMEOUT_S = 600.0
+AWAIT_MAIN_S = 20.0
+"""After an error that all ranks share; the first that leaves has the others ended."""
+
+
+@dataclass
+class RunResources:
+    """The parts that a run must close, and the exit code it ends with after `last_step`;
+    `tracking` is the main rank's.
+    """
+
+    setup: RunSetup
+    tracking: Tracking | None = None
+    checkpoints: CheckpointManager | None = None
+    last_step: int = 0
+    exit_code: int = EXIT_CRASH
+
+    def give_back(self) -> None:
+        """Release the lock last: it is empty once all that a run leaves is there."""
+        is_main, lock = self.setup.world.is_main, self.setup.start.lock
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            if self.tracking is not None:
+                self.tracking.finish(self.exit_code)
+            if is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
+                write_final_report(self.setup.run_dir)
+            if is_main and self.exit_code == EXIT_DONE:
+                _record_end(self.setup, self.last_step)
+        finally:
+            if lock is not None:
+                lock.release()
+
+
+@contextmanager
+def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
+    """Settle the exit code however the block ends, then give back all; the main rank is the first
+    to leave.
+    """
+    timeout_s: float = held.setup.config.trainer.dist_timeout_s
+    try:
+        yield
+    except Exception as error:
+        is_documented = isinstance(error, tuple(DOCUMENTED))
+        # a rank that was killed is a crash, although torchrun then stops the others
+        is_crash = not is_documented and bool(lost_ranks())
+        code = EXIT_CRASH if is_crash else explain(error, stop)[0]
+        held.exit_code = reported_exit_code() or code
+        # the main rank may be waiting for this one
+        timeout_s = AWAIT_MAIN_S if is_documented else 0.0
+        raise
+    finally:
+        # what the launcher sends to the ranks of a failed one must not cut this short
+        with stop.deferred():
+            held.give_back()
+            await_main(held.setup.world, "ended", timeout_s=timeout_s)
+
+
+def _record_end(setup: RunSetup, step: int) -> None:
+    checkpoint = setup.run_dir / step_dir_name(step)
+    end = Finished(
+        ended_early=step < setup.total_steps,
+        message=already_complete(setup, checkpoint, step),
+        config=setup.config.resolved,
+        data_files=setup.inputs.data_files,
+    )
+    finished.write(checkpoint, end)
+
+
+def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
+    """Return the message of a run that ended with the checkpoint of `step`."""
+    what = f"has all {setup.total_steps} steps"
+    if step < setup.total_steps:
+        what = f"ended the run early, at step {step}"
+    lost = lost_rows(setup.run_dir, step)
+    return f"already complete: {checkpoint} {what}; nothing to do{lost}"
+
+
+def lost_rows(run_dir: Path, step: int) -> str:
+    """Return what to add to the message of a run that is complete at `step` if its metrics have gaps;
+    "" if they have none.
+
+    Steps that a rollback skipped were never trained.
+    """
+    metrics_path = run_dir / metrics_file.FILE_NAME
+    try:
+        skipped = rollback.read(run_dir).skipped_steps
+        lost = set(metrics_file.missing_steps(metrics_path, step)) - skipped
+    except FileNotFoundError:  # of a run that never logged
+        return ""
+    except (OSError, ConfigError) as error:
+        return f"; its metrics cannot be read: {error}"
+    text = f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost"
+    return text if lost else ""
+
+
+def write_final_report(run_dir: Path) -> None:
+    """Write `report.html` and log its verdict, in a process of its own. A failure is only logged:
+    the run is over and saved.
+    """
+    page = run_dir / REPORT
+    command = [sys.executable, "-m", "trainer.cli", "report", str(run_dir)]
+    command += ["--json", "--html", str(page)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_TIMEOUT_S)
+        if done.returncode != EXIT_DONE:
+            raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit {done.returncode}")
+        report, _ = json.JSONDecoder().raw_decode(done.stdout)
+        logger.info("report: %s %s (%s)", report["verdict"], report["summary"]["headline"], page)
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))

@@ -1,0 +1,296 @@
+"""The inputs of a run: model files, tokenizer and tokens, ready before any process group exists.
+
+Commands that only look at tokens prepare them alone.
+"""
+
+import copy
+import itertools
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.checkpoint.model_files import ModelFiles
+from trainer.config import QUICKSTART, Config, ConfigError, Source
+from trainer.data.batch_plan import Schedule
+from trainer.data.formats import columns_of
+from trainer.data.prepare import PrepareOptions, Result, RowEncoder
+from trainer.data.readers import iter_rows
+from trainer.data.rows import Row
+from trainer.data.samples import Samples, SourceSamples
+from trainer.data.token_cache import prepare
+from trainer.data.tokens import tokenizer_digest
+from trainer.errors import DataError
+from trainer.model import new_tokens
+from trainer.model.assemble import Design, design_model
+from trainer.model.pretrained import ModelSource, whole_checkpoint
+from trainer.model.weights import WholeCheckpoint
+from trainer.runtime.progress import Position
+from trainer.train.start.preflight import (
+    TEMPLATE_NAMES,
+    DataFiles,
+    Files,
+    file_states,
+    find_files,
+    find_model_dir,
+    read_chat_template,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """Samples to train and to validate on, and their tokenizer."""
+
+    train: Samples
+    validation: Samples | None
+    tokenizer: PreTrainedTokenizerBase
+    """It has the chat template that is exported; `tokenizer_digest` covers both."""
+    tokenizer_digest: str
+    chat_template: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(PreparedData):
+    """The configuration of a run and all that was read for it."""
+
+    config: Config
+    design: Design
+    model_files: ModelFiles
+    """Read before anything else of the model, so that what is trained and what is exported are
+    the same files.
+    """
+    whole: WholeCheckpoint | None
+    """The tensors of the model's files if these hold more than is trained."""
+    data_files: Mapping[str, list[int]]
+    """Size and modification time of each data file, before any of them was read."""
+
+    @property
+    def source(self) -> ModelSource:
+        return self.design.source
+
+    def schedule_from(self, start: Position) -> Schedule:
+        batch_size, seed = self.config.data.train_batch_size, self.config.trainer.seed
+        return Schedule(self.train.shares, batch_size, seed, start)
+
+    def total_steps_from(self, start: Position) -> int:
+        """Steps of the whole run, of which those up to `start` are done."""
+        trainer = self.config.trainer
+        schedule = self.schedule_from(start)
+        return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
+
+
+def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
+    """Read model files, tokenizer and tokens. The first rank that asks does the work once.
+
+    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    """
+    files = find_files(config)
+    data_files = file_states(files)
+    source = source_at(config, find_model_dir(config.model, progress=progress))
+    model_files = ModelFiles.read(Path(source.path))
+    design = require_trainable(config, source)
+    whole = whole_checkpoint(source)
+    return Inputs(
+        **vars(prepare_data(config, files, source, progress=progress)),
+        config=config,
+        design=design,
+        model_files=model_files,
+        whole=whole,
+        data_files=data_files,
+    )
+
+
+def require_trainable(config: Config, source: ModelSource) -> Design:
+    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
+    return design_model(config.model, source, max_length=config.data.max_length)
+
+
+def prepare_data(
+    config: Config,
+    files: DataFiles,
+    model: ModelSource,
+    *,
+    progress: Callable[[], None],
+) -> PreparedData:
+    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the
+    work.
+
+    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    """
+    data, encoders = config.data, Encoders(config, model)
+    train = _prepare(encoders, files.train, progress)
+    if files.validation:
+        validation = _prepare(encoders, files.validation, progress)
+    else:
+        limit = None if data.val_max_samples == -1 else data.val_max_samples
+        parts = [
+            source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train
+        ]
+        train = [trained for trained, _ in parts]
+        validation = [held_out for _, held_out in parts]
+    held_out = Samples(validation)
+    others = [s.name for s, _ in files.train if s.chat_template != data.chat_template]
+    if others:
+        logger.warning(
+            "rendered with chat templates of their own, which huggingface/ does not carry: %s",
+            ", ".join(others),
+        )
+    tokenizer, digest = encoders.tokenizer(data.chat_template)
+    return PreparedData(
+        train=Samples(train),
+        validation=held_out if len(held_out) else None,
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        chat_template=read_chat_template(data.chat_template),
+    )
+
+
+def prepare_data_alone(config: Config) -> PreparedData:
+    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and
+    config.json are enough.
+    """
+    source = source_without_weights(config)
+    return prepare_data(config, find_files(config), source, progress=lambda: None)
+
+
+def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
+    """The tokens that a run was trained on, by its configuration. Raises `ConfigError`,
+    `DataError`.
+    """
+    try:
+        return prepare_data_alone(config)
+    except (ConfigError, DataError) as error:
+        own = Path(config.trainer.default_local_dir)
+        if own.is_absolute() or own.resolve() == run_dir.resolve():
+            raise
+        where = f"paths of '{run_dir}' begin where it was started, and this is '{Path.cwd()}': call it from there"
+        raise type(error)(f"{error}\n{where}") from error
+
+
+def encode_first_rows(
+    config: Config, files: DataFiles, model: ModelSource
+) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
+    """Yield the first row of each file, the samples it becomes, and the tokenizer that makes them.
+    Raises `DataError`, `ConfigError`.
+    """
+    encoders = Encoders(config, model)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = encoders.encoding(source)
+        columns = columns_of(source.keys)
+        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
+        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
+            yield row, result, tokenizer
+
+
+class Encoders:
+    """Turns the rows of each source into tokens, with the tokenizer of a model."""
+
+    def __init__(self, config: Config, model: ModelSource) -> None:
+        """Raises `ConfigError`."""
+        self.config = config
+        trusts_code = config.model.trust_remote_code
+        try:
+            self._own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trusts_code)
+        except Exception as error:  # tokenizers raise many kinds
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
+            ) from error
+        self.tokenizer = cache(
+            self._tokenizer
+        )  # a digest of a large vocabulary takes half a second
+
+    def _tokenizer(self, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, str]:
+        """The tokenizer with a chat template, and the digest of both. Raises `ConfigError`."""
+        tokenizer = copy.copy(self._own)
+        tokenizer.chat_template = read_chat_template(chat_template) or self._own.chat_template
+        if chat_template in TEMPLATE_NAMES:
+            _require_tokens(tokenizer, chat_template)
+        return tokenizer, tokenizer_digest(tokenizer)
+
+    def encoding(self, source: Source) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
+        """The tokenizer for the rows of a source, its digest, and the options for the rows."""
+        data = self.config.data
+        options = PrepareOptions(
+            keys=source.keys,
+            max_length=data.max_length,
+            truncation=data.truncation,
+            on_bad_row=data.on_bad_row,
+            max_samples=source.max_samples,
+            special_in_content=data.special_in_content,
+        )
+        # plain text has no template and no turns: a change of these must not prepare it again
+        if source.keys.text_key is not None:
+            return *self.tokenizer(None), options
+        kwargs = data.apply_chat_template_kwargs
+        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+        return *self.tokenizer(source.chat_template), options
+
+
+def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes
+    around turns.
+    """
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if missing := [token for token in written if token not in known]:
+        listed = ",".join(f'"{token}"' for token in missing)
+        raise ConfigError(
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have: "
+            f"add them with 'model.new_tokens=[{listed}]'"
+        )
+    if not tokenizer.eos_token:
+        raise ConfigError(
+            f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has "
+            f"none"
+        )
+
+
+def _prepare(
+    encoders: Encoders, sources: Files, progress: Callable[[], None]
+) -> list[SourceSamples]:
+    """Each source with a cache entry of its own."""
+    prepared = []
+    for source, files in sources:
+        tokenizer, digest, options = encoders.encoding(source)
+        try:
+            dataset = prepare(
+                files,
+                tokenizer=tokenizer,
+                tokenizer_digest=digest,
+                options=options,
+                cache_dir=Path(encoders.config.data.cache_dir),
+                progress=progress,
+            )
+        except DataError as error:
+            if len(sources) == 1:
+                raise
+            raise DataError(f"source '{source.name}': {error}") from error
+        prepared.append(dataset.whole(source.name, source.repeat))
+    return prepared
+
+
+def source_without_weights(config: Config) -> ModelSource:
+    """The model of the configuration; of a Hub id config.json and tokenizer alone are fetched."""
+    return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
+
+
+def resolve_source(config: Config) -> ModelSource:
+    return source_at(config, find_model_dir(config.model))
+
+
+def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
+    """The model in a directory, with the tokens that the configuration adds; `random_weights`
+    holds whatever the configuration says.
+    """
+    model, ids = config.model, dict[str, int]()
+    random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
+    if model.new_tokens:
+        path, ids = new_tokens.extended(path, model.new_tokens, Path(config.data.cache_dir))
+    return ModelSource(path, random_weights, model.trust_remote_code, ids)

@@ -1,0 +1,260 @@
+"""The only file that knows all concrete parts: it makes them in order and hands them to the
+loop.
+"""
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from trainer.checkpoint.base_weights import Adapter, digest_together
+from trainer.checkpoint.choice import contents_of
+from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
+from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.model_files import CONFIG
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.save import Saver
+from trainer.checkpoint.start import decide_start
+from trainer.config import Config, require_consistent
+from trainer.data.batch_plan import Limits, RankPlan
+from trainer.data.loader import TrainLoader, ValidationBatches
+from trainer.data.show import announce
+from trainer.errors import EXIT_DONE
+from trainer.model import adapters, flops
+from trainer.model.assemble import build_model
+from trainer.optim import OPTIMIZERS
+from trainer.optim.schedule import LrSchedule
+from trainer.runtime import distributed, seeding
+from trainer.runtime.environment import keep_freed_memory, rank_and_size
+from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.progress import LoopState
+from trainer.runtime.signals import StopRequest
+from trainer.tracking import Tracking, metrics_file
+from trainer.train.detection import require_usable_rules
+from trainer.train.evidence import EvidenceKeeper
+from trainer.train.fit import fit
+from trainer.train.run import Cadence, Run
+from trainer.train.start.agreement import facts_of, require_model_unchanged
+from trainer.train.start.end import RunResources, already_complete, giving_back
+from trainer.train.start.inputs import Inputs, prepare_inputs
+from trainer.train.start.monitoring import make_guard, make_meter, make_tracking
+from trainer.train.start.setup import RunSetup
+
+logger = logging.getLogger(__name__)
+DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
+"""`optim.lr=null`, for pretrained weights, random ones and LoRA adapters."""
+
+
+def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
+    """Make one run from its configuration. Return its exit code."""
+    trainer, model = config.trainer, config.model
+    device = distributed.pick_device(trainer.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+        # what works on a GPU only
+        require_consistent(replace(config, trainer=replace(trainer, device="cpu")))
+    if trainer.deterministic:
+        seeding.use_deterministic_kernels()
+    # what is wrong with these is known before anything slow
+    require_usable_rules(trainer.guard.rules)
+    distributed.require_divided(rank_and_size()[1], model.ulysses_sequence_parallel_size)
+    heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
+    inputs = prepare_inputs(config, progress=heartbeat.beat)
+    world = distributed.start(
+        device,
+        timeout_s=trainer.dist_timeout_s,
+        fsdp_size=model.fsdp_config.fsdp_size,
+        sequence_size=model.ulysses_sequence_parallel_size,
+        heartbeat=heartbeat,
+        facts=facts_of(inputs, progress=heartbeat.beat),
+    )
+    # until the first step a rank may be silent for a save and for the wait for other ranks
+    heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
+    start = decide_start(trainer, _lineage(inputs), world, total_steps=inputs.total_steps_from)
+    setup, exit_code = RunSetup(inputs, world, start), EXIT_DONE
+    if start.is_complete:
+        assert start.checkpoint is not None, "a complete run has a last checkpoint"
+        logger.info(already_complete(setup, start.checkpoint.path, start.position.step))
+    else:
+        exit_code = train(setup, stop, heartbeat)
+    distributed.stop()
+    return exit_code
+
+
+def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
+    """Build, resume, fit, end. Return the exit code."""
+    start = setup.start
+    heartbeat.report_to(setup.run_dir)
+    held = RunResources(setup)
+    with giving_back(held, stop):
+        if setup.world.is_main:
+            held.tracking = make_tracking(setup)
+        parts = build_run(setup, held.tracking, stop, heartbeat)
+        held.checkpoints = parts.checkpoints
+        if start.checkpoint is not None:
+            _resume(parts, start.checkpoint, setup)
+        parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
+        parts.checkpoints.keep_sources()
+        require_model_unchanged(setup.inputs.model_files)
+        if start.position.step < setup.total_steps:
+            _announce(parts, setup.inputs)
+        if held.tracking is not None:
+            held.tracking.start(start.position.step)
+        held.exit_code = fit(parts)
+        held.last_step = parts.batches.step
+    return held.exit_code
+
+
+def build_run(
+    setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
+) -> Run:
+    """Build every part of the run, as it is before a checkpoint is loaded. Collective."""
+    config, inputs, world = setup.config, setup.inputs, setup.world
+    trainer = config.trainer
+    model = build_model(inputs.design, world=world, seed=trainer.seed)
+    plan = _rank_plan(setup, model)
+    batches = TrainLoader(
+        inputs.train,
+        plan=plan,
+        schedule=setup.schedule,
+        total_steps=setup.total_steps,
+        num_workers=config.data.num_workers,
+        skipped_steps=setup.start.rollbacks.skipped_steps,
+    )
+    validation_batches = None
+    if inputs.validation is not None:
+        size = config.data.train_batch_size
+        validation_batches = ValidationBatches(inputs.validation, plan, batch_size=size)
+    parts = Run(
+        world=world,
+        model=model,
+        optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
+        lr_schedule=_lr_schedule(setup),
+        batches=batches,
+        validation_batches=validation_batches,
+        guard=make_guard(setup, tracking),
+        loop=LoopState(),
+        meter=make_meter(setup, model, tracking),
+        evidence=EvidenceKeeper(setup.run_dir, world=world, location=inputs.train.location),
+        tracking=tracking,
+        cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
+        seed=trainer.seed,
+        max_norm=config.optim.clip_grad,
+        hang_timeout_s=trainer.hang_timeout_s,
+        stop=stop,
+        heartbeat=heartbeat,
+    )
+    parts.checkpoints = _checkpoints(setup, parts)
+    return parts
+
+
+def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
+    config, world = setup.config, setup.world
+    limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
+    if not model.is_packed:
+        limits = replace(limits, max_samples=1)
+    return RankPlan(
+        world.data_rank,
+        world.num_data_ranks,
+        limits,
+        *flops.length_costs(model),
+        pin_memory=world.device.type == "cuda",
+        share=(world.sequence_rank, world.sequence_size),
+    )
+
+
+def _lr_schedule(setup: RunSetup) -> LrSchedule:
+    optim = setup.config.optim
+    default = ADAPTER_LR if setup.config.model.has_adapters else DEFAULT_LR
+    if setup.inputs.source.random_weights:
+        default = RANDOM_LR
+    peak_lr = optim.lr or default
+    return LrSchedule.from_config(optim, peak_lr=peak_lr, total_steps=setup.total_steps)
+
+
+def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
+    config, inputs, tracking = setup.config, setup.inputs, parts.tracking
+
+    def tell(kind: str, step: int, message: str, level: str) -> None:
+        """Write to the run's events, which put warnings on the console too."""
+        if tracking is not None:
+            tracking.event(kind, step, message, level)
+            tracking.flush()
+        elif level == "warn":
+            logger.warning("step %d: %s", step, message)
+
+    whole, adapter = inputs.whole, None
+    if config.model.has_adapters:
+        whole, adapter = None, Adapter(adapters.settings(parts.model), Path(inputs.source.path))
+    files, template, ends = inputs.model_files, inputs.chat_template, inputs.train.end_token_ids
+    trainer = config.trainer
+    saver = Saver(
+        setup.run_dir,
+        parts.model,
+        world=setup.world,
+        config=trainer.checkpoint,
+        source=ExportSource(files, template, ends, whole, adapter),
+        kept=Retention(keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric),
+        lock=setup.start.lock,
+        fingerprints=setup.start.fingerprints,
+    )
+    return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell)
+
+
+def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
+    parts.checkpoints.load(found, contents=contents_of(setup.config.trainer, found))
+    parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
+    step = parts.batches.step
+    if step < setup.total_steps:
+        text = "Found checkpoint: %s, continuing at step %d of %d"
+        logger.info(text, found.path, step + 1, setup.total_steps)
+    is_own = found.path.resolve().parent == setup.run_dir.resolve()
+    if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
+        logger.warning(
+            "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows "
+            "between them",
+            setup.run_dir / metrics_file.FILE_NAME,
+            parts.tracking.past.last_step,
+            step,
+        )
+
+
+def _announce(parts: Run, inputs: Inputs) -> None:
+    lr = parts.lr_schedule
+    announce(
+        inputs.train,
+        inputs.validation,
+        schedule=parts.batches.schedule,
+        plan=parts.batches.plan,
+        total_steps=parts.cadence.total_steps,
+        tokenizer=inputs.tokenizer,
+        device=distributed.device_name(parts.world.device),
+        lr=f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps",
+    )
+
+
+def _lineage(inputs: Inputs) -> Lineage:
+    """Collective."""
+    config = inputs.config
+    fingerprints = describe_run(
+        config.resolved,
+        data=inputs.train.fingerprint,
+        train_batch_size=config.data.train_batch_size,
+        seed=config.trainer.seed,
+        tokenizer=inputs.tokenizer_digest[:16],
+        model_config=hashlib.sha256(inputs.model_files.contents[CONFIG]).hexdigest()[:16],
+        model_files=inputs.model_files.digest[:16],
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+    if config.model.has_adapters:
+        fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
+    elif inputs.whole is not None:
+        fingerprints["other_parts"] = inputs.whole.others_digest[:16]
+    return Lineage(fingerprints, tuple(config.trainer.resume_allow))

@@ -1,0 +1,60 @@
+"""The parts that watch a run, built from its setup."""
+
+from dataclasses import replace
+from math import inf
+
+from transformers import PreTrainedModel
+
+from trainer.data.show import source_facts
+from trainer.model import flops
+from trainer.tracking import Tracking
+from trainer.train.clock import TraceFile
+from trainer.train.detection.detector import MAX_FIRST_LOSS
+from trainer.train.guard import Guard
+from trainer.train.meter import Meter, Plan
+from trainer.train.start.setup import RunSetup
+
+
+def make_tracking(setup: RunSetup) -> Tracking:
+    trainer = setup.config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        setup.config.resolved,
+        run_dir=setup.run_dir,
+        total_steps=setup.total_steps,
+    )
+
+
+def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
+    trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
+    total = inputs.train.total
+    facts = {
+        "data/truncated": total("num_truncated"),
+        "data/truncated_frac": total("num_truncated") / max(1, total("num_kept_rows")),
+        "data/dropped": total("num_dropped") + total("num_bad_rows"),
+        **source_facts(inputs.train, setup.schedule, total_steps=setup.total_steps),
+    }
+    plan = Plan(
+        total_steps=setup.total_steps,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        max_norm=setup.config.optim.clip_grad,
+        data_facts=facts,
+    )
+    if tracking is not None:
+        past_s = tracking.past.duration_s
+        plan = replace(plan, past_s=past_s, tracker_health=tracking.health)
+    trace = TraceFile(setup.run_dir, rank=world.rank) if trainer.trace else None
+    return Meter(world, plan=plan, cost=flops.step_flops(model), trace=trace)
+
+
+def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
+    guard = Guard(
+        setup.config.trainer,
+        max_first_loss=inf if setup.inputs.source.random_weights else MAX_FIRST_LOSS,
+        tell=None if tracking is None else tracking.event,
+    )
+    guard.note_rollbacks(setup.start.rollbacks)
+    return guard

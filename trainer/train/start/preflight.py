@@ -1,0 +1,172 @@
+"""Find without torch whether a run can start, and whether it has ended: the launcher asks before it
+starts a rank.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trainer.data
+from trainer.checkpoint import finished, layout
+from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
+from trainer.checkpoint.lock import is_given_back
+from trainer.checkpoint.retention import existing_parent
+from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
+from trainer.data.files import resolve_files
+from trainer.model.source import find_model, require_adapters, require_model
+from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+from trainer.tracking.facade import require_backends
+from trainer.tracking.run_info import FILE_NAME, RunFile
+from trainer.train.detection import require_usable_rules
+
+TEMPLATES = Path(trainer.data.__file__).parent / "templates"
+TEMPLATE_NAMES = ("chatml", "llama3", "plain")
+Files = list[tuple[Source, list[Path]]]
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The sources of `data.train_files` and `data.val_files` with their files."""
+
+    train: Files
+    validation: Files
+
+
+def require_usable(config: Config) -> None:
+    """Raise what the run would raise about its directory: `ConfigError`, `CannotWriteError`."""
+    try:
+        # a run that goes on has its data prepared, or is complete
+        if find_candidates(config).chosen is None:
+            _require_writable(Path(config.trainer.default_local_dir))
+    except NoUsableCheckpointError:
+        if config.trainer.checkpoint.mirror is None:
+            raise  # else there may be one there
+
+
+def find_candidates(config: Config) -> Selection:
+    """Return what the run would continue from. Raises `ConfigError`, `CannotWriteError`."""
+    try:
+        return candidates_of(config.trainer)
+    except OSError as error:
+        raise cannot_use(Path(config.trainer.default_local_dir), error) from error
+
+
+def _require_writable(run_dir: Path) -> None:
+    """Raises `CannotWriteError`. Nothing is made to find out."""
+    nearest = existing_parent(run_dir)
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return
+    reason = f"user {os.geteuid()} may not write in '{nearest}'"
+    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        reason = "its file system is read-only"
+    raise cannot_use(run_dir, OSError(reason))
+
+
+def find_files(config: Config) -> DataFiles:
+    """Raises `DataError` for what is missing or no data file."""
+
+    def found(key: str) -> Files:
+        sources = sources_of(config.data, key)
+        return [
+            (s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files)) for s in sources
+        ]
+
+    return DataFiles(found("train_files"), found("val_files"))
+
+
+def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
+    """Return the directory of the model, downloaded if necessary. Raises `ConfigError`.
+
+    `progress` is called as bytes arrive.
+    """
+    if model.partial_pretrain == QUICKSTART:
+        return str(MODEL_DIR)
+    return find_model(
+        model.partial_pretrain, random_weights=model.random_weights, progress=progress
+    )
+
+
+def read_chat_template(name: str | None) -> str | None:
+    """Return the text of a `chat_template` of `data` or of a source: one of ours, or a file.
+    Raises `ConfigError`.
+    """
+    if name is None:
+        return None
+    path = TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        names = ", ".join(TEMPLATE_NAMES)
+        raise ConfigError(
+            f"data.chat_template={name}: {error.strerror}; those with names are {names}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"data.chat_template={name}: {reason}") from error
+
+
+def _require_templates(config: Config) -> None:
+    read_chat_template(config.data.chat_template)
+    for source in sources_of(config.data, "train_files") + sources_of(config.data, "val_files"):
+        read_chat_template(source.chat_template)
+
+
+def _require_model(config: Config) -> None:
+    if config.model.partial_pretrain != QUICKSTART:
+        require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
+
+
+def _require_own_directory(config: Config) -> None:
+    trainer = config.trainer
+    RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
+        trainer.project_name, trainer.experiment_name
+    )
+
+
+def _require_mirror(config: Config) -> None:
+    if (url := config.trainer.checkpoint.mirror) is not None:
+        from trainer.checkpoint.storage import require_usable  # fsspec takes a moment to import
+
+        require_usable(url)
+
+
+CHECKS: dict[str, Callable[[Config], object]] = {
+    "guard": lambda config: require_usable_rules(config.trainer.guard.rules),
+    "trackers": lambda config: require_backends(config.trainer.logger),
+    "template": _require_templates,
+    "adapters": lambda config: require_adapters(config.model),
+    "model": _require_model,
+    "run directory": _require_own_directory,
+    "mirror": _require_mirror,
+}
+"""Checks before files and checkpoints are read; each raises `ConfigError`."""
+
+
+def already_complete(config: Config) -> str | None:
+    """Return the message of a run that has ended, if a start with `config` would change nothing.
+
+    None means that the ranks have to look: there is no such run, something differs, or it is
+    unclear. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    """
+    try:
+        last = find_candidates(config).chosen
+    except NoUsableCheckpointError:  # the mirror may have one
+        return None
+    end = finished.read(last.path) if last is not None else None
+    if last is None or end is None or end.config != config.resolved:
+        return None
+    run_dir = Path(config.trainer.default_local_dir)
+    is_tidy = layout.is_published(run_dir, last) and is_given_back(run_dir)
+    has_same_data = end.data_files == file_states(find_files(config))
+    return end.message if is_tidy and has_same_data else None
+
+
+def file_states(files: DataFiles) -> dict[str, list[int]]:
+    """Size and modification time of each data file, by path."""
+    states = {}
+    for _, paths in (*files.train, *files.validation):
+        for path in paths:
+            state = path.stat()
+            states[str(path)] = [state.st_size, state.st_mtime_ns]
+    return states

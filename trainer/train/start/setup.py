@@ -1,0 +1,36 @@
+"""The value that a run is built from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trainer.checkpoint.start import Start
+from trainer.config import Config
+from trainer.data.batch_plan import Schedule
+from trainer.runtime.distributed import World
+from trainer.train.start.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run's inputs, ranks and start, from which its parts are built."""
+
+    inputs: Inputs
+    world: World
+    start: Start
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.default_local_dir)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.inputs.schedule_from(self.start.position)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return self.inputs.total_steps_from(self.start.position)

@@ -1,0 +1,98 @@
+"""Add up a validation: the token-weighted loss, its standard error over samples, and the lengths of
+its samples.
+
+Shape suffixes: S supervised positions, D documents.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
+from trainer.runtime.distributed import World
+from trainer.train.packet import Values, reduce_packet
+from trainer.train.source_losses import losses_by_source, perplexity
+
+NUM_SUMS = 5
+"""Loss, squares and products of loss and number of tokens of each sample, and hits."""
+
+
+class Validation:
+    """One pass over the validation samples, all ranks together."""
+
+    def __init__(
+        self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
+    ) -> None:
+        """`sources`: names of the sources, where there are several."""
+        self._world, self._length_facts = world, length_facts
+        self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
+        num_sums = NUM_SUMS + len(sources)
+        self._totals = np.zeros(num_sums)
+        self._local = torch.zeros(num_sums, dtype=torch.float64, device=world.device)
+        self._started_s = time.perf_counter()
+        self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
+
+    def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
+        """Take loss and hit of every supervised position of this rank's micro-batch (on its
+        device). Collective.
+        """
+        sums_D, counts_D = document_sums(micro_batch, output.losses_S)
+        whole_2D = torch.stack([sums_D, counts_D])
+        # each rank adds its part of a document that lies on several ranks
+        if self._world.sequence_group is not None:
+            dist.all_reduce(whole_2D, group=self._world.sequence_group)
+        squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
+        self._local[:NUM_SUMS] += torch.stack(
+            [sums_D.sum(), *squares, output.hits_S.sum().double()]
+        )
+        if self._tokens_by_source:
+            self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
+
+    def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
+        """Add up over ranks; return whether any rank was asked to stop. Collective."""
+        local: Values = {"sums": self._local, "num_stop_requests": is_stopping}
+        totals = reduce_packet(self._world, sums=local).read()
+        self._local.zero_()
+        self._totals += totals.vectors["sums"]
+        self._tokens_by_source.update(batch.loss_tokens_by)
+        self._num_loss_tokens += batch.num_loss_tokens
+        self._num_tokens += batch.num_tokens
+        self._num_samples += batch.num_samples
+        self._num_batches += 1
+        return totals.sums["num_stop_requests"] > 0
+
+    def row(self, *, train_loss: float) -> dict[str, float]:
+        """Return the metrics. `train_loss`: the smoothed training loss, for the gap.
+
+        The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m
+        the mean: sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3,
+        for a large population).
+        """
+        totals = list(map(float, self._totals))
+        loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
+        mean = loss_sum / self._num_loss_tokens
+        residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
+        # an overflow stays visible: the square root of infinity is no standard error
+        stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan
+        total_s = time.perf_counter() - self._started_s
+        return {
+            "val/loss": mean,
+            "val/loss_stderr": stderr / self._num_loss_tokens,
+            "val/ppl": perplexity(mean),
+            "val/token_accuracy": num_hits / self._num_loss_tokens,
+            "val/gap": mean - train_loss,
+            "val/samples": self._num_samples,
+            "val/tokens": self._num_tokens,
+            "val/total_valid_token_count": self._num_loss_tokens,
+            **losses_by_source("val", totals[NUM_SUMS:], self._tokens_by_source),
+            **{f"val/{name}": value for name, value in self._length_facts.items()},
+            "time/eval/step_s": total_s / self._num_batches,
+            "time/eval/total_s": total_s,
+            "throughput/eval/tokens_per_s": self._num_tokens / total_s,
+            "throughput/eval/valid_tokens_per_s": self._num_loss_tokens / total_s,
+        }
