@@ -176,6 +176,17 @@ def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> 
             prepare(trainer_of(path), Storage(URL, storage))
 
 
+def test_nothing_is_uploaded_to_the_mirror_of_another_run(run_dir: Path, tmp_path: Path) -> None:
+    """The storage may have been out of reach when the start wanted to ask whose mirror it holds."""
+    storage = mirrored(run_dir, 2)
+    storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
+    save(run_dir, 4)
+    before = dict(storage.store)
+    with pytest.raises(ConfigError, match="mirrors the run 'other' of project 'toy', not 'toy'"):
+        uploader(run_dir, storage).sync()
+    assert storage.store == before
+
+
 def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not"):
         restored(tmp_path / "new", mirrored(run_dir, 2), resume_mode="disable")

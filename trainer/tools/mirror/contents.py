@@ -9,14 +9,18 @@ A mirror has the layout of a run directory, so that a copy of it is one:
     global_step_N/manifest.json         written last: its presence commits
 """
 
+import json
 import math
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
-from trainer.checkpoint.storage import Storage, StorageError
+from trainer.checkpoint.storage import KEY, Storage, StorageError
+from trainer.config import ConfigError, TrainerConfig
+from trainer.tracking import run_info
 
 RUN_FILES = "run.tar.gz"
 
@@ -67,6 +71,27 @@ def look(storage: Storage) -> MirrorState:
             whole[step] = manifest
     pointer = _pointer(storage, sizes) if sizes else None
     return MirrorState(pointer, whole, incomplete, steps)
+
+
+def claim(trainer: TrainerConfig, storage: Storage) -> None:
+    """Write the run's name into a new mirror, which also proves that it can be written.
+
+    Raises `ConfigError` for the mirror of another run, `StorageError`.
+    """
+    found = {}
+    with suppress(ValueError):  # cut while it was written
+        found = json.loads(storage.read(run_info.FILE_NAME) or b"{}")
+    own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
+    claimed = {name: found.get(name) for name in own}
+    if None in claimed.values():
+        storage.write(run_info.FILE_NAME, (json.dumps(own) + "\n").encode())
+    elif claimed != own:
+        raise ConfigError(
+            f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
+            f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
+            f"'{trainer.project_name}'.\nFix: give each run its own, "
+            f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
+        )
 
 
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:

@@ -1,12 +1,10 @@
 """Claim the mirror before a run, and fill an empty run directory with its newest checkpoint."""
 
-import json
 import logging
 import tarfile
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import choice, fsio, layout, retention
@@ -18,9 +16,8 @@ from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.text import readable
-from trainer.tools.mirror.contents import RUN_FILES, MirrorState, look
+from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
-from trainer.tracking import run_info
 
 RETRY_AFTER_S = (2.0, 10.0)
 MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
@@ -49,7 +46,7 @@ def prepare(
     own, problem = _own_checkpoint(trainer)
     for pause_s in (*retry_after_s, None):
         try:
-            _claim(trainer, storage)
+            claim(trainer, storage)
             held = look(storage)
             break
         except StorageError as error:
@@ -94,24 +91,6 @@ def _own_checkpoint(
     except NoUsableCheckpointError as error:
         return None, error
     return None if chosen is None else chosen.step, None
-
-
-def _claim(trainer: TrainerConfig, storage: Storage) -> None:
-    """Write the run's name into a new mirror, which also proves that it can be written."""
-    found = {}
-    with suppress(ValueError):  # cut while it was written
-        found = json.loads(storage.read(run_info.FILE_NAME) or b"{}")
-    own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
-    claimed = {name: found.get(name) for name in own}
-    if None in claimed.values():
-        storage.write(run_info.FILE_NAME, (json.dumps(own) + "\n").encode())
-    elif claimed != own:
-        raise ConfigError(
-            f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
-            f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
-            f"'{trainer.project_name}'.\nFix: give each run its own, "
-            f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
-        )
 
 
 def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:

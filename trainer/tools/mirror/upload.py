@@ -24,7 +24,7 @@ from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
-from trainer.tools.mirror.contents import RUN_FILES, MirrorState, look
+from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tracking import events_file, metrics_file, run_info
 
 TRAVELS = (
@@ -57,7 +57,8 @@ class Uploader:
         self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
     ) -> None:
         self._run_dir, self._best_metric = Path(trainer.default_local_dir), trainer.best_metric
-        self._storage, self._tell = storage, tell
+        self._trainer, self._storage, self._tell = trainer, storage, tell
+        self._is_claimed = False
         self._seen: object = None
         self._begun: Manifest | None = None
         self._sent: set[str] = set()
@@ -68,9 +69,16 @@ class Uploader:
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Raises `StorageError`, or `OSError` of the run directory: call it again later."""
+        """Raises `StorageError`, or `OSError` of the run directory: call it again later.
+
+        `ConfigError` for the mirror of another run: a storage that was out of reach at the start
+        was not asked whose it is.
+        """
         state = self._local_state()
         try:
+            if not self._is_claimed:
+                claim(self._trainer, self._storage)
+                self._is_claimed = True
             self._bring_up()
         except Exception as error:
             before = read_object(self._run_dir / STATE)
