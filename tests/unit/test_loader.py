@@ -269,7 +269,8 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     sizes = {"data_rank": 0, "num_data_ranks": 1, "sequence_rank": 0, "sequence_size": 1}
     world: Any = SimpleNamespace(device=torch.device(device), **sizes)
     monkeypatch.setattr(main.flops, "length_costs", lambda model: (0.0, {}))
-    plan = main._rank_plan(config, model, world)
+    setup: Any = SimpleNamespace(config=config, world=world)
+    plan = main._rank_plan(setup, model)
     steps = ValidationBatches(ToySamples(5), plan, batch_size=2)
     batches = [batch for step in steps for batch in step.micro_batches]
     tensors = [value for b in batches for value in vars(b).values() if isinstance(value, Tensor)]
