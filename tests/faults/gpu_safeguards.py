@@ -122,7 +122,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU 9: a run does not ask for them",
-        "run/main.py",
+        "train/start/main.py",
         "        seeding.use_deterministic_kernels()\n",
         "        pass\n",
         ("unit/test_run_phases.py::test_preparation_meeting_and_loading_have_limits",),
@@ -241,14 +241,14 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: the head counts for all tokens",
-        "batch.py",
+        "data/batch.py",
         "self.per_loss_token * batch.num_loss_tokens",
         "self.per_loss_token * batch.num_tokens",
         (f"{SPEED}::test_the_head_costs_what_is_supervised_and_an_embedding_nothing",),
     ),
     Mutation(
         "GPU fine print: an A10G is taken for an A10",
-        "monitor/throughput.py",
+        "train/throughput.py",
         "    fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]\n",
         "    fitting = [name for name in reversed(PEAK_TFLOPS) if name in device_name][-1:]\n",
         (
@@ -273,7 +273,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: an update does not wait for the snapshot",
-        "loop/step.py",
+        "train/step.py",
         "    run.checkpoints.before_update()\n",
         "",
         (
@@ -311,14 +311,14 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: batches of workers lie in shared memory",
-        "batch.py",
+        "data/batch.py",
         "value.numpy() if isinstance(value, Tensor) else value",
         "value",
         ("unit/test_loader.py::test_a_worker_needs_no_short_path_of_temporary_files",),
     ),
     Mutation(
         "GPU fine print: without nvidia-ml-py nothing is sampled",
-        "monitor/memory.py",
+        "train/memory.py",
         "    except ModuleNotFoundError:\n",
         "    except ZeroDivisionError:\n",
         ("unit/test_meter.py::test_without_the_package_a_gpu_is_asked_by_the_drivers_program",),

@@ -21,7 +21,11 @@ SAVE, MANAGER = "checkpoint/save.py", "checkpoint/manager.py"
 START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
 LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
 RETENTION, ROLLBACK = "checkpoint/retention.py", "checkpoint/rollback.py"
-UPLOAD, RESTORE, MIRROR = "mirror/upload.py", "mirror/restore.py", "unit/test_mirror_faults.py"
+UPLOAD, RESTORE, MIRROR = (
+    "tools/mirror/upload.py",
+    "tools/mirror/restore.py",
+    "unit/test_mirror_faults.py",
+)
 CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
 
 SAFEGUARDS = (

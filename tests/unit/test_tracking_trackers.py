@@ -21,6 +21,7 @@ import pytest
 import wandb_files
 from killed_run import STEPS, train_row, val_row
 from sweeps import short_or_full
+from tensorboard.summary.writer import event_file_writer
 
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
@@ -42,6 +43,9 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "offline")
+    # files of one second are read in the order of their names, and ".10" comes before ".9"
+    numbers = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", numbers)
     # read once, at its import
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
