@@ -20,7 +20,7 @@ ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 def told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, *rows: Any, **options: Any
 ) -> list[str]:
-    """What is announced of these rows, the plan line first."""
+    """Return the lines that announce these rows."""
     path = write_rows(
         tmp_path / "rows.jsonl", *({"messages": row, "context": 1, "id": 2} for row in rows)
     )
@@ -47,23 +47,26 @@ def test_left_out_reasoning_and_unread_keys_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, reasoning: bool
 ) -> None:
     row = [ASK, {**ANSWER, **({"reasoning_content": "hm", "rating": 5} if reasoning else {})}]
-    plan, *others = told(tmp_path, caplog, fixtures.CHATML, row, row)
-    assert ("; the template leaves out the reasoning of 2 assistant turns; " in plan) == reasoning
-    assert ("nothing reads these keys of messages: 'rating' 2" in others) == reasoning
-    assert sum("; nothing reads these columns: 'context' 2, 'id' 2" in line for line in others) == 1
+    lines = told(tmp_path, caplog, fixtures.CHATML, row, row)
+    left_out = "            the template leaves out the reasoning of 2 assistant turns"
+    assert (left_out in lines) == reasoning
+    assert ("nothing reads these keys of messages: 'rating' 2" in lines) == reasoning
+    assert "            nothing reads these columns: 'context' 2, 'id' 2" in lines
 
 
-def test_the_plan_says_what_became_of_turns_and_why(
+def test_the_start_says_what_became_of_turns_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [[ASK, ANSWER], [ASK, ANSWER, ASK, ANSWER]]
 
-    def plan(template: str, **options: Any) -> str:
-        return told(tmp_path, caplog, template, *rows, **options)[0]
+    def lines(template: str, **options: Any) -> list[str]:
+        return told(tmp_path, caplog, template, *rows, **options)
 
-    assert "; turns apart in 0 of 2 conversations (data.turns); " in plan(fixtures.CHATML)
-    apart = plan(fixtures.QWEN3)
-    assert "; turns apart in 1 of 2 conversations (data.turns); " in apart
-    assert "plan: batch 2 = " in apart and "; 3 samples, " in apart
+    assert not [line for line in lines(fixtures.CHATML) if line.startswith("turns ")]
+    apart = lines(fixtures.QWEN3)
+    assert "turns       1 of 2 conversations are trained turn by turn (data.turns)" in apart
+    assert apart[0].startswith("data        3 samples, ")
+    assert "batch       2 samples; ranks: 1 (CPU); micro-batches of each: 1" in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "; 3 turns are not rendered as their generation prompt begins; " in plan(opens)
+    unlike = "            3 turns are not rendered as their generation prompt begins"
+    assert unlike in lines(opens)

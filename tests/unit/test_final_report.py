@@ -18,7 +18,7 @@ def test_a_run_leaves_a_page_and_its_verdict(
     tracking.finish(0)
     with caplog.at_level(logging.INFO):
         write_final_report(tmp_path)
-    assert "report: " in caplog.text and str(tmp_path / "report.html") in caplog.text
+    assert "report      " in caplog.text and str(tmp_path / "report.html") in caplog.text
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 

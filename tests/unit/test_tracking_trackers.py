@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -305,9 +306,11 @@ def test_the_start_names_the_places_of_the_logs_once(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host.invalid/mlflow")
     monkeypatch.setattr(Sink, "open", lambda sink: None)
     track(tmp_path, "tensorboard", "mlflow", "wandb").start(0)
-    (text,) = [found.getMessage() for found in caplog.records if "logs in" in found.getMessage()]
+    (text,) = [
+        found.getMessage() for found in caplog.records if found.getMessage().startswith("logs ")
+    ]
     assert text.splitlines() == [
-        f"logs in {tmp_path}: metrics.jsonl, events.jsonl, training_history.csv, "
+        f"logs        {tmp_path}: metrics.jsonl, events.jsonl, training_history.csv, "
         f"validation_history.csv",
         f"  tensorboard --logdir={tmp_path}/tensorboard --port=6006",
         "  mlflow at http://host.invalid/mlflow",
@@ -326,12 +329,39 @@ def test_the_console_prints_one_plain_line_per_row(
     tracking.log({"memory/cpu/rss_gib": 3.0}, step=7)
     tracking.log({"train/loss": math.nan, "optim/skipped_steps": 1}, step=8)
     tracking.finish(0)
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    assert [line.partition(" ")[2] for line in lines] == [
         "step 7/12 | loss 2.3410 | lr 1.20e-04 | grad_norm 1.02 | 3,900 tok/s | 0.84 s | eta "
         "0:02:38",
         "step 7/12 | val/loss 1.2345 ± 0.0100 | 1,200 samples",
         "step 8/12 | loss nan | skipped 1",
     ]
+
+
+def test_the_console_shows_few_steps_and_every_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracking = Tracking(
+        "own", "few", "console", CONFIG, run_dir=tmp_path, total_steps=12, log_every=5
+    )
+    for step in range(2, 13):
+        tracking.log({"train/loss": 2.0, "optim/skipped_steps": float(step == 7)}, step)
+    tracking.log({"val/loss": 1.0}, step=11)
+    tracking.finish(0)
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    first, skipped = "step 2/12 | loss 2.0000", "step 7/12 | loss 2.0000 | skipped 1"
+    assert lines == [
+        first,
+        *(
+            "step 5/12 | loss 2.0000",
+            skipped,
+            "step 10/12 | loss 2.0000",
+            "step 12/12 | loss 2.0000",
+        ),
+        "step 11/12 | val/loss 1.0000",
+    ]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12, "every step is in the file"
 
 
 @not_here

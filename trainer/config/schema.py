@@ -362,6 +362,12 @@ class TrainerConfig:
     best_metric: str = key(
         "val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best
     )
+    log_every: int | None = key(
+        None,
+        "steps between the lines on the console (null: about 50 lines an epoch); metrics.jsonl and "
+        "trackers get every step",
+        _COUNT_OR_NULL,
+    )
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)

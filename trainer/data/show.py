@@ -16,11 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.batch_plan import RankPlan, Schedule
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS
 from trainer.data.samples import Samples, TokenDataset
+from trainer.runtime.log import labelled
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Anyone may have written the data: characters that drive a terminal or turn the direction of
 reading are spelled out."""
 NUM_PLACES = 5
+MAX_PREVIEW = 1600
+"""Characters of a sample that the start of a run shows: with the other lines they fill a screen."""
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 Tree = dict[str, Any]
 
@@ -166,49 +169,61 @@ def announce(
     lr: str,
     device: str,
 ) -> None:
-    """Log the plan in one line, what was left out or cut, and the next sample as the model reads
-    it.
+    """Log what is trained on and in which steps, what was left out or cut, and the next sample as
+    the model reads it.
     """
     rows = schedule.rows(schedule.start.step + 1)
     first = train.of_rows(rows)
     num_micro_batches = len(plan.deal(train.counts(first)[0])[0])
-    num_rows = train.total("num_rows")
     num_tokens = sum(source.num_tokens[0] for source in train.sources)
     num_labels = sum(source.num_tokens[1] for source in train.sources)
-    logger.info(
-        f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {num_micro_batches} "
-        f"micro-batches; {total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} "
-        f"samples, {num_tokens} tokens, {num_labels / num_tokens:.1%} supervised, no padding; "
-        f"rows: {train.total('num_truncated') / num_rows:.1%} cut, {train.total('num_dropped')} "
-        f"dropped, {train.total('num_bad_rows')} bad; {_turns(train)}"
-        f"{len(validation) if validation else 0} validation samples; {lr}"
+    held_out = f"; {len(validation):,} validation samples" if validation else ""
+    _log(
+        "data",
+        f"{len(train):,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.1%} of them "
+        f"supervised{held_out}",
     )
     if len(train.sources) > 1 or train.sources[0].repeat != 1:
         facts = _facts(train, schedule, total_steps)
         for source in train.sources:
             found = facts[source.name]
-            logger.info(
-                f"source {source.name}: {found['rows']} rows, {found['tokens']} tokens, "
+            _log(
+                "source",
+                f"{source.name}: {found['rows']:,.0f} rows, {found['tokens']:,.0f} tokens, "
                 f"{found['valid_token_frac']:.1%} supervised; each row {found['times']:.3g} times "
-                f"in the run (repeat {source.repeat:g})"
+                f"in the run (repeat {source.repeat:g})",
             )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         _log_rows(dataset, tokenizer)
+    _log_turns(train)
+    _log(
+        "batch",
+        f"{len(rows):,} samples; ranks: {plan.num_data_ranks} ({device}); micro-batches of each: "
+        f"{num_micro_batches}",
+    )
+    _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
     sample = int(first[0])
     text = preview(*train.sample(sample), tokenizer)
-    logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
+    if len(text) > MAX_PREVIEW:
+        num_left_out = len(text) - MAX_PREVIEW
+        half = MAX_PREVIEW // 2
+        text = f"{text[:half]}\n… {num_left_out:,} more characters …\n{text[-half:]}"
+    _log("sample", f"{train.location(sample)}, the supervised part is marked:\n{text}")
+
+
+def _log(label: str, text: str) -> None:
+    logger.info("%s", labelled(label, text))
 
 
 def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Log the formats of the rows of a dataset, and warn of what was left out or cut."""
     summary = dataset.summary
-    formats = "; ".join(f"{count} of {name}" for name, count in summary.rows_by_shape.items())
+    formats = "; ".join(f"{count:,} with {name}" for name, count in summary.rows_by_shape.items())
     ends = tokenizer.convert_ids_to_tokens(sorted(summary.end_token_ids))
-    text = f"rows taken for: {formats}; what is trained ends with {', '.join(map(repr, ends))}"
+    _log("rows", f"{formats}; supervised text ends with {', '.join(map(repr, ends))}")
     if summary.unread_columns:
-        text += f"; nothing reads these columns: {_counted(summary.unread_columns)}"
-    logger.info(text)
+        _log("", f"nothing reads these columns: {_counted(summary.unread_columns)}")
     if summary.num_bad_rows:
         logger.warning(
             f"left out {summary.num_bad_rows} bad rows ({_counted(summary.bad_rows_by_kind)}), "
@@ -227,17 +242,16 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"'{name}' {count}" for name, count in counts.items())
 
 
-def _turns(train: Samples) -> str:
-    """Return what became of the turns of conversations."""
-    num_conversations, num_apart = train.total("num_conversations"), train.total("num_apart")
-    if not num_conversations:
-        return ""
-    text = f"turns apart in {num_apart} of {num_conversations} conversations (data.turns); "
+def _log_turns(train: Samples) -> None:
+    """Log the turns of conversations that are not trained as they stand."""
+    if num_apart := train.total("num_apart"):
+        num_conversations = train.total("num_conversations")
+        text = f"{num_apart:,} of {num_conversations:,} conversations are trained turn by turn"
+        _log("turns", f"{text} (data.turns)")
     if num_turns := train.total("num_unlike_prompt"):
-        text += f"{num_turns} turns are not rendered as their generation prompt begins; "
+        _log("", f"{num_turns:,} turns are not rendered as their generation prompt begins")
     if num_turns := train.total("num_without_reasoning"):
-        text += f"the template leaves out the reasoning of {num_turns} assistant turns; "
-    return text
+        _log("", f"the template leaves out the reasoning of {num_turns:,} assistant turns")
 
 
 def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:

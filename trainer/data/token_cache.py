@@ -20,11 +20,12 @@ from pathlib import Path
 import tokenizers
 import transformers
 
-from trainer.data.prepare import BAD_ROWS, PrepareOptions, RowEncoder, write_samples
+from trainer.data.prepare import BAD_ROWS, ROW, ROWS, PrepareOptions, RowEncoder, write_samples
 from trainer.data.rows import Summary, location
 from trainer.data.samples import CHECKSUMS, SUMMARY, TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.files import locked, publish, try_lock
+from trainer.runtime.log import ProgressLines
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,15 @@ def prepare(
     def fill(staging: Path) -> None:
         try:
             encoder = RowEncoder(tokenizer, options)
-            summary, is_cut = write_samples(staging, encoder, files, options, progress)
+            shown = ProgressLines("tokenize", _names(files))
+
+            def advance() -> None:
+                progress()
+                num_samples = (staging / ROWS).stat().st_size // ROW.itemsize
+                rate = num_samples / shown.elapsed_s
+                shown.tell(f"{num_samples:,} samples, {rate:,.0f} a second")
+
+            summary, is_cut = write_samples(staging, encoder, files, options, advance)
         except DataError:
             _require_unchanged(files, states, progress)  # a change may be the reason
             raise
@@ -86,6 +95,11 @@ def prepare(
                 f"Fix: free space, or point data.cache_dir to a writable directory"
             ) from error
     return open_dataset(directory, tuple(files))
+
+
+def _names(files: list[Path]) -> str:
+    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    return f"{files[0]}{more}"
 
 
 # Data files

@@ -35,7 +35,7 @@ from trainer.launch.ranks import (
 from trainer.launch.supervise import supervise
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import DOCUMENTED
-from trainer.runtime.log import keep_streams_safe
+from trainer.runtime.log import keep_streams_safe, labelled
 from trainer.runtime.signals import heeded_signals
 from trainer.runtime.status import ABORTED, new_status
 
@@ -94,10 +94,16 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
     checks.run_checks(checks.OF_MACHINE, launch)
     if layout.num_nodes > 1:
         print(
-            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at "
-            f"{layout.master_addr}:{layout.master_port}",
+            labelled(
+                "machine",
+                f"{layout.node_rank} of {layout.num_nodes}, meeting at "
+                f"{layout.master_addr}:{layout.master_port}",
+            ),
             flush=True,
         )
+    devices = "GPUs" if launch.num_gpus else "CPU"
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    print(labelled("start", f"{ranks} on {devices}"), flush=True)
     with new_status(num_ranks) as status:
         env = rank_environment(os.environ, layout, num_ranks=num_ranks, status=status)
         run_dir = Path(config.trainer.default_local_dir)

@@ -19,6 +19,7 @@ from trainer.model import load, lora_layers
 from trainer.model.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.model.weights import TensorGroup, local_slices, stored_in
 from trainer.runtime import seeding
+from trainer.runtime.log import labelled
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -80,7 +81,8 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
     """Say once which layers of a built model have adapters."""
     if config.has_adapters:
         own: Any = model
-        logger.info("%s", lora_layers.summary(model, rank=own.peft_config[NAME].r))
+        text = lora_layers.summary(model, rank=own.peft_config[NAME].r)
+        logger.info("%s", labelled("adapters", text))
 
 
 def _inject(model: PreTrainedModel, config: ModelConfig) -> None:

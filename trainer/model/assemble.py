@@ -20,6 +20,7 @@ from trainer.model.pretrained import ModelSource
 from trainer.model.source import require_adapters
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
+from trainer.runtime.log import labelled
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,14 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
         elif design.reason is None:
             way_out = "model.attention=per_document may help"
         raise ConfigError(f"self-check failed: {fault}; {way_out}")
-    logger.info("%s", how_documents_run(design))
+    num_trained = sum(p.numel() for p in design.model.parameters() if p.requires_grad)
+    num_all = sum(parameter.numel() for parameter in design.model.parameters())
+    trained = "all trained" if num_trained == num_all else f"{num_trained:,} trained"
+    name = type(design.model).__name__.removeprefix("FSDP")
+    text = f"{name}, {num_all:,} parameters, {trained}; {how_documents_run(design)}"
+    logger.info("%s", labelled("model", text))
     for note in packed_lm.notes(design.model.config):
-        logger.info("%s", note)
+        logger.info("%s", labelled("", note))
     adapters.log_trained(design.model, config)
     return design.model
 
@@ -145,6 +151,7 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
     """
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     name = type(model).__name__.removeprefix("FSDP")
+    logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
     errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
@@ -178,13 +185,9 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
     ):
         if not found <= allowed:
             return f"{what} differs by {found:.1e} from transformers' own forward pass (allowed: {allowed:.0e})"
-    logger.info(
-        "self-check: loss equals transformers' own forward pass within %.0e, its gradient within "
-        "%.0e (relative), in %s",
-        max(loss, 1e-9),
-        max(gradient, 1e-9),
-        str(dtype).removeprefix("torch."),
-    )
+    kind = str(dtype).removeprefix("torch.")
+    text = f"equal within {max(loss, 1e-9):.0e} and {max(gradient, 1e-9):.0e} ({kind})"
+    logger.info("%s", labelled("", text))
     return None
 
 

@@ -16,6 +16,7 @@ from trainer.model import new_tokens
 from trainer.model.pretrained import ModelSource, stored_tensors
 from trainer.model.weights import StoredTensor, TensorGroup, local_slices
 from trainer.runtime import seeding
+from trainer.runtime.log import ProgressLines
 
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -49,9 +50,13 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     found.require_all_of(model)
     tensors, embeddings = stored_tensors(model), model.get_input_embeddings().weight
     grown = {id(tensor) for tensor in (embeddings, *model.get_output_embeddings().parameters())}
-    num_stored = 0
+    num_stored, is_main = 0, dist.get_rank() == 0
+    shown = ProgressLines("load", str(source.path)) if is_main else None
     try:
-        for group in found.groups:
+        for number, group in enumerate(found.groups):
+            if shown is not None:
+                done = number / len(found.groups)
+                shown.tell(f"{done:.0%} of the tensors")
             first = tensors[group.own[0]]
             may_grow = bool(source.new_tokens) and id(first) in grown
             fill(group, tensors, found.files, may_grow=may_grow)

@@ -97,7 +97,7 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
 
 def summary(model: PreTrainedModel, *, rank: int) -> str:
     """Return a line with the layers that have adapters and those that do not, by the last part of
-    their names, and with the number of trained parameters.
+    their names.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted, left_out = Counter[str](), Counter[str]()
@@ -106,12 +106,7 @@ def summary(model: PreTrainedModel, *, rank: int) -> str:
             adapted[_leaf(name.removesuffix(".base_layer"))] += 1
         elif _has_matrix(module) and module not in ends and not is_adapter(f"{name}."):
             left_out[_leaf(name)] += 1
-    num_all = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    said = (
-        f"LoRA: rank {rank} on {_counted(adapted)}; {num_trained:,} of {num_all:,} parameters "
-        f"train ({num_trained / num_all:.1%})"
-    )
+    said = f"LoRA of rank {rank} on {_counted(adapted)}"
     return f"{said}; not adapted: {_counted(left_out)}" if left_out else said
 
 

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import time
 import warnings
 from typing import IO, Any, TextIO
 
@@ -84,10 +85,51 @@ def say(text: str) -> None:
         os.write(2, text.encode())
 
 
+LABEL_WIDTH = 12
+"""Columns of the labels at the start of a run."""
+PROGRESS_INTERVAL_S = 10.0
+COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+RESET = "\x1b[0m"
+
+
+def labelled(label: str, text: str) -> str:
+    """Return a line of the overview that a run prints before its first step."""
+    return f"{label:<{LABEL_WIDTH}}{text}"
+
+
+class ProgressLines:
+    """Prints how far slow work has come: at first, then every 10 s. On stderr, so that commands
+    whose output is read by programs can do such work.
+    """
+
+    def __init__(self, label: str, beginning: str) -> None:
+        self._label = label
+        self._started_s = self._shown_s = time.monotonic()
+        self._print(beginning)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def tell(self, text: str) -> None:
+        """Print a line if it is time for one."""
+        if time.monotonic() - self._shown_s > PROGRESS_INTERVAL_S:
+            self._shown_s = time.monotonic()
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(labelled(self._label, text), file=sys.stderr, flush=True)
+
+
 class _Formatter(logging.Formatter):
+    """Warnings and errors begin with their level, which a terminal shows in colour."""
+
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
-        return message if record.levelno < logging.WARNING else f"{record.levelname}: {message}"
+        if record.levelno < logging.WARNING:
+            return message
+        color = COLORS.get(record.levelno, "") if sys.stderr.isatty() else ""
+        return f"{color}{record.levelname}:{RESET * bool(color)} {message}"
 
 
 class _Stdout(logging.StreamHandler):

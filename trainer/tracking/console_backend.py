@@ -1,6 +1,7 @@
-"""The console: a progress bar on a terminal, otherwise one plain line per row."""
+"""The console: lines of some steps and of every validation, on a terminal with a progress bar."""
 
 import sys
+import time
 from datetime import timedelta
 
 from rich.console import Console
@@ -17,6 +18,7 @@ JOINED = ("±", "at step")
 class ConsoleBackend(Backend):
     is_inline = True
     _progress: Progress | None = None
+    _has_shown_step = False
 
     def open(self) -> None:
         if not sys.stdout.isatty():
@@ -55,11 +57,19 @@ class ConsoleBackend(Backend):
             line += f" {part}" if part.startswith(JOINED) else f" | {part}"
         if num_skipped := row.data.get("optim/skipped_steps"):
             line += f" | skipped {num_skipped:g}"
-        if self._progress is not None and row.kind == "train":
+        is_step = row.kind == "train"
+        if self._progress is None:
+            line = f"{time.strftime('%H:%M:%S')} {line}"
+        elif is_step:
             (task,) = self._progress.task_ids
             self._progress.update(task, completed=row.step, description=line, refresh=True)
-        else:
+        if not is_step or num_skipped or self._is_due(row.step):
             print(line, flush=True)
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the line of a step is printed: of the first and the last one always."""
+        is_first, self._has_shown_step = not self._has_shown_step, True
+        return is_first or step % self.info.log_every == 0 or step == self.info.total_steps
 
 
 def _format(text: str, value: float) -> str:

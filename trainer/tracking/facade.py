@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.runtime import heartbeat
+from trainer.runtime.log import labelled
 from trainer.tracking import events_file, metrics_file, run_info
 from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.console_backend import ConsoleBackend
@@ -48,6 +49,7 @@ class Tracking:
     the attempt. `USE_WANDB=true` in the environment adds "wandb" to the backends and
     `USE_WANDB=false` takes it away. Calls may come from any thread.
 
+    Of every `log_every`-th step the console prints a line.
     `group`, or `WANDB_RUN_GROUP` before it, names the run that this one belongs to, by default
     itself: trackers show them together.
     `run_dir` is by default `trainer.default_local_dir` of `config`, else
@@ -68,6 +70,7 @@ class Tracking:
         *,
         run_dir: str | Path | None = None,
         total_steps: int | None = None,
+        log_every: int = 1,
         group: str | None = None,
     ) -> None:
         config = config or {}
@@ -93,6 +96,7 @@ class Tracking:
             config=config,
             run_dir=run_dir,
             total_steps=total_steps,
+            log_every=log_every,
             attempt=self.attempt,
             run_file=run_file,
             group=os.environ.get("WANDB_RUN_GROUP") or group or experiment_name,
@@ -126,7 +130,8 @@ class Tracking:
             self.event("start", step, f"attempt {self.attempt} goes on from step {step}")
             files = (metrics_file.FILE_NAME, events_file.FILE_NAME, *FILE_NAMES.values())
             places = [f"\n  {place}" for sink in self._sinks if (place := sink.backend.where())]
-            logger.info("logs in %s: %s%s", info.run_dir, ", ".join(files), "".join(places))
+            logs = f"{info.run_dir}: {', '.join(files)}{''.join(places)}"
+            logger.info("%s", labelled("logs", logs))
             for sink in self._sinks:
                 sink.open()
 

@@ -115,6 +115,8 @@ class RunInfo:
     run_file: RunFile
     group: str
     """Runs that trackers show together: a training and its evaluations."""
+    log_every: int = 1
+    """Steps between the lines of the console."""
     resume_step: int = 0
     """Steps already done when this attempt starts, known before a backend opens; -1 if the
     first row is of step 0.

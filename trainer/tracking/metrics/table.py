@@ -20,6 +20,8 @@ CONSOLE = {
     "val/samples": "{:,.0f} samples",
     "throughput/train/tokens_per_s": "{:,.0f} tok/s",
     "train/time(s)": "{:.2f} s",
+    "memory/max_reserved_gib": "{:.1f} GiB",
+    "throughput/train/mfu": "mfu {:.0%}",
     "progress/eta_s": "eta {duration}",
 }
 CSV = {

@@ -4,20 +4,24 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from trainer.checkpoint import finished, rollback
 from trainer.checkpoint.finished import Finished
-from trainer.checkpoint.layout import step_dir_name
+from trainer.checkpoint.layout import HUGGINGFACE, step_dir_name
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.distributed import await_main
 from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
+from trainer.runtime.log import labelled
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.runtime.text import as_ranges
 from trainer.tracking import Tracking, metrics_file
@@ -40,6 +44,9 @@ class RunResources:
     tracking: Tracking | None = None
     checkpoints: CheckpointManager | None = None
     last_step: int = 0
+    best: Mapping[str, float] = field(default_factory=dict)
+    """`val/best_loss` and `val/best_step`, if the run was validated."""
+    started_s: float = field(default_factory=time.monotonic)
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
@@ -54,9 +61,33 @@ class RunResources:
                 write_final_report(self.setup.run_dir)
             if is_main and self.exit_code == EXIT_DONE:
                 _record_end(self.setup, self.last_step)
+                self._log_end()
         finally:
             if lock is not None:
                 lock.release()
+
+    def _log_end(self) -> None:
+        """Log what the run reached, where its best model is, and the command that serves it."""
+        past_s = self.tracking.past.duration_s if self.tracking is not None else 0.0
+        duration = timedelta(seconds=round(past_s + time.monotonic() - self.started_s))
+        text, step = f"{self.last_step:,} steps in {duration}", self.last_step
+        if self.best:
+            best_step = int(self.best["val/best_step"])
+            text += f"; best val/loss {self.best['val/best_loss']:.4f} at step {best_step:,}"
+            if (self.setup.run_dir / step_dir_name(best_step)).is_dir():
+                step = best_step
+        logger.info("%s", labelled("done", text))
+        export = self.setup.run_dir / step_dir_name(step) / HUGGINGFACE
+        if not any(export.glob("*.safetensors")):
+            command = call(f"checkpoint export {export.parent}")
+            logger.info("%s", labelled("model", f"not exported; {command} exports it"))
+            return
+        logger.info("%s", labelled("model", str(export)))
+        served = str(export)
+        if (export / ADAPTER_CONFIG).exists():
+            base = self.setup.inputs.source.path
+            served = f"{base} --enable-lora --lora-modules tuned={export}"
+        logger.info("%s", labelled("serve", f"vllm serve {served}"))
 
 
 @contextmanager
@@ -133,6 +164,8 @@ def write_final_report(run_dir: Path) -> None:
         if done.returncode != EXIT_DONE:
             raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit {done.returncode}")
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
-        logger.info("report: %s %s (%s)", report["verdict"], report["summary"]["headline"], page)
+        verdict, headline = report["verdict"], report["summary"]["headline"]
+        prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
+        logger.info("%s", labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
         logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))

@@ -33,6 +33,7 @@ from trainer.optim.schedule import LrSchedule
 from trainer.runtime import distributed, seeding
 from trainer.runtime.environment import keep_freed_memory, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.log import labelled
 from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking, metrics_file
@@ -107,7 +108,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         if held.tracking is not None:
             held.tracking.start(start.position.step)
         held.exit_code = fit(parts)
-        held.last_step = parts.batches.step
+        held.last_step, held.best = parts.batches.step, parts.guard.validation_scores()
     return held.exit_code
 
 
@@ -212,8 +213,8 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
     step = parts.batches.step
     if step < setup.total_steps:
-        text = "Found checkpoint: %s, continuing at step %d of %d"
-        logger.info(text, found.path, step + 1, setup.total_steps)
+        text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
+        logger.info("%s", labelled("resume", text))
     is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(

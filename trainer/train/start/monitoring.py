@@ -1,5 +1,6 @@
 """The parts that watch a run, built from its setup."""
 
+import itertools
 from dataclasses import replace
 from math import inf
 
@@ -14,6 +15,9 @@ from trainer.train.guard import Guard
 from trainer.train.meter import Meter, Plan
 from trainer.train.start.setup import RunSetup
 
+LINES_PER_EPOCH = 50
+"""Steps of an epoch that the console shows, unless `trainer.log_every` says otherwise."""
+
 
 def make_tracking(setup: RunSetup) -> Tracking:
     trainer = setup.config.trainer
@@ -24,7 +28,16 @@ def make_tracking(setup: RunSetup) -> Tracking:
         setup.config.resolved,
         run_dir=setup.run_dir,
         total_steps=setup.total_steps,
+        log_every=trainer.log_every or _log_every(setup),
     )
+
+
+def _log_every(setup: RunSetup) -> int:
+    """Return a round number of steps, so that an epoch gets at most `LINES_PER_EPOCH` lines."""
+    num_steps = min(setup.schedule.steps_per_epoch, setup.total_steps)
+    powers = (10**exponent for exponent in itertools.count())
+    candidates = (digit * power for power in powers for digit in (1, 2, 5))
+    return next(every for every in candidates if every * LINES_PER_EPOCH >= num_steps)
 
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
