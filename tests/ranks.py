@@ -2,6 +2,7 @@
 torch once.
 """
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -90,6 +91,7 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     from trainer.tracking.metrics import UnknownMetricWarning
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     warnings.simplefilter("error", UnknownMetricWarning)
     try:
         device = torch.device(kwargs.pop("on_device", "cpu"))

@@ -86,7 +86,7 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
 
 
 MISTAKES = {
-    "null": r"'data\.train_files' must be str \| list\[str \| SourceConfig\], got None",
+    "null": r"'data\.train_files' must be text or a list, got None",
     "[{files:a.jsonl},{files:b.jsonl,repeats:2}]": r"key 'data\.train_files\[1\]\.repeats': did "
     r"you mean '.*repeat'",
     "[{files:a.jsonl,weight:2}]": r"key 'data\.train_files\[0\]\.weight': no key has a similar "
@@ -94,7 +94,7 @@ MISTAKES = {
     "[{files:a.jsonl,repeat:0}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\], got 0",
     "[{files:a.jsonl,repeat:-1}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\]",
     "[{files:a.jsonl,repeat:inf}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\]",
-    "[{files:a.jsonl,repeat:often}]": r"'data\.train_files\[0\]\.repeat' must be float, got 'often'",
+    "[{files:a.jsonl,repeat:often}]": r"'data\.train_files\[0\]\.repeat' must be a number, got 'often'",
     "[{files:a.jsonl,max_samples:0}]": r"'data\.train_files\[0\]\.max_samples' must be -1 \(all\) "
     r"or at least 1, got 0",
     "[{files:a.jsonl,prompt_key:q}]": r"'data\.train_files\[0\]\.prompt_key' and "

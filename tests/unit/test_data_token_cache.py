@@ -100,14 +100,14 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
     with pytest.raises(DataError) as error:
         run(path, cache=tmp_path / "cache")
-    first, broken, long, empty, kinds, listed, fix = str(error.value).splitlines()
-    assert first == "3 of 7 rows cannot be trained on (4 can):"
+    first, broken, long, empty, fix = str(error.value).splitlines()
+    kinds = "1 broken JSON, 1 over-long, 1 empty prompt"
+    assert first == f"3 of 7 rows cannot be trained on (4 can): {kinds}"
     assert broken.startswith(f"  {path}:2: broken JSON: Expecting property name")
     assert long.startswith(f"  {path}:4: over-long: ")
     assert long.endswith(" tokens > data.max_length 64")
     assert empty.startswith(f"  {path}:6: empty prompt: ")
-    assert kinds == "by reason: broken JSON 1, over-long 1, empty prompt 1"
-    rows = json_lines(Path(listed.removeprefix("all of them: ")))
+    rows = json_lines(Path(fix.rpartition(" listed in ")[2]))
     assert [(row["file"], row["line"]) for row in rows] == [(str(path), n) for n in (2, 4, 6)]
     assert rows[2]["reason"].startswith("empty prompt")
     assert rows[2]["excerpt"] == "{'a': 'b', 'q': ''}"

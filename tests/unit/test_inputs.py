@@ -101,7 +101,7 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
     with pytest.raises(DataError) as error:
         inputs_of(*words(files, chats(files), answers(files)))
     lines = str(error.value).splitlines()
-    assert lines[0] == "source 'answers': 1 of 9 rows cannot be trained on (8 can):"
+    assert lines[0] == "source 'answers': 1 of 9 rows cannot be trained on (8 can): 1 empty prompt"
     assert lines[1].startswith(f"  {files}/answers.jsonl:9: empty prompt")
     inputs = inputs_of(*words(files, chats(files), answers(files)), "data.on_bad_row=skip")
     assert (

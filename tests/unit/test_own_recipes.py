@@ -64,7 +64,7 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("optim: {lr: [", "recipe own.yaml: while parsing"),
+        ("optim: {lr: [", "recipe own.yaml, line 1: expected the node content"),
         ("- a\n- b\n", "recipe own.yaml holds no keys"),
         (
             "optim:\n  lrr: 1\n",

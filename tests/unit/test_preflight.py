@@ -45,7 +45,7 @@ MISTAKES = {
     "data.train_files=nope.jsonl": (65, "'nope.jsonl'"),
     "data.train_files=rows.csv": (65, "'rows.csv' has an unsupported format '.csv'"),
     "data.train_files=tatsu-lab/alpaca": (65, "tatsu-lab/alpaca"),
-    "data.val_files=nope.jsonl": (65, "'nope.jsonl'"),
+    "data.val_files=nope.jsonl": (65, "data.val_files: no file matches 'nope.jsonl'"),
     "data.train_files=[rows.jsonl,{files:nope.jsonl}]": (65, "'nope.jsonl'"),
     "data.val_files=[{files:nope.jsonl}]": (65, "'nope.jsonl'"),
     "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (
@@ -69,8 +69,22 @@ MISTAKES = {
         "no-weights has no weights (model.safetensors or model.safetensors.index.json). Fix: ",
     ),
     "model.partial_pretrain=half": (2, "names files that are not there: b.safetensors"),
-    "model.partial_pretrain=some/model": (2, "run 'hf download some/model' where there is one"),
+    "model.partial_pretrain=some/model": (2, "run `hf download some/model` elsewhere"),
     "experiment=nope": (2, "no recipe 'nope'"),
+    "experiment=gsm8": (2, "did you mean 'gsm8k'?"),
+    "experiment=nope.yaml": (2, "there is no such file (current directory: "),
+    "experiment=broken.yaml": (2, "recipe broken.yaml, line 2: expected ',' or ']'"),
+    "experiment=tabs.yaml": (
+        2,
+        "line 2: found character '\\t' that cannot start any token; indent with",
+    ),
+    "--experiment=gsm8k": (2, "unknown flag '--experiment=gsm8k'; write experiment=NAME"),
+    "learning_rate=1e-5": (2, "docs/coming_from.md"),
+    "data.truncation=cut\toptim.betas=3": (2, "got 'cut'\n'optim.betas' must be"),
+    "model.fsdp_config.param_dtype=bf16": (2, "did you mean 'bfloat16'?"),
+    "optim.lr=1e-5x": (2, "'optim.lr' must be a number or null, got '1e-5x'"),
+    "model.compile=yes": (2, "'model.compile' must be true or false, got 'yes'"),
+    "data.train_files=empty.jsonl": (65, "data.train_files: no row to train on: 'empty.jsonl' is"),
     "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
     "trainer.logger=mlflow": (
         2,
@@ -96,6 +110,9 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
 ) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.yaml").write_text("data: [1\nmodel: {\n")
+    (tmp_path / "tabs.yaml").write_text("data:\n\ttrain_files: x\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text(
@@ -121,11 +138,13 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    codes, messages = done.stdout.splitlines(), done.stderr.split("-- ")
+    codes = [line for line in done.stdout.splitlines() if line.isdigit()]
+    messages = done.stderr.split("-- ")
     assert len(codes) == len(MISTAKES)
     for word, found_code, message in zip(MISTAKES, codes, messages, strict=False):
         code, part = MISTAKES[word]
-        assert int(found_code) == code and part in message, word
+        assert int(found_code) == code and part in message, (word, message)
+        assert len(message.splitlines()) <= 3, message
 
 
 def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
@@ -165,7 +184,7 @@ def test_a_copy_that_is_not_whole_is_asked_for_again(
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     for find in (find_model, require_model):
         with pytest.raises(
-            ValueError, match="could not be had from the Hub: no route; without a network"
+            ValueError, match="cannot be downloaded: no route\nFix: without a network"
         ):
             find("some/model", random_weights=False)
     assert [name for name, _ in asked] == ["some/model", "some/model"]

@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     name, *words = argv
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS)
-        problem = f"there is no command '{name}'{hint and f': {hint}'}"
-        print(f"ERROR: {problem}\n{listing()}", file=sys.stderr)
+        known = hint or f"commands are {', '.join(COMMANDS)}"
+        print(f"ERROR: there is no command '{name}': {known}", file=sys.stderr)
         return EXIT_USAGE
     place = "trainer.launch.__main__" if name == TRAIN else f"trainer.cli.{name}"
     module = importlib.import_module(place)

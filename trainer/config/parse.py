@@ -11,9 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from trainer.config.data import QUICKSTART, SourceConfig, column_problem, sources_of
+from trainer.config.data import QUICKSTART, column_problem, sources_of
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
+
+TYPE_NAMES: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "null",
+}
 
 
 def parse_config(
@@ -87,7 +95,10 @@ def _unknown_key(dotted: str, *, of_entry: Sequence[str] = ()) -> ConfigError:
         names = ", ".join(key.rpartition(".")[2] for key in of_entry)
         hint = f"no key has a similar name; an entry has {names}"
     else:
-        hint = "no key has a similar name; `train --help` lists all"
+        hint = (
+            "no key has a similar name; `train --help` lists all, docs/coming_from.md those of "
+            "other trainers"
+        )
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 
@@ -98,17 +109,23 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
     for name in tree:
         if name not in own:
             raise _unknown_key(f"{prefix}{name}", of_entry=[f"{prefix}{key}" for key in own])
-    values = {}
+    values, problems = {}, []
     for name, key in own.items():
         dotted = f"{prefix}{name}"
         if name in tree:
-            value = _coerce(tree[name], key.type, dotted)
-            _check(value, dotted, key.metadata["checks"])
-            values[key.name] = value
+            try:
+                value = _coerce(tree[name], key.type, dotted)
+                _check(value, dotted, key.metadata["checks"])
+            except ConfigError as error:
+                problems.append(str(error))
+            else:
+                values[key.name] = value
         elif key.default is key.default_factory:  # both are missing
-            raise ConfigError(
+            problems.append(
                 f"missing configuration key '{dotted}': it has no default, give it a value"
             )
+    if problems:
+        raise ConfigError("\n".join(problems))
     return cls(**values)
 
 
@@ -132,10 +149,16 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
             raise
         except (TypeError, ValueError):
             continue
-    name = hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else hint
-    raise ConfigError(
-        f"'{dotted}' must be {str(name).replace(f'{SourceConfig.__module__}.', '')}, got {value!r}"
-    )
+    raise ConfigError(f"'{dotted}' must be {_type_name(hint)}, got {value!r}")
+
+
+def _type_name(hint: Any) -> str:
+    """Return the values of a type in words."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(map(_type_name, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return "a list"
+    return TYPE_NAMES.get(hint, "a group of keys")
 
 
 def _fit(value: Any, hint: Any, dotted: str) -> Any:

@@ -198,7 +198,8 @@ class ChatEncoder:
     def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
             raise DataError(
-                "the tokenizer has no chat template.\nFix: name a jinja file in data.chat_template"
+                "the tokenizer has no chat template, as is usual for base models.\n"
+                "Fix: set data.chat_template to chatml, llama3 or plain, or to a jinja file"
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:

@@ -202,6 +202,11 @@ def announce(
         f"{len(rows):,} samples; ranks: {plan.num_data_ranks} ({device}); micro-batches of each: "
         f"{num_micro_batches}",
     )
+    if len(train) < schedule.batch_size:
+        logger.warning(
+            f"data.train_batch_size={schedule.batch_size:,} is more than all samples: each step "
+            f"trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or give more data"
+        )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
     sample = int(first[0])
     text = preview(*train.sample(sample), tokenizer)

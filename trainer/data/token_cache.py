@@ -262,23 +262,23 @@ def _require_usable(
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)
     fixes = ["repair the rows"]
+    if "unrecognised columns" in summary.bad_rows_by_kind:
+        fixes = ["rename the columns, or name them in data.messages_key, data.prompt_key, …"]
     if "over-long" in summary.bad_rows_by_kind:
         fixes.append(
             "for over-long rows raise data.max_length or set data.truncation=right, left or drop"
             + ", or split for plain text" * (options.keys.text_key is not None)
         )
-    if is_strict:
+    if is_strict and summary.num_samples:
         fixes.append("leave them out with data.on_bad_row=skip")
-    else:
+    elif not is_strict:
         fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
-    kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.most_common())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in summary.bad_rows_by_kind.most_common())
+    rest = "; the rows after these were not read" if is_cut else ""
     lines = [
-        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):",
+        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}{rest}",
         *_first_reasons(listed),
-        *["  the rows after these were not read"] * is_cut,
-        f"by reason: {kinds}",
-        f"all of them: {listed}",
-        f"Fix: {'; '.join(fixes)}",
+        f"Fix: {'; '.join(fixes)}; all of them are listed in {listed}",
     ]
     raise DataError("\n".join(lines))
 

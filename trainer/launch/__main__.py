@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.layout import POINTER
 from trainer.config import ConfigError
 from trainer.errors import (
     EXIT_CRASH,
@@ -80,7 +81,10 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
     if code == EXIT_RESUMABLE:
-        print("resume with the same command", flush=True)
+        # of several machines only the first may see the run directory
+        is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()
+        hint = "resume with" if is_saved else "nothing was saved yet; start again with"
+        print(f"{hint} the same command", flush=True)
     return code
 
 

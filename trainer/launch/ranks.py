@@ -21,7 +21,7 @@ import psutil
 
 from trainer.config import AUTO, ConfigError
 from trainer.runtime.status import VARIABLE, Status
-from trainer.train.start.compose import USAGE, with_recipe
+from trainer.train.start.compose import SEE_HELP, with_recipe
 
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
@@ -67,10 +67,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     if overrides and re.fullmatch(r"[+-]?\d+", overrides[0]):
         num_ranks = int(overrides.pop(0))
         if num_ranks < 1:
-            raise ConfigError(f"the number of ranks must be at least 1, got {num_ranks}\n{USAGE}")
+            raise ConfigError(f"the number of ranks must be at least 1, got {num_ranks}{SEE_HELP}")
     elif overrides and "=" not in overrides[0] and not overrides[0].startswith(("-", "~")):
         raise ConfigError(
-            f"'{overrides[0]}' is neither a number of ranks nor of the form key=value\n{USAGE}"
+            f"'{overrides[0]}' is neither a number of ranks nor of the form key=value{SEE_HELP}"
         )
     return Arguments(num_ranks, with_recipe(overrides, os.environ))
 
@@ -160,7 +160,7 @@ def first_host(nodelist: str) -> str:
 
 def _needed(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise ConfigError(f"{name} is not set: a run on several machines needs it\n{USAGE}")
+        raise ConfigError(f"{name} is not set: a run on several machines needs it{SEE_HELP}")
     return env[name]
 
 

@@ -76,7 +76,10 @@ def _local(name: str) -> Path | None:
     if path.exists():
         raise ConfigError(f"model.partial_pretrain={name} is a file; give the directory it lies in")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.partial_pretrain={name}: there is no such directory")
+        raise ConfigError(
+            f"model.partial_pretrain={name}: there is no such directory. Fix: give one with "
+            f"config.json and weights, or a Hub id such as Qwen/Qwen2.5-0.5B"
+        )
     return None
 
 
@@ -183,8 +186,8 @@ def _asking(name: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
         raise ConfigError(
-            f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache "
-            f"({constants.HF_HUB_CACHE}), and could not be had from the Hub: {reason}; without a "
-            f"network, run 'hf download {name}' where there is one and copy that cache here, or "
-            f"give a local directory"
+            f"model.partial_pretrain={name} is neither a directory here nor whole in the Hub's "
+            f"cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"
+            f"Fix: without a network, run `hf download {name}` elsewhere and copy its cache here, "
+            f"or give a local directory"
         ) from error

@@ -126,8 +126,9 @@ def join_launcher() -> None:
     """Die with the parent process, so that no rank outlives its job.
 
     SIGUSR2 from now on writes the stacks of all threads for the launcher, by a handler in C that
-    does not wait for the interpreter.
+    does not wait for the interpreter. A fault in native code leaves its stacks on stderr.
     """
+    faulthandler.enable()
     if (status := launcher_status()) is None:
         return
     die_with_parent(int(os.environ.get(AGENT_PID, os.getppid())), code=EXIT_RESUMABLE)

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, parse_config, problem_with_key
+from trainer.config import Config, ConfigError, did_you_mean, parse_config, problem_with_key
 from trainer.model.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
@@ -46,6 +46,8 @@ USAGE = f"""usage: {call("train [N] [key=value ...]")}
   --cfg job              print the resolved configuration and exit
   --help                 print this, the commands, and all keys with their defaults and meaning
 several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
+
+SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
@@ -136,16 +138,19 @@ def find_recipe(name: str) -> Path | None:
     if name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"experiment={name}: there is no such file")
+            raise ConfigError(
+                f"experiment={name}: there is no such file (current directory: {Path.cwd()})"
+            )
         return path
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
     for place in places:
         if (path := place / f"{name}.yaml").is_file():
             return path
     known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
+    hint = did_you_mean(name, known)
     raise ConfigError(
-        f"no recipe '{name}' in conf/experiment: known are {', '.join(known)}; "
-        f"or give a file, experiment=path/to/it.yaml"
+        f"no recipe '{name}' in conf/experiment: {hint and f'{hint} '}known are "
+        f"{', '.join(known)}; or give a file, experiment=path/to/it.yaml"
     )
 
 
@@ -157,6 +162,10 @@ def _read_recipe(path: Path) -> DictConfig:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
         _require_small(path, text)
         tree = OmegaConf.create(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        fix = "; indent with spaces, not tabs" if "'\\t'" in str(error.problem) else ""
+        raise ConfigError(f"recipe {path}, line {line}: {error.problem}{fix}") from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):
@@ -255,8 +264,10 @@ def _problem_with(word: str) -> str | None:
             f"Fix: rename the directory or file, or choose another one"
         )
     if word.startswith("-"):
-        return f"unknown flag '{word}'\n{USAGE}"
+        name = word.lstrip("-").partition("=")[0]
+        fix = "; write experiment=NAME" if name == "experiment" else SEE_HELP
+        return f"unknown flag '{word}'{fix}"
     key, equals, _ = word.lstrip("+").partition("=")
     if not equals or word.startswith("~"):
-        return f"'{word}' is not of the form key=value\n{USAGE}"
+        return f"'{word}' is not of the form key=value{SEE_HELP}"
     return None if key == "experiment" else problem_with_key(key)

@@ -14,6 +14,7 @@ from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.retention import existing_parent
 from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
+from trainer.errors import DataError
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.tracking.facade import require_backends
@@ -68,9 +69,13 @@ def find_files(config: Config) -> DataFiles:
 
     def found(key: str) -> Files:
         sources = sources_of(config.data, key)
-        return [
-            (s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files)) for s in sources
-        ]
+        try:
+            return [
+                (s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files))
+                for s in sources
+            ]
+        except DataError as error:
+            raise DataError(f"data.{key}: {error}") from error
 
     return DataFiles(found("train_files"), found("val_files"))
 
