@@ -1,9 +1,9 @@
-"""Train a LoRA adapter on one card; needs the extra `lora` (peft) and a model that was trained
-before.
+"""Train a LoRA adapter on one card. It needs the extra `lora` (peft).
 
-python examples/lora_one_card.py [key=value ...], such as
-model.partial_pretrain=Qwen/Qwen2.5-7B-Instruct Without a model of yours it takes what own_data.py
-left, and its rows.
+    python examples/lora_one_card.py model.partial_pretrain=Qwen/Qwen2.5-7B-Instruct
+
+Any `key=value` of a run works. Without a model it takes the model and the rows that own_data.py
+wrote.
 """
 
 import sys

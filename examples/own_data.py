@@ -1,9 +1,9 @@
-"""Train a model on rows of your own: write them, look at what is supervised, train, say where the
-model lies.
+"""Write rows of your own, train on them, and print where the model is.
 
-python examples/own_data.py [key=value ...], such as
-model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct Without a model of yours it takes the quickstart's
-tiny one, from random weights, on a CPU too.
+    python examples/own_data.py model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
+
+Any `key=value` of a run works. Without a model it trains the quickstart's tiny one from random
+weights, which a CPU can do.
 """
 
 import json

@@ -18,6 +18,7 @@ from trainer.train.start.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 SBATCH, JOBSET = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"
+SKYPILOT = ROOT / "examples/skypilot.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in
@@ -153,3 +154,28 @@ def test_the_pods_of_the_job_set_find_each_other_and_what_they_share() -> None:
         path.startswith("/shared/")
         for path in (config.trainer.default_local_dir, config.data.cache_dir)
     )
+
+
+def test_the_skypilot_job_starts_each_machine_with_its_place_and_recovers_on_75(
+    tmp_path: Path,
+) -> None:
+    task = yaml.safe_load(SKYPILOT.read_text())
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [errors.EXIT_RESUMABLE]}
+    (bucket,) = task["file_mounts"]
+    script = tmp_path / "run_sft.sh"
+    script.write_text('echo "$NNODES $NODE_RANK $MASTER_ADDR"; printf "%s\\n" "$@"\n')
+    sky = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
+    env = {**os.environ, **task["envs"], **sky}
+    command = ["bash", "-c", task["run"]]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    place, *words = done.stdout.splitlines()
+    assert place == "2 1 10.0.0.1"
+    arguments = parse_arguments(words)
+    assert arguments.num_ranks == 8
+    mirror = load_config(arguments.overrides).trainer.checkpoint.mirror
+    assert mirror is not None and mirror.startswith(f"{bucket}/")

@@ -17,7 +17,7 @@ def coder() -> Config:
 
 
 def test_the_recipes_are_found() -> None:
-    assert {"gsm8k", "mixture", "phase1_sft_qwen7b_coder"} <= set(RECIPES)
+    assert {"full_7b", "gsm8k", "lora_qwen7b", "mixture", "continued_pretraining"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
