@@ -172,7 +172,9 @@ def test_the_skypilot_job_starts_each_machine_with_its_place_and_recovers_on_75(
     }
     env = {**os.environ, **task["envs"], **sky}
     command = ["bash", "-c", task["run"]]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
     place, *words = done.stdout.splitlines()
     assert place == "2 1 10.0.0.1"
     arguments = parse_arguments(words)

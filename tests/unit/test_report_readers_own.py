@@ -10,6 +10,7 @@ from log_formats import write_lines, write_own
 from report_curves import sft_run
 
 from trainer.tools.report.analyse import analyse
+from trainer.tools.report.page import as_page
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.result import as_json
 from trainer.tools.report.run_log import LogEvent
@@ -169,3 +170,19 @@ def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_caus
     assert section.lead.startswith("In 1 of 2 proofs") and section.table is not None
     assert section.table.rows[0] == ("50", "vllm 1", "yes", "", "1.5", "1.5", "0.001")
     assert section.table.rows[1][2:4] == ("no", "rope_theta")
+
+
+def test_machine_versions_and_a_sample_are_on_the_page(tmp_path: Path) -> None:
+    tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
+    sample = "<|im_start|>user\n<b>hi</b>\n[[  hello]]"
+    tracking.describe({"environment": {"ranks": "8 on H100", "torch": "2.13.0"}, "sample": sample})
+    tracking.log({"train/loss": 1.0}, step=1)
+    tracking.finish(0)
+    log = read_run(tmp_path)
+    report = analyse(log)
+    assert report.facts["ranks"] == "8 on H100"
+    tables = {section.id: section.table for section in sections(report, log)}
+    assert tables["environment"] is not None and tables["sample"] is not None
+    assert tables["environment"].rows == (("ranks", "8 on H100"), ("torch", "2.13.0"))
+    assert tables["sample"].rows == ((sample,),)
+    assert "&lt;b&gt;hi&lt;/b&gt;\n[[  hello]]" in as_page([(report, log)])

@@ -168,9 +168,9 @@ def announce(
     tokenizer: PreTrainedTokenizerBase,
     lr: str,
     device: str,
-) -> None:
+) -> str:
     """Log what is trained on and in which steps, what was left out or cut, and the next sample as
-    the model reads it.
+    the model reads it. Return that sample as plain text, its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
     first = train.of_rows(rows)
@@ -209,12 +209,17 @@ def announce(
         )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
     sample = int(first[0])
-    text = preview(*train.sample(sample), tokenizer)
-    if len(text) > MAX_PREVIEW:
-        num_left_out = len(text) - MAX_PREVIEW
-        half = MAX_PREVIEW // 2
-        text = f"{text[:half]}\n… {num_left_out:,} more characters …\n{text[-half:]}"
+    text = shortened(preview(*train.sample(sample), tokenizer))
     _log("sample", f"{train.location(sample)}, the supervised part is marked:\n{text}")
+    return shortened(preview(*train.sample(sample), tokenizer, color=False))
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    if len(text) <= MAX_PREVIEW:
+        return text
+    half = MAX_PREVIEW // 2
+    return f"{text[:half]}\n… {len(text) - MAX_PREVIEW:,} more characters …\n{text[-half:]}"
 
 
 def _log(label: str, text: str) -> None:

@@ -107,6 +107,10 @@ class Tracking:
         self._last_step = 0
         self._has_started = self._has_finished = self._is_closed = False
 
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Keep facts of this attempt in `run.json`, in place of those of earlier ones."""
+        self._info.run_file.update(**facts)
+
     def start(self, step: int) -> None:
         """Begin the attempt after finished step `step`. Without this call the first row begins
         it.

@@ -146,6 +146,7 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
         "configuration": launch if run.is_configured else "",
+        "ranks": str(log.environment.get("ranks", "")),
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}

@@ -103,6 +103,10 @@ class RunLog:
     """Lines or records that could not be read; a torn last line is one."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Flat, dotted names, as the run's own framework calls them."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """Machine and versions of the last attempt."""
+    sample: str = ""
+    """The first sample of the last attempt, its supervised parts in [[…]]."""
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()

@@ -97,6 +97,7 @@ def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
         _checklist(report) if report.checklist else None,
         _metrics(report) if report.metrics else None,
         _configuration(log),
+        *_origins(log),
         _limits(report) if report.thresholds else None,
     )
     return tuple(section for section in found if section and not section.is_empty)
@@ -233,6 +234,18 @@ def _metrics(report: Report) -> Section:
 def _configuration(log: RunLog) -> Section:
     table = table_of(("key", "value"), log.config.items())
     return Section("configuration", "Configuration", table=table, is_detail=True)
+
+
+def _origins(log: RunLog) -> tuple[Section, ...]:
+    """Show the machine, the versions and a sample."""
+    environment = table_of(("name", "value"), log.environment.items())
+    sample = table_of(
+        ("the first sample of the last start, its supervised part in [[ ]]",), [[log.sample]]
+    )
+    return (
+        Section("environment", "Machine and versions", table=environment, is_detail=True),
+        Section("sample", "Sample", table=sample if log.sample else None, is_detail=True),
+    )
 
 
 def _limits(report: Report) -> Section:

@@ -44,7 +44,7 @@ from trainer.train.run import Cadence, Run
 from trainer.train.start.agreement import facts_of, require_model_unchanged
 from trainer.train.start.end import RunResources, already_complete, giving_back
 from trainer.train.start.inputs import Inputs, prepare_inputs
-from trainer.train.start.monitoring import make_guard, make_meter, make_tracking
+from trainer.train.start.monitoring import environment, make_guard, make_meter, make_tracking
 from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
@@ -103,9 +103,11 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
         parts.checkpoints.keep_sources()
         require_model_unchanged(setup.inputs.model_files)
+        described = {"environment": environment(setup.world)}
         if start.position.step < setup.total_steps:
-            _announce(parts, setup.inputs)
+            described["sample"] = _announce(parts, setup.inputs)
         if held.tracking is not None:
+            held.tracking.describe(described)
             held.tracking.start(start.position.step)
         held.exit_code = fit(parts)
         held.last_step, held.best = parts.batches.step, parts.guard.validation_scores()
@@ -226,9 +228,9 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
         )
 
 
-def _announce(parts: Run, inputs: Inputs) -> None:
+def _announce(parts: Run, inputs: Inputs) -> str:
     lr = parts.lr_schedule
-    announce(
+    return announce(
         inputs.train,
         inputs.validation,
         schedule=parts.batches.schedule,

@@ -1,13 +1,20 @@
 """The parts that watch a run, built from its setup."""
 
 import itertools
+import os
+import platform
 from dataclasses import replace
 from math import inf
 
+import torch
+import transformers
 from transformers import PreTrainedModel
 
+from trainer import __version__ as trainer_version
 from trainer.data.show import source_facts
 from trainer.model import flops
+from trainer.runtime import distributed
+from trainer.runtime.distributed import World
 from trainer.tracking import Tracking
 from trainer.train.clock import TraceFile
 from trainer.train.detection.detector import MAX_FIRST_LOSS
@@ -30,6 +37,18 @@ def make_tracking(setup: RunSetup) -> Tracking:
         total_steps=setup.total_steps,
         log_every=trainer.log_every or _log_every(setup),
     )
+
+
+def environment(world: World) -> dict[str, str]:
+    """Return machine and versions, by name, for `run.json` and the report."""
+    return {
+        "ranks": f"{world.size} on {distributed.device_name(world.device)}",
+        "CPU cores": str(os.cpu_count()),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "fsdp-sft": trainer_version,
+    }
 
 
 def _log_every(setup: RunSetup) -> int:

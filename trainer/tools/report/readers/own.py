@@ -19,7 +19,7 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
     """Return the log of a run with its configuration, events, evaluations and proofs."""
     run_dir = path.parent
     run = read_object(run_dir / run_info.FILE_NAME)
-    config = run.get("config")
+    config, environment = run.get("config"), run.get("environment")
     lines = JsonLines(run_dir / events_file.FILE_NAME, is_final=True)
     events: list[Row] = []
     evaluations: Mapping[str, Any] = {}
@@ -38,6 +38,8 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
         "fsdp-sft",
         run_dir,
         config=flat(config) if isinstance(config, dict) else {},
+        environment=flat(environment) if isinstance(environment, dict) else {},
+        sample=str(run.get("sample", "")),
         events=tuple(map(_event, events)),
         total_steps=as_step(run.get("total_steps")) or None,
         evaluations=evaluations,
