@@ -6,6 +6,7 @@ import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -103,7 +104,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
         parts.checkpoints.keep_sources()
         require_model_unchanged(setup.inputs.model_files)
-        described = {"environment": environment(setup.world)}
+        described: dict[str, Any] = {"environment": environment(setup.world)}
         if start.position.step < setup.total_steps:
             described["sample"] = _announce(parts, setup.inputs)
         if held.tracking is not None:
