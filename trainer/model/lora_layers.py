@@ -38,27 +38,21 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
     Raises `ConfigError`, which begins with `said`, if a target names no layer, or one that cannot
     have an adapter.
     """
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, _LINEAR)]
     obstacles = _obstacles(model)
+    adaptable = [name for name, obstacle in obstacles.items() if not obstacle]
     if targets == ALL_LINEAR:
-        return [name for name in linear if name not in obstacles and not is_router(name)]
-    leaves = dict.fromkeys(_leaf(name) for name in linear if name not in obstacles)
-    examples = ", ".join(list(leaves)[:12]) + ", …" * (len(leaves) > 12)
+        return [name for name in adaptable if not is_router(name)]
+    leaves = list(dict.fromkeys(map(_leaf, adaptable)))
+    examples = ", ".join(leaves[:12]) + ", …" * (len(leaves) > 12)
     fix = f"Fix: model.target_modules=all-linear, or a list of: {examples}"
+    is_pattern = isinstance(targets, str)
     found: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
         try:
-            pattern = re.compile(
-                target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}"
-            )
+            pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
         except re.error as error:
             raise ConfigError(f"{said}: it is no regular expression: {error}") from error
-        named = [name for name in (*linear, *obstacles) if pattern.fullmatch(name)]
-        # gate_proj may also name a dense MLP or a shared expert, which is then what it means
-        meant = {_leaf(name) for name in named if name in linear}
-        for name in named:
-            if (why := obstacles.get(name)) and not (why == _NO_EXPERTS and _leaf(name) in meant):
-                raise ConfigError(f"{said}: '{name}' cannot be adapted: {why}.\n{fix}")
+        named = [name for name in obstacles if pattern.fullmatch(name)]
         if not named:
             hint = did_you_mean(target, leaves)
             if target in leaves:
@@ -69,8 +63,14 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             raise ConfigError(
                 f"{said}: '{target}' names no layer of this model{hint and f'; {hint}'}.\n{fix}"
             )
+        # gate_proj may also name a dense MLP or a shared expert, which is then what it means
+        meant = {_leaf(name) for name in named if not obstacles[name]}
+        for name in named:
+            obstacle = obstacles[name]
+            if obstacle and not (obstacle == _NO_EXPERTS and _leaf(name) in meant):
+                raise ConfigError(f"{said}: '{name}' cannot be adapted: {obstacle}.\n{fix}")
         found.update(named)
-    return [name for name in linear if name in found]
+    return [name for name in adaptable if name in found]
 
 
 def is_router(name: str) -> bool:
@@ -115,8 +115,8 @@ def _counted(names: Counter[str]) -> str:
 
 
 def _obstacles(model: PreTrainedModel) -> dict[str, str]:
-    """Return {module: why it cannot have an adapter}, with the names that targets may use for
-    layers of experts.
+    """Return {module: why it cannot have an adapter, or ""}, in the model's order, with the names
+    that targets may use for layers of experts.
     """
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     found: dict[str, str] = {}
@@ -131,23 +131,24 @@ def _obstacles(model: PreTrainedModel) -> dict[str, str]:
             found[name] = f"it is no linear layer but a {type(module).__name__}"
         elif not _is_one_product(module):
             found[name] = f"{type(module).__name__} is not one matrix product"
+        else:
+            found[name] = ""
     return found
 
 
 def _layers_of_experts(name: str, module: nn.Module) -> list[str]:
-    """A module that holds the stacked weights of several experts, and what its layers are called:
-    here, in files and in older versions of transformers.
+    """Name a module that holds the stacked weights of several experts, and its layers as they are
+    called here, in files and in older versions of transformers.
     """
     is_named_so = "expert" in f"{name}.{type(module).__name__}".lower()
     if not is_named_so or not _has_matrix(module) or isinstance(module, _LINEAR):
         return []
-    tensors = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-    first = [f"0.{leaf}" for leaf in _EXPERT_LAYERS]
-    return [name, *(f"{name}.{leaf}" for leaf in (*tensors, *_EXPERT_LAYERS, *first))]
+    leaves = [*module._parameters, *_EXPERT_LAYERS, *(f"0.{leaf}" for leaf in _EXPERT_LAYERS)]
+    return [name, *(f"{name}.{leaf}" for leaf in leaves)]
 
 
 def _read_by_kernels(name: str, module: nn.Module) -> list[str]:
-    """Layers of a Mamba mixer but its in_proj.
+    """Name the layers of a Mamba mixer but its in_proj.
 
     In training the fused kernels take the weights of these themselves: an adapter around such a
     layer would get no gradient on a GPU. peft refuses out_proj and conv1d of some of these families
@@ -169,10 +170,7 @@ def _is_one_product(layer: Any) -> bool:
     if isinstance(layer, Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     try:
-        rows = torch.empty(
-            2, 3, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype
-        )
-        result = layer(rows)
+        result = layer(layer.weight.new_empty(2, 3, layer.in_features))
     except Exception:
         return False
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, layer.out_features)
