@@ -138,12 +138,11 @@ class _ChunkedLoss(torch.autograd.Function):
         loss: LossAndGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
-        _, is_trained, is_bias_trained, *_ = ctx.needs_input_grad
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None
-        grad_bias_V = (
-            torch.zeros_like(bias_V, dtype=torch.float32)
-            if bias_V is not None and is_bias_trained
-            else None
+        grad_weight_VH, grad_bias_V = (
+            torch.zeros_like(parameter, dtype=torch.float32) if is_trained else None
+            for parameter, is_trained in zip(
+                (weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True
+            )
         )
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
@@ -170,7 +169,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_weight_VH is not None:
                 grad_weight_VH += grad_logits_BV.T @ hidden_SH[block]
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
-        ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        ctx.dtype = hidden_SH.dtype
         shown_S = torch.cat(cross_entropies) if cross_entropies else losses_S
         ctx.mark_non_differentiable(shown_S, hits_S)
         return losses_S.sum(dtype=torch.float64), shown_S, hits_S
@@ -180,14 +179,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(
         ctx: Any, grad_total: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        grad_hidden_SH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            _scaled(grad_hidden_SH, grad_total),
-            None
-            if grad_weight_VH is None
-            else _scaled(grad_weight_VH, grad_total).to(weight_dtype),
-            None if grad_bias_V is None else _scaled(grad_bias_V, grad_total).to(bias_dtype),
-            None,
-            None,
+        grads = (
+            None if grad is None else _scaled(grad, grad_total).to(ctx.dtype)
+            for grad in ctx.saved_tensors
         )
+        return (*grads, None, None)
