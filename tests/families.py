@@ -3,15 +3,17 @@ is not one.
 
 `COMMON` holds the settings of all, `SIZES` those that only some configurations know. `FAMILIES` has,
 by model type, what else a configuration needs to be tiny and to hold every kind of layer of the
-family, with windows and chunks shorter than the documents; None leaves a common setting out.
+family; nothing for most. It has windows and chunks shorter than the documents; None leaves a common setting out.
 `VARIANTS` are further forms of some, named family first. `LEFT_OUT` has the other names of
 transformers' mapping, with the reason.
 """
 
+import itertools
 from typing import Any
 
 from toy import VOCAB
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -106,46 +108,6 @@ _HYBRID = {
 }
 _HYBRID_WINDOWS = {"layer_types": ["hybrid_sliding", "hybrid"]}
 _DBRX_EXPERTS = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-_USUAL = [
-    "apertus",
-    "arcee",
-    "aria_text",
-    "bitnet",
-    "codegen",
-    "diffllama",
-    "doge",
-    "flex_olmo",
-    "glm",
-    "glm4",
-    "falcon_h1",
-    "gpt_neox",
-    "gptj",
-    "helium",
-    "hrm_text",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "llama",
-    "minimax_m2",
-    "ministral3",
-    "nanochat",
-    "nemotron",
-    "nemotron_h",
-    "olmo",
-    "olmoe",
-    "persimmon",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "rwkv",
-    "seed_oss",
-    "solar_open",
-    "xlstm",
-]
 _USUAL_TIED = [
     "biogpt",
     "bloom",
@@ -166,7 +128,6 @@ _USUAL_TIED = [
     "xglm",
 ]
 FAMILIES: dict[str, dict[str, Any]] = {
-    **_of({}, *_USUAL),
     **_of(_TIED, *_USUAL_TIED),
     **_of(_WINDOWS, "afmoe", "exaone4", "exaone_moe", "kolibri1"),
     **_of(_WINDOWS, "laguna", "mellum", "ministral"),
@@ -285,7 +246,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zamba2": {**_HYBRID, "n_mamba_heads": 4},
     "zaya": {**_TIED, **_HYBRID_WINDOWS, "num_experts_per_tok": 1, "sliding_window": 4},
 }
-FAMILIES = dict(sorted(FAMILIES.items()))
 VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid attention": {
         **FAMILIES["granitemoehybrid"],
@@ -359,6 +319,9 @@ LEFT_OUT = {
         "xmod",
     ],
 }
+_NAMED = {*FAMILIES, *itertools.chain(*LEFT_OUT.values())}
+FAMILIES |= _of({}, *(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - _NAMED))
+FAMILIES = dict(sorted(FAMILIES.items()))
 
 
 def family_settings(name: str, **changes: Any) -> dict[str, Any]:

@@ -156,21 +156,24 @@ def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None
     assemble.design_model(config, model, max_length=64)
 
 
+SHARED_EXPERTS = (
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "solar_open",
+)
 MIXTURES = {
-    "afmoe": "shared_experts",
-    "deepseek_v2": "shared_experts",
-    "deepseek_v3": "shared_experts",
-    "deepseek_v32": "shared_experts",
-    "dots1": "shared_experts",
-    "ernie4_5_moe": "shared_experts",
-    "exaone_moe": "shared_experts",
-    "glm4_moe": "shared_experts",
-    "glm4_moe_lite": "shared_experts",
-    "glm_moe_dsa": "shared_experts",
+    **dict.fromkeys(SHARED_EXPERTS, "shared_experts"),
     "hunyuan_v1_moe": "shared_mlp",
     "longcat_flash": "mlps.0",
     "qwen3_next": "shared_expert",
-    "solar_open": "shared_experts",
 }
 """With the name of a dense or shared MLP, whose layers peft takes for experts where they are
 target modules.
@@ -182,9 +185,7 @@ EXPERT_NAMES, ROUTER_NAMES = {"experts"}, {"router", "gate", "shared_expert_gate
 
 def on_meta(source: ModelSource, **changes: Any) -> Any:
     """The model with the adapters that these keys ask for."""
-    model = packed_lm.build_on_meta(source, is_packed=False)
-    adapters.choose_trained(model, model_config(**{"lora_rank": 4, **changes}))
-    return model
+    return assemble.on_meta(model_config(**{"lora_rank": 4, **changes}), source, is_packed=False)
 
 
 def adapted(model: Any) -> set[str]:

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -59,17 +59,31 @@ def worst(
     return max(*differences, abs(ours[0] - theirs[0]) / abs(theirs[0]))
 
 
+class Compiled(NamedTuple):
+    """What comes of a compiled model beside the same one uncompiled."""
+
+    difference: float
+    """Worst of losses and gradients."""
+    num_frames: int
+    num_ok: int
+    """Frames that did not fall back to running uncompiled."""
+    num_early: int
+    """Frames of the first half of the shapes."""
+    num_products: int
+    """Matrix products of a backward pass after all shapes."""
+
+
 def compiled_like_plain(
-    world: Any, source: Any, backend: str, shapes: list[list[int]], **changes: Any
-) -> Any:
-    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to
-    running uncompiled, frames compiled in the first half of the shapes)."""
+    world: Any, source: Any, shapes: list[list[int]], *, backend: str = "eager", **changes: Any
+) -> Compiled:
+    """The eager backend runs the captured graphs as they are: what is shown is the capture,
+    whatever compiles it.
+    """
+    torch.compiler.reset()
     plain = build_toy_model(world, source, **changes)
-    compile_with = torch.compile
-    with patch.object(
-        torch, "compile", lambda fn, **options: compile_with(fn, backend=backend, **options)
-    ):
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         model = build_toy_model(world, source, compile=True, **changes)
+    model.train()
     counters.clear()
     difference, early = 0.0, 0
     for index, members in enumerate(shapes):
@@ -81,15 +95,16 @@ def compiled_like_plain(
                 model(pack(SAMPLES, members))
         if index == len(shapes) // 2:
             early = counters["frames"]["total"]
-    return difference, counters["frames"]["total"], counters["frames"]["ok"], early
+    frames = counters["frames"]["total"], counters["frames"]["ok"]
+    loss = model(pack(SAMPLES, shapes[0])).loss_sum
+    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
+        loss.backward()
+    return Compiled(difference, *frames, early, products.count)
 
 
 def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     """What `compiled_like_plain` finds of each case, one after the other: to import the compiler
     takes longer.
-
-    The eager backend runs the captured graphs as they are: what is shown is the capture, whatever
-    compiles it.
     """
     window = {
         "sliding_window": 4,
@@ -98,21 +113,16 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     }
     windowed = write_model_config(root / "window", "gemma3_text", **window)
     looped = write_model_config(root / "loop", "lfm2", layer_types=["conv", "full_attention"])
-    found = {
-        "windows": compiled_like_plain(
-            world, windowed, "eager", SHAPES, enable_gradient_checkpointing=True
-        )
-    }
-    torch.compiler.reset()
-    found["loop"] = compiled_like_plain(
-        world, looped, "eager", short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []])
-    )
-    torch.compiler.reset()
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
     path = write_adapter(plain_model(one_layer.path), root / "adapter")
-    found["adapters"] = compiled_like_plain(
-        world, one_layer, "eager", SHAPES[:3], lora_adapter_path=path, loss="dft"
-    )
+    loop_shapes = short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []])
+    found: dict[str, Any] = {
+        "windows": compiled_like_plain(world, windowed, SHAPES, enable_gradient_checkpointing=True),
+        "loop": compiled_like_plain(world, looped, loop_shapes),
+        "adapters": compiled_like_plain(
+            world, one_layer, SHAPES[:3], lora_adapter_path=path, loss="dft"
+        ),
+    }
     torch.compiler.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         try:
@@ -122,7 +132,14 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
             found["refused"] = str(error)
     with patch.object(attention, "_grouped", traceable):
         found["backward"], found["selective"] = (
-            partitioned(world, one_layer, how) for how in (False, "selective")
+            compiled_like_plain(
+                world,
+                one_layer,
+                [[1, 2]],
+                backend=PARTITIONED,
+                enable_gradient_checkpointing=how,
+            )
+            for how in (False, "selective")
         )
     return found
 
@@ -142,22 +159,6 @@ def traceable(lengths: Any, query: Any, key: Any, value: Any, scoring: Any) -> t
     return scores.transpose(1, 2)
 
 
-def partitioned(world: Any, source: Any, how: bool | str) -> tuple[float, int, int, int]:
-    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to
-    running uncompiled, matrix products of a backward pass)."""
-    torch.compiler.reset()
-    plain = build_toy_model(world, source)
-    with patch.object(torch, "compile", partial(torch.compile, backend=PARTITIONED)):
-        model = build_toy_model(world, source, compile=True, enable_gradient_checkpointing=how)
-    model.train()
-    counters.clear()
-    difference = worst(*(loss_and_gradients(m, [1, 2]) for m in (model, plain)))
-    loss = model(pack(SAMPLES, [1, 2])).loss_sum
-    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
-        loss.backward()
-    return difference, counters["frames"]["total"], counters["frames"]["ok"], products.count
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
@@ -168,17 +169,16 @@ def test_compiled_layers_are_the_same_and_none_runs_uncompiled(
     compiled: dict[str, Any], case: str
 ) -> None:
     """A compiled layer leaves out the loop over documents; adapters come with another loss."""
-    difference, total, ok, _ = compiled[case]
-    assert difference < 1e-6
-    assert 0 < total == ok
+    found = compiled[case]
+    assert found.difference < 1e-6
+    assert 0 < found.num_frames == found.num_ok
 
 
 def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[str, Any]) -> None:
     """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half
     serves the rest.
     """
-    _, total, _, early = compiled["windows"]
-    assert total == early
+    assert compiled["windows"].num_frames == compiled["windows"].num_early
 
 
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
@@ -187,9 +187,9 @@ def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     """Of one layer: each of its 7 matrices takes part in two products, for its input and itself.
     The head has its own before, in the forward pass."""
     for how in ("backward", "selective"):
-        difference, total, ok, products = compiled[how]
-        assert difference < 1e-5 and 0 < total == ok, how
-        assert products == 2 * 7, how
+        found = compiled[how]
+        assert found.difference < 1e-5 and 0 < found.num_frames == found.num_ok, how
+        assert found.num_products == 2 * 7, how
 
 
 def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(

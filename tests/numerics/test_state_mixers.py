@@ -23,6 +23,11 @@ HYBRID = ("qwen3_5_text", family_settings("qwen3_5_text"))
 MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
 
 
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Any:
+    return write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+
+
 def step(
     world: Any, source: Any, batches: list[list[int]], settings: dict[str, Any]
 ) -> tuple[float, list[Any]]:
@@ -59,10 +64,9 @@ def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
         assert worst(packed, one_by_one) < 1e-5, how
 
 
-def test_shards_are_gathered_once_per_micro_batch_not_per_document(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+def test_shards_are_gathered_once_per_micro_batch_not_per_document(hybrid: Any) -> None:
     variants = {len(members): {"members": members} for members in (DOCUMENTS, DOCUMENTS[:1])}
-    for of_rank in run_ranks(each, 2, gathers_of_a_step, source, variants):
+    for of_rank in run_ranks(each, 2, gathers_of_a_step, hybrid, variants):
         assert len(set(of_rank.values())) == 1 and all(next(iter(of_rank.values())))
 
 
@@ -77,10 +81,9 @@ def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
     return model.is_packed, how_documents_run(design)
 
 
-def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(hybrid: Any) -> None:
     for found in run_ranks(
-        each, 2, built, source, {name: {"is_missed": name} for name in (False, True)}
+        each, 2, built, hybrid, {name: {"is_missed": name} for name in (False, True)}
     ):
         assert found[False] == (
             True,
@@ -102,9 +105,8 @@ def test_bfloat16_passes_the_self_check(tmp_path: Path, kind: tuple[str, dict[st
     assert run_ranks(bf16_error, 1, source) == [True]
 
 
-def test_a_looped_module_never_runs_without_knowing_its_documents(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
-    model: Any = packed_lm.build_on_meta(source, is_packed=True)
+def test_a_looped_module_never_runs_without_knowing_its_documents(hybrid: Any) -> None:
+    model: Any = packed_lm.build_on_meta(hybrid, is_packed=True)
     with pytest.raises(
         RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"
     ):

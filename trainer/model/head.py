@@ -138,12 +138,13 @@ class _ChunkedLoss(torch.autograd.Function):
         loss: LossAndGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
-        grad_weight_VH, grad_bias_V = (
-            torch.zeros_like(parameter, dtype=torch.float32) if is_trained else None
-            for parameter, is_trained in zip(
-                (weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True
-            )
+        _, is_weight_trained, is_bias_trained, *_ = ctx.needs_input_grad
+        grad_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=torch.float32) if is_weight_trained else None
         )
+        grad_bias_V = None
+        if bias_V is not None and is_bias_trained:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
         cross_entropies: list[Tensor] = []  # of the chunks, where another loss is trained
@@ -176,9 +177,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_total: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grads = (
             None if grad is None else _scaled(grad, grad_total).to(ctx.dtype)
             for grad in ctx.saved_tensors
