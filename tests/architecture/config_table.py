@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trainer.config import Config, SourceConfig, known_keys
+from trainer.config import Config, OptimGroup, SourceConfig, known_keys
 from trainer.config.keys import declared, keys_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ SCHEMA = REPOSITORY / "conf/sft.schema.json"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 """Every key may refer to another one: `${trainer.seed}`."""
-TABLES = {"configuration": Config, "sources": SourceConfig}
+TABLES = {"configuration": Config, "sources": SourceConfig, "groups": OptimGroup}
 """What stands between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
 HEAD = """\
 # Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5

@@ -219,6 +219,19 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             [],
             r"no language model alone for its text part \('qwen3_vl_text'\)",
         ),
+        (
+            "qwen2",
+            {},
+            ["model.freeze=[embed_tokens]", "optim.groups=[{match: norm}, {match: embed_tokens}]"],
+            r"optim.groups\[1\].match': 'embed_tokens' is in the name of no trained parameter",
+        ),
+        (
+            "qwen2",
+            {},
+            ["optim.groups=[{match: q_porj}]"],
+            "'q_porj' is in the name of no trained parameter; they are called as model.embed",
+        ),
+        ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is no regular expression"),
         ("t5", {}, [], "an encoder with a decoder; only language models of a decoder alone"),
         ("gemma3", {"quantization_config": {"quant_method": "fp8"}}, [], "is quantized"),
         (

@@ -1,14 +1,12 @@
 """Muon against the definition in float64 and torch's own, on whole and on sharded matrices."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from toy import optim_config, update
 
 from trainer.optim import OPTIMIZERS, clip
-from trainer.optim.muon import Muon, orthogonalized
+from trainer.optim.muon import orthogonalized
 
 LR = 0.1
 
@@ -40,38 +38,28 @@ def test_experts_are_matrices_of_their_own() -> None:
         torch.testing.assert_close(found, orthogonalized(expert), rtol=0, atol=1e-5)
 
 
-def prepared(shape: tuple[int, int] = (7, 5), **changes: Any) -> tuple[nn.Linear, Muon]:
-    torch.manual_seed(0)
-    layer = nn.Linear(shape[1], shape[0])
-    optimizer = OPTIMIZERS["muon"](layer, optim_config(**changes))
-    assert isinstance(optimizer, Muon)
-    return layer, optimizer
-
-
-def give_gradient(layer: nn.Module, seed: int, *, scale: float = 1.0) -> None:
+def step(layer: nn.Module, optimizer: clip.Optimizer, seed: int) -> None:
+    """Update with random gradients."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
-        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
-
-
-def step(layer: nn.Module, optimizer: clip.Optimizer, **settings: Any) -> None:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
     norm = clip.local_square_sum(list(layer.parameters())).sqrt()
-    update(optimizer, norm, lr=LR, **settings)
+    update(optimizer, norm, lr=LR)
 
 
 def test_three_steps_are_those_of_torch() -> None:
     """torch iterates in bfloat16, whose rounding the iterations enlarge: some per cent of the
     way gone.
     """
-    layer, optimizer = prepared(weight_decay=0.2)
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7)
+    optimizer = OPTIMIZERS["muon"](layer, optim_config(weight_decay=0.2))
     start = layer.weight.detach().clone()
     theirs = nn.Parameter(layer.weight.detach().clone())
     reference = torch.optim.Muon([theirs], lr=LR, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     for seed in range(3):
-        give_gradient(layer, seed)
-        assert layer.weight.grad is not None
-        theirs.grad = layer.weight.grad.clone()
-        step(layer, optimizer)
+        step(layer, optimizer, seed)
+        theirs.grad = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
         reference.step()
         assert (layer.weight - theirs).norm() < 0.1 * (layer.weight - start).norm()
 
@@ -103,34 +91,10 @@ def test_matrices_of_layers_are_orthogonalised_and_all_else_is_adamws() -> None:
     assert all("exp_avg_sq" in optimizer.state[p] for p in names if names[p] not in own)
 
 
-@pytest.mark.parametrize("scale", [1.0, float("nan"), float("inf")])
-def test_a_step_left_out_changes_nothing(scale: float) -> None:
-    layer, optimizer = prepared()
-    give_gradient(layer, 0)
-    step(layer, optimizer)
-    before = [t.clone() for t in (*layer.parameters(), *optimizer.state[layer.weight].values())]
-    give_gradient(layer, 1, scale=scale)
-    step(layer, optimizer, is_skipped=True)
-    after = [*layer.parameters(), *optimizer.state[layer.weight].values()]
-    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    assert optimizer.state[layer.bias]["step"] == 1
-
-
 def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw() -> None:
     """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
     embeddings = nn.Embedding(5, 3)
     optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
     before = embeddings.weight.detach().clone()
-    give_gradient(embeddings, 0)
-    step(embeddings, optimizer)
+    step(embeddings, optimizer, 0)
     assert not torch.equal(embeddings.weight, before)
-
-
-def test_clipping_scales_what_enters_the_momentum() -> None:
-    layer, optimizer = prepared()
-    give_gradient(layer, 0)
-    gradients = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
-    assert layer.weight.grad is not None
-    expected = layer.weight.grad * 0.05 * 0.5 / gradients.norm()
-    step(layer, optimizer, max_norm=0.5)
-    torch.testing.assert_close(optimizer.state[layer.weight]["momentum_buffer"], expected)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
+from test_muon import by_definition
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from toy import optim_config, update
 
+from trainer.config import OptimGroup
 from trainer.optim import OPTIMIZERS, clip
 from trainer.optim.schedule import LrSchedule
 
@@ -125,6 +127,85 @@ def test_only_matrices_decay() -> None:
         torch.testing.assert_close(parameter.detach(), expected)
 
 
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.norm = nn.LayerNorm(4)
+        self.proj = nn.Linear(4, 3)
+        self.up = nn.Linear(4, 6)
+
+
+GROUPS = [
+    OptimGroup("embed", lr_scale=0.1, weight_decay=0.0),
+    OptimGroup("norm", weight_decay=0.2),
+    OptimGroup(r"^up\.|embed", lr_scale=3.0),
+]
+SETTINGS = {
+    "embed.weight": (0.1, 0.0),
+    "norm.weight": (1.0, 0.2),
+    "norm.bias": (1.0, 0.2),
+    "proj.weight": (1.0, 0.3),
+    "proj.bias": (1.0, 0.0),
+    "up.weight": (3.0, 0.3),
+    "up.bias": (3.0, 0.0),
+}
+"""The share of the learning rate and the weight decay that these groups give each parameter."""
+
+
+def plain_steps(
+    name: str, values: Tensor, gradients: list[Tensor], rates: list[float], kind: str
+) -> Tensor:
+    """A parameter after some steps, by torch's AdamW or by the definition of Muon, in float64."""
+    scale, decay = SETTINGS[name]
+    parameter = nn.Parameter(values.double())
+    adamw = torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+    momentum = torch.zeros_like(parameter)
+    for gradient, rate in zip(gradients, rates, strict=True):
+        if kind == "muon" and name in ("proj.weight", "up.weight"):
+            momentum = torch.lerp(momentum, gradient.double(), 0.05)
+            update = by_definition(torch.lerp(gradient.double(), momentum, 0.95))
+            update = update * 0.2 * max(values.shape) ** 0.5 + decay * parameter.detach()
+            parameter.data -= rate * scale * update
+            continue
+        adamw.param_groups[0]["lr"] = rate * scale
+        parameter.grad = gradient.double()
+        adamw.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_parameter_groups_have_rates_and_decays_of_their_own(kind: str, state_dtype: str) -> None:
+    torch.manual_seed(0)
+    model = _Model()
+    config = optim_config(
+        name=kind, weight_decay=0.3, groups=GROUPS, state_dtype=state_dtype, lr_warmup_steps=2
+    )
+    optimizer = OPTIMIZERS[kind](model, config)
+    schedule = LrSchedule.from_config(config, peak_lr=0.1, total_steps=3)
+    named = dict(model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    gradients = {name: [torch.randn(p.shape) for _ in range(3)] for name, p in named.items()}
+    for step in range(3):
+        for name, parameter in named.items():
+            parameter.grad = gradients[name][step].clone()
+        schedule.apply(optimizer, step=step + 1, factor=0.5)
+        clip.clipped_step(
+            optimizer,
+            total_norm=torch.tensor(1.0),
+            is_skipped=torch.tensor(False),
+            max_norm=inf,
+            rounding_key=step,
+        )
+    rates = [0.5 * schedule.lr_at(step) for step in (1, 2, 3)]
+    tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[state_dtype]
+    for name, parameter in named.items():
+        expected = plain_steps(name, before[name], gradients[name], rates, kind)
+        moved = (expected - before[name]).norm()
+        assert (parameter.detach() - expected).norm() < tolerance * moved, name
+
+
 def sharded_step(
     world: Any, max_norm: float
 ) -> tuple[float, float, list[torch.Tensor], list[torch.Tensor]]:
@@ -180,35 +261,44 @@ def test_norm_and_clipped_update_over_uneven_shards_are_exact(
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def one_step(
-    gradient: list[float], *, max_norm: float, is_skipped: bool = False
-) -> tuple[nn.Parameter, dict[str, Any]]:
-    """A parameter of zeros after one update at rate 0.1, and the optimizer's state of it."""
-    layer = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(layer.weight)
-    optimizer = OPTIMIZERS["adamw"](layer, optim_config())
-    layer.weight.grad = torch.tensor([gradient])
-    norm = clip.local_square_sum([layer.weight]).sqrt()
-    update(optimizer, norm, lr=0.1, max_norm=max_norm, is_skipped=is_skipped)
-    return layer.weight, optimizer.state[layer.weight]
+MOMENTA = {"adamw": ("exp_avg", 0.1), "muon": ("momentum_buffer", 0.05)}
+"""The first moment, and the share of the first gradient that it holds after one step."""
+
+
+def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **how: Any) -> None:
+    """Update the matrix with this gradient, at the rate 0.1."""
+    layer.weight.grad, layer.bias.grad = torch.tensor([gradient]), torch.zeros(1)
+    norm = clip.local_square_sum(list(layer.parameters())).sqrt()
+    update(optimizer, norm, lr=0.1, **how)
 
 
 @pytest.mark.covers("S2.31:C")
+@pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
-def test_clipping_scales_down_only(gradient: list[float], max_norm: float, scale: float) -> None:
-    """The first moment after one step is (1 - beta1) times the gradient that the update saw. A
-    gradient of zero is no reason to skip.
-    """
-    _, state = one_step(gradient, max_norm=max_norm)
-    expected = torch.tensor([gradient]) * scale * 0.1
-    torch.testing.assert_close(state["exp_avg"], expected, rtol=1e-6, atol=0)
-    assert state["step"] == 1
+def test_clipping_scales_down_only(
+    kind: str, gradient: list[float], max_norm: float, scale: float
+) -> None:
+    """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
+    layer, (moment, share) = nn.Linear(2, 1), MOMENTA[kind]
+    optimizer = OPTIMIZERS[kind](layer, optim_config())
+    step(layer, optimizer, gradient, max_norm=max_norm)
+    expected = torch.tensor([gradient]) * scale * share
+    found = optimizer.state[layer.weight][moment]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert optimizer.state[layer.bias]["step"] == 1
 
 
 @pytest.mark.covers("S2.38")
+@pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0], [nan, 0.0]])
-def test_a_step_left_out_changes_nothing(gradient: list[float]) -> None:
-    weight, state = one_step(gradient, max_norm=1.0, is_skipped=True)
-    changed = (weight, state["step"], state["exp_avg"], state["exp_avg_sq"])
-    assert not any(value.any() for value in changed)
+def test_a_step_left_out_changes_nothing(kind: str, gradient: list[float]) -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = OPTIMIZERS[kind](layer, optim_config())
+    for _ in range(2):
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        before = [value.clone() for value in (*layer.parameters(), *states)]
+        step(layer, optimizer, gradient, is_skipped=True)
+        for old, new in zip(before, (*layer.parameters(), *states), strict=True):
+            assert torch.equal(old, new)
+        step(layer, optimizer, [3.0, 4.0])

@@ -47,6 +47,7 @@ WARNED = (
     "optim.eps",
     "optim.state_dtype",
     "optim.weight_decay",
+    "optim.groups",
     "optim.clip_grad",
     "trainer.deterministic",
     "trainer.checkpoint.export_dtype",

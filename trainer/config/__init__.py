@@ -5,7 +5,7 @@ It imports neither torch nor hydra, so a mistyped key fails before anything slow
 """
 
 from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of
-from trainer.config.keys import ConfigError, did_you_mean, parse_duration_s
+from trainer.config.keys import ConfigError, did_you_mean, names_matching, parse_duration_s
 from trainer.config.parse import (
     known_keys,
     parse_config,
@@ -28,5 +28,6 @@ from trainer.config.schema import (
     GuardRule,
     ModelConfig,
     OptimConfig,
+    OptimGroup,
     TrainerConfig,
 )

@@ -24,6 +24,21 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
+def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
+    """Return the names in which a regular expression is found. Raises `ConfigError` if it is none,
+    or if no name contains a match; `kind` says what the names are of.
+    """
+    known = list(names)
+    try:
+        found = [name for name in known if re.search(pattern, name)]
+    except re.error as error:
+        raise ConfigError(f"{key}: '{pattern}' is no regular expression: {error}") from error
+    if not found:
+        hint = did_you_mean(pattern, known) or f"they are called as {', '.join(known[:3])}"
+        raise ConfigError(f"{key}: '{pattern}' is in the name of no {kind}; {hint}")
+    return found
+
+
 def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
     """A key that users may set; `MISSING` as default: that they must set. A list's checks see the
     whole list.

@@ -144,6 +144,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class OptimGroup:
+    """An entry of the list of parameter groups."""
+
+    match: str = key(
+        MISSING,
+        "regular expression found in the names of the group's trained parameters; of several "
+        "entries that match a name the first counts",
+        not_empty,
+    )
+    lr_scale: float = key(1.0, "the learning rate is multiplied by this", positive())
+    weight_decay: float | None = key(
+        None,
+        "in place of optim.weight_decay, also for norms and biases; null = as without the entry",
+        not_negative,
+    )
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning rate."""
 
@@ -172,6 +190,12 @@ class OptimConfig:
         one_of(*DTYPES[:2]),
     )
     weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
+    groups: list[OptimGroup] = key(
+        [],
+        "other settings for parameters by name, e.g. [{match: embed_tokens, lr_scale: 0.1, "
+        "weight_decay: 0}]: a regular expression, a factor for the learning rate (default 1), a "
+        "weight decay (default: as without the entry)",
+    )
     clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
     lr_scheduler: str = key(
         "cosine",

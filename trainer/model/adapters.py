@@ -5,7 +5,6 @@ Frozen parameters are stored in the compute dtype.
 
 import logging
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.config import ConfigError, ModelConfig, did_you_mean
+from trainer.config import ConfigError, ModelConfig, names_matching
 from trainer.model import load, lora_layers
 from trainer.model.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.model.weights import TensorGroup, local_slices, stored_in
@@ -171,10 +170,8 @@ def _where(name: str) -> str:
 
 
 def _load(adapters: dict[str, nn.Parameter], file: Path) -> None:
-    stored, own = (
-        stored_in(file),
-        {peft_name(name): parameter for name, parameter in adapters.items()},
-    )
+    stored = stored_in(file)
+    own = {peft_name(name): parameter for name, parameter in adapters.items()}
     if odd := sorted(stored.keys() ^ own.keys()):
         raise ConfigError(
             f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)"
@@ -187,18 +184,7 @@ def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
     """A weight of two names, as a tied head, is frozen by either."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        try:
-            found = [name for name in named if re.search(pattern, name)]
-        except re.error as error:
-            raise ConfigError(
-                f"model.freeze: '{pattern}' is no regular expression: {error}"
-            ) from error
-        if not found:
-            hint = (
-                did_you_mean(pattern, named) or f"they are called as {', '.join(list(named)[:3])}"
-            )
-            raise ConfigError(f"model.freeze: '{pattern}' is in the name of no parameter; {hint}")
-        for name in found:
+        for name in names_matching(pattern, named, key="model.freeze", kind="parameter"):
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ConfigError(

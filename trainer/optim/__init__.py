@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def adamw(model: "nn.Module", config: "OptimConfig") -> "Optimizer":
-    from trainer.optim.adamw import AdamW, trainable
+    from trainer.optim.adamw import AdamW
 
-    return AdamW(trainable(model), config)
+    return AdamW(model, config)
 
 
 def muon(model: "nn.Module", config: "OptimConfig") -> "Optimizer":

@@ -1,6 +1,6 @@
-"""AdamW over named parameters, with decay only where it helps."""
+"""AdamW with decay only where it helps."""
 
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from trainer.config import OptimConfig
 from trainer.optim import rounding
 from trainer.optim.clip import Optimizer, local
+from trainer.optim.groups import parameter_groups, trainable
 from trainer.runtime import seeding
-
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
@@ -21,30 +20,23 @@ class AdamW(torch.optim.AdamW, Optimizer):
     Its state exists before the first step, so that there is memory to load a checkpoint into.
     """
 
-    def __init__(self, parameters: NamedParameters, config: OptimConfig) -> None:
-        """Two groups: matrices decay, norms and biases do not, whatever their number of
-        dimensions.
-        """
-        named = list(parameters)
-        decays = {True: config.weight_decay, False: 0.0}
-        groups = [
-            {"params": [p for name, p in named if is_decayed(name, p) == is_one], "weight_decay": d}
-            for is_one, d in decays.items()
-        ]
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, *, others: Container[nn.Parameter] = ()
+    ) -> None:
+        """Take all trained parameters but `others`."""
+        named = trainable(model)
+        self._names = {p: name for p, name in named.items() if p not in others}
         super().__init__(
-            # torch wants one, be it empty
-            [group for group in groups if group["params"]] or groups[:1],
+            parameter_groups(model, self._names, config),
             lr=0.0,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=True,
         )
-        self._names = {parameter: name for name, parameter in named}
         dtype: torch.dtype = getattr(torch, config.state_dtype)
-        self._is_rounded = any(
-            kind != torch.float32 for kind in (dtype, *(p.dtype for _, p in named))
-        )
-        for _, parameter in named:
+        dtypes = {dtype, *(parameter.dtype for parameter in self._names)}
+        self._is_rounded = dtypes != {torch.float32}
+        for parameter in self._names:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False, dtype=dtype),
@@ -97,17 +89,3 @@ class AdamW(torch.optim.AdamW, Optimizer):
                 rounding.store(
                     target, torch.where(is_skipped, target.float(), value), key, begin + start
                 )
-
-
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-
-
-def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Norms over heads and the biases of fused experts have two dimensions too."""
-    owner, _, leaf = name.rpartition(".")
-    return (
-        parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner.rpartition(".")[2]
-    )

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config import OptimConfig
 from trainer.optim import rounding
-from trainer.optim.adamw import AdamW, is_decayed, trainable
+from trainer.optim.adamw import AdamW
 from trainer.optim.clip import local
+from trainer.optim.groups import is_decayed, parameter_groups, trainable
 from trainer.runtime import seeding
 
 MOMENTUM = 0.95
@@ -31,30 +32,34 @@ UPDATE_RMS = 0.2
 
 
 class Muon(AdamW):
-    """AdamW with one more group, whose matrices are updated by `momentum`."""
+    """AdamW with further groups, whose matrices are updated by `momentum`."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
-        parameters, ends = trainable(model), _ends(model)
+        ends = _ends(model)
         self._matrices = {
-            p: name for name, p in parameters if is_decayed(name, p) and id(p) not in ends
+            p: name for p, name in trainable(model).items() if is_decayed(name, p) and p not in ends
         }
-        super().__init__([(name, p) for name, p in parameters if p not in self._matrices], config)
-        own = {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
+        super().__init__(model, config, others=self._matrices)
         dtype: torch.dtype = getattr(torch, config.state_dtype)
         for parameter in self._matrices:
             momentum = torch.zeros_like(parameter, requires_grad=False, dtype=dtype)
             self.state[parameter] = {"momentum_buffer": momentum}
-        self.param_groups = [{"params": list(self._matrices), **own}, *self.param_groups]
+        self._of_matrices = [
+            {**group, "lr": 0.0, "momentum": MOMENTUM}
+            for group in parameter_groups(model, self._matrices, config)
+        ]
+        self._of_adamw = self.param_groups
+        self.param_groups = [*self._of_matrices, *self._of_adamw]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Collective: every matrix is gathered once."""
-        of_matrices, *of_adamw = everything = self.param_groups
-        self.param_groups = of_adamw
+        everything, self.param_groups = self.param_groups, self._of_adamw
         super().step()
         self.param_groups = everything
-        for parameter, name in self._matrices.items():
-            self._step_matrix(parameter, name, of_matrices)
+        for group in self._of_matrices:
+            for parameter in group["params"]:
+                self._step_matrix(parameter, self._matrices[parameter], group)
 
     def _step_matrix(self, parameter: nn.Parameter, name: str, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
@@ -112,8 +117,8 @@ def orthogonalized(matrix_EAB: Tensor) -> Tensor:
     return (x.mT if is_tall else x).contiguous()
 
 
-def _ends(model: nn.Module) -> set[int]:
+def _ends(model: nn.Module) -> set[nn.Parameter]:
     """Embeddings and output head: their rows are tokens, not a map between hidden spaces."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    return {id(module.weight) for module in [*modules, *([head] if head is not None else [])]}
+    return {module.weight for module in (*modules, head) if module is not None}

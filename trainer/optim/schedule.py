@@ -74,10 +74,12 @@ class LrSchedule:
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
     def apply(self, optimizer: "Optimizer", *, step: int, factor: float) -> float:
-        """Set the rate of every group for `step`, lowered by `factor`, and return it."""
+        """Set the rate of every group for `step`, lowered by `factor`, and return it. A group's
+        `lr_scale` multiplies its own.
+        """
         lr = factor * self.lr_at(step)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr
 
     def state_dict(self) -> dict[str, Any]:

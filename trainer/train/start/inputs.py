@@ -29,6 +29,7 @@ from trainer.model import new_tokens
 from trainer.model.assemble import Design, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.weights import WholeCheckpoint
+from trainer.optim.groups import require_matches
 from trainer.runtime.progress import Position
 from trainer.train.start.preflight import (
     TEMPLATE_NAMES,
@@ -108,7 +109,9 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
 def require_trainable(config: Config, source: ModelSource) -> Design:
     """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
-    return design_model(config.model, source, max_length=config.data.max_length)
+    design = design_model(config.model, source, max_length=config.data.max_length)
+    require_matches(design.model, config.optim)
+    return design
 
 
 def prepare_data(
