@@ -91,25 +91,19 @@ def fill(
                 )
     slices = [local_slices(tensor) for tensor in own]
     if group.converter is None:
-        (local, where), *_ = slices
-        shape = tuple(stored[0].shape)
+        (local, where), shape = slices[0], stored[0].shape
         if may_grow and shape[0] < own[0].shape[0]:
-            where = (
-                slice(*(min(row, shape[0]) for row in (where[0].start, where[0].stop))),
-                *where[1:],
-            )
-            local, shape = local[: where[0].stop - where[0].start], (own[0].shape[0], *shape[1:])
+            first, last = (min(row, shape[0]) for row in (where[0].start, where[0].stop))
+            local, where = local[: last - first], (slice(first, last), *where[1:])
+            shape = (own[0].shape[0], *shape[1:])
         _require_shape(shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         if local.numel():
             local.copy_(stored[0].read(where))
     elif any(local.numel() for local, _ in slices):
         made = group.to_own([found.whole() for found in stored])
         for name, tensor, (local, where) in zip(group.own, own, slices, strict=True):
-            _require_shape(
-                made[name].shape,
-                tensor,
-                f"{stored[0].file}: {name}, made from {group.stored[0]}, …",
-            )
+            what = f"{stored[0].file}: {name}, made from {group.stored[0]}, …"
+            _require_shape(made[name].shape, tensor, what)
             local.copy_(made[name][where])
 
 

@@ -54,9 +54,7 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
         )
     if not (new := [token for token in dict.fromkeys(tokens) if token not in known]):
         return path, {}
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in new]
-    )
+    tokenizer.add_special_tokens([_added(token) for token in new])
     ids: dict[str, Any] = {token: tokenizer.token_to_id(token) for token in new}
     contents = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
@@ -71,6 +69,10 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
         raise CannotWriteError(
             f"model.new_tokens: cannot write to '{cache_dir}': {error}; {fix}"
         ) from error
+
+
+def _added(token: str) -> Any:
+    return AddedToken(token, special=True, normalized=False)
 
 
 def _longer(source: Path, num_tokens: int) -> str:
@@ -90,15 +92,9 @@ def _described(source: Path, ids: dict[str, int]) -> str:
     """tokenizer_config.json, which lists added tokens once more."""
     tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
-        flags = {
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
         tree["added_tokens_decoder"] |= {
-            str(number): {"content": token, **flags} for token, number in ids.items()
+            str(number): dict(sorted(_added(token).__getstate__().items()))
+            for token, number in ids.items()
         }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 

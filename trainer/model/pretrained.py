@@ -36,17 +36,20 @@ class ModelSource:
     new_tokens: dict[str, int] = field(default_factory=dict)
     """Ids of tokens for which the weights have no trained rows."""
 
-    @property
+    @cached_property
     def config(self) -> PretrainedConfig:
         """The architecture of the language model, which may be one part of several. Raises
         `ConfigError` for anything but a decoder in full precision.
         """
-        return self._read[0]
+        return self._stored_config if self.whole is None else weights.text_config(self.whole)
 
-    @property
+    @cached_property
     def whole(self) -> PreTrainedModel | None:
         """The class that wrote the files, on meta, if the language model is one part of several."""
-        return self._read[1]
+        try:
+            return weights.whole_model(self._stored_config)
+        except ConfigError as error:
+            raise ConfigError(f"model.partial_pretrain={self.path} {error}") from error
 
     @cached_property
     def weights(self) -> "SourceWeights":
@@ -63,7 +66,7 @@ class ModelSource:
         return SourceWeights(self, files, groups, others, text)
 
     @cached_property
-    def _read(self) -> tuple[PretrainedConfig, PreTrainedModel | None]:
+    def _stored_config(self) -> PretrainedConfig:
         name = f"model.partial_pretrain={self.path}"
         try:
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
@@ -80,11 +83,7 @@ class ModelSource:
                 f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
                 f"models of a decoder alone can be trained"
             )
-        try:
-            whole = weights.whole_model(config)
-        except ConfigError as error:
-            raise ConfigError(f"{name} {error}") from error
-        return (config, None) if whole is None else (weights.text_config(whole), whole)
+        return config
 
 
 @dataclass(frozen=True)

@@ -239,14 +239,14 @@ def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
     """Documents end to end, every token but the first of each a label; of them what this rank
     holds.
     """
-    seqlens = tuple(len(document) for document in documents)
     input_ids_T = torch.cat(documents)
-    labels_T = torch.cat(
-        [torch.cat([document[1:], document.new_tensor([-100])]) for document in documents]
-    )
-    supervised_S = (labels_T != -100).nonzero()[:, 0]
-    sample_ids, group = tuple(range(len(documents))), sequence_group(model)
+    labels_T = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in documents])
     batch = PackedBatch.of(
-        input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=sample_ids
+        input_ids_T,
+        labels_T,
+        (labels_T != -100).nonzero()[:, 0],
+        seqlens=tuple(map(len, documents)),
+        sample_ids=tuple(range(len(documents))),
     )
+    group = sequence_group(model)
     return batch if group is None else batch.share(group.rank(), group.size())
