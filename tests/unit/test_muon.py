@@ -31,13 +31,6 @@ def test_iterations_act_on_singular_values_alone(shape: tuple[int, int]) -> None
     assert (orthogonalized(matrix) - by_definition(matrix)).abs().max() < 5e-5
 
 
-def test_experts_are_matrices_of_their_own() -> None:
-    experts = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
-    together = orthogonalized(experts)
-    for expert, found in zip(experts, together, strict=True):
-        torch.testing.assert_close(found, orthogonalized(expert), rtol=0, atol=1e-5)
-
-
 def step(layer: nn.Module, optimizer: clip.Optimizer, seed: int) -> None:
     """Update with random gradients."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,33 +55,6 @@ def test_three_steps_are_those_of_torch() -> None:
         theirs.grad = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
         reference.step()
         assert (layer.weight - theirs).norm() < 0.1 * (layer.weight - start).norm()
-
-
-def test_matrices_of_layers_are_orthogonalised_and_all_else_is_adamws() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 4)
-            self.q_norm = nn.LayerNorm((2, 4))
-            self.proj = nn.Linear(4, 3)
-            self.experts = nn.Parameter(torch.zeros(2, 3, 4))
-            self.head = nn.Linear(4, 9, bias=False)
-
-        def get_output_embeddings(self) -> nn.Linear:
-            return self.head
-
-    model = Model()
-    optimizer = OPTIMIZERS["muon"](model, optim_config())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    own = {
-        names[p] for group in optimizer.param_groups if "momentum" in group for p in group["params"]
-    }
-    assert own == {"proj.weight", "experts"}
-    assert {names[p] for group in optimizer.param_groups for p in group["params"]} == set(
-        names.values()
-    )
-    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in names if names[p] in own)
-    assert all("exp_avg_sq" in optimizer.state[p] for p in names if names[p] not in own)
 
 
 def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw() -> None:

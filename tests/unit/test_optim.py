@@ -80,117 +80,89 @@ def test_the_saved_schedule_has_every_field() -> None:
     }
 
 
-def test_apply_sets_every_group() -> None:
-    optimizer = torch.optim.SGD(
-        [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0
-    )
-    schedule = LrSchedule.from_config(
-        optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4
-    )
-    assert schedule.apply(optimizer, step=1, factor=1.0) == 0.5
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+class Model(nn.Module):
+    """Every kind of parameter that an optimizer treats in a way of its own."""
 
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(4, 3)
-        self.input_layernorm = nn.LayerNorm(4)
-        self.q_norm = nn.LayerNorm((2, 4))
-        self.expert_bias = nn.Parameter(torch.zeros(2, 3))
-        self.experts = nn.Parameter(torch.zeros(2, 3, 4))
-        self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
-
-
-def test_only_matrices_decay() -> None:
-    """Not by the number of dimensions alone: norms over heads and biases of fused experts have
-    two.
-    """
-    layer = _Layer()
-    optimizer = OPTIMIZERS["adamw"](layer, optim_config(weight_decay=0.3))
-    names = {parameter: name for name, parameter in layer.named_parameters()}
-    decayed, plain = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
-    assert decayed == {"proj.weight", "experts"}
-    assert plain == set(names.values()) - decayed - {"frozen"}
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
-    for parameter, state in optimizer.state.items():
-        assert state["exp_avg"].shape == parameter.shape and state["step"].item() == 0.0
-    assert len(optimizer.state) == len(decayed | plain)
-    before = {parameter: parameter.detach().clone() for parameter in names}
-    for parameter in optimizer.state:
-        nn.init.ones_(parameter)
-        parameter.grad = torch.zeros_like(parameter)
-    update(optimizer, torch.tensor(0.0), lr=0.1)
-    for parameter, name in names.items():
-        expected = before[parameter] if name == "frozen" else torch.ones_like(parameter)
-        expected = expected * (1 - 0.1 * 0.3) if name in decayed else expected
-        torch.testing.assert_close(parameter.detach(), expected)
-
-
-class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 4)
-        self.norm = nn.LayerNorm(4)
+        self.q_norm = nn.LayerNorm((2, 4))
         self.proj = nn.Linear(4, 3)
-        self.up = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.expert_bias = nn.Parameter(torch.randn(2, 3))
+        self.head = nn.Linear(4, 9, bias=False)
+        self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
 
 
+MATRICES = {"proj.weight", "experts"}
+"""What Muon makes orthogonal; all else is AdamW's."""
+DECAYED = {*MATRICES, "embed.weight", "head.weight"}
+"""Not by the number of dimensions alone: norms over heads and biases of fused experts have two."""
 GROUPS = [
     OptimGroup("embed", lr_scale=0.1, weight_decay=0.0),
     OptimGroup("norm", weight_decay=0.2),
-    OptimGroup(r"^up\.|embed", lr_scale=3.0),
+    OptimGroup(r"^proj\.|embed", lr_scale=3.0),
 ]
-SETTINGS = {
+GROUPED = {
     "embed.weight": (0.1, 0.0),
-    "norm.weight": (1.0, 0.2),
-    "norm.bias": (1.0, 0.2),
-    "proj.weight": (1.0, 0.3),
-    "proj.bias": (1.0, 0.0),
-    "up.weight": (3.0, 0.3),
-    "up.bias": (3.0, 0.0),
+    "q_norm.weight": (1.0, 0.2),
+    "q_norm.bias": (1.0, 0.2),
+    "proj.weight": (3.0, 0.3),
+    "proj.bias": (3.0, 0.0),
 }
-"""The share of the learning rate and the weight decay that these groups give each parameter."""
+"""The share of the learning rate and the weight decay that these groups give."""
 
 
 def plain_steps(
-    name: str, values: Tensor, gradients: list[Tensor], rates: list[float], kind: str
+    values: Tensor,
+    gradients: list[Tensor],
+    rates: list[float],
+    *,
+    decay: float,
+    is_matrix: bool,
 ) -> Tensor:
     """A parameter after some steps, by torch's AdamW or by the definition of Muon, in float64."""
-    scale, decay = SETTINGS[name]
     parameter = nn.Parameter(values.double())
     adamw = torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
     momentum = torch.zeros_like(parameter)
     for gradient, rate in zip(gradients, rates, strict=True):
-        if kind == "muon" and name in ("proj.weight", "up.weight"):
-            momentum = torch.lerp(momentum, gradient.double(), 0.05)
-            update = by_definition(torch.lerp(gradient.double(), momentum, 0.95))
-            update = update * 0.2 * max(values.shape) ** 0.5 + decay * parameter.detach()
-            parameter.data -= rate * scale * update
+        adamw.param_groups[0]["lr"], parameter.grad = rate, gradient.double()
+        if not is_matrix:
+            adamw.step()
             continue
-        adamw.param_groups[0]["lr"] = rate * scale
-        parameter.grad = gradient.double()
-        adamw.step()
+        momentum = torch.lerp(momentum, parameter.grad, 0.05)
+        ahead = torch.lerp(parameter.grad, momentum, 0.95)
+        matrices = ahead.view(-1, *ahead.shape[-2:])
+        update = torch.stack([by_definition(matrix) for matrix in matrices]).view_as(ahead)
+        update = update * 0.2 * max(ahead.shape[-2:]) ** 0.5 + decay * parameter.detach()
+        parameter.data -= rate * update
     return parameter.detach()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("groups", [[], GROUPS], ids=["usual", "groups"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_parameter_groups_have_rates_and_decays_of_their_own(kind: str, state_dtype: str) -> None:
+def test_every_parameter_has_its_own_rate_and_decay(
+    kind: str, groups: list[OptimGroup], state_dtype: str
+) -> None:
     torch.manual_seed(0)
-    model = _Model()
+    model = Model()
     config = optim_config(
-        name=kind, weight_decay=0.3, groups=GROUPS, state_dtype=state_dtype, lr_warmup_steps=2
+        name=kind, weight_decay=0.3, groups=groups, state_dtype=state_dtype, lr_warmup_steps=2
     )
     optimizer = OPTIMIZERS[kind](model, config)
     schedule = LrSchedule.from_config(config, peak_lr=0.1, total_steps=3)
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     gradients = {name: [torch.randn(p.shape) for _ in range(3)] for name, p in named.items()}
+    rates = [0.5 * schedule.lr_at(step) for step in (1, 2, 3)]
     for step in range(3):
         for name, parameter in named.items():
             parameter.grad = gradients[name][step].clone()
-        schedule.apply(optimizer, step=step + 1, factor=0.5)
+        assert schedule.apply(optimizer, step=step + 1, factor=0.5) == rates[step]
         clip.clipped_step(
             optimizer,
             total_norm=torch.tensor(1.0),
@@ -198,12 +170,33 @@ def test_parameter_groups_have_rates_and_decays_of_their_own(kind: str, state_dt
             max_norm=inf,
             rounding_key=step,
         )
-    rates = [0.5 * schedule.lr_at(step) for step in (1, 2, 3)]
+    assert torch.equal(named.pop("frozen"), before["frozen"])
+    assert len(optimizer.state) == len(named)
     tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[state_dtype]
     for name, parameter in named.items():
-        expected = plain_steps(name, before[name], gradients[name], rates, kind)
+        is_matrix = kind == "muon" and name in MATRICES
+        moments = {"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"}
+        assert set(optimizer.state[parameter]) == moments, name
+        scale, decay = (1.0, 0.3 * (name in DECAYED))
+        if groups:
+            scale, decay = GROUPED.get(name, (scale, decay))
+        expected = plain_steps(
+            before[name],
+            gradients[name],
+            [scale * rate for rate in rates],
+            decay=decay,
+            is_matrix=is_matrix,
+        )
         moved = (expected - before[name]).norm()
         assert (parameter.detach() - expected).norm() < tolerance * moved, name
+
+
+def test_a_tied_weight_is_matched_by_either_of_its_names() -> None:
+    model = Model()
+    model.head.weight = model.embed.weight
+    optimizer = OPTIMIZERS["adamw"](model, optim_config(groups=[OptimGroup("head", lr_scale=2.0)]))
+    scaled = [group["params"] for group in optimizer.param_groups if group["lr_scale"] == 2.0]
+    assert len(scaled) == 1 and len(scaled[0]) == 1 and scaled[0][0] is model.embed.weight
 
 
 def sharded_step(
