@@ -88,8 +88,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(9, 4)
         self.q_norm = nn.LayerNorm((2, 4))
         self.proj = nn.Linear(4, 3)
-        self.experts = nn.Parameter(torch.randn(2, 3, 4))
-        self.expert_bias = nn.Parameter(torch.randn(2, 3))
+        self.experts = nn.Parameter(torch.randn(5, 3, 4))
+        self.expert_bias = nn.Parameter(torch.randn(5, 3))
         self.head = nn.Linear(4, 9, bias=False)
         self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
 
