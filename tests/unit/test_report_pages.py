@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from page_text import Page, numbers_in, schema_faults
-from report_examples import examples, series, summary
+from report_curves import changed, checkpoints, sft_run, swift_run
 from rich.console import Console
 
+from trainer.tools.report.analyse import analyse
 from trainer.tools.report.formatting import number
 from trainer.tools.report.page import as_page
-from trainer.tools.report.result import RaisedRate, Report, as_json
-from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.result import MetricSummary, RaisedRate, Report, as_json
+from trainer.tools.report.run_log import RunLog, Series, ServingCheck
 from trainer.tools.report.sections import sections
 from trainer.tools.report.side_by_side import side_by_side
 from trainer.tools.report.smoothing import smooth, thinned
@@ -32,11 +34,44 @@ MAX_PAGE_BYTES = 1_500_000
 HOSTILE = 'x/<script>alert("1")</script>&\x1b[31m[red]$\\frac{1}{0}$'
 
 Run = tuple[Report, RunLog]
+BEST, SPIKE = 750, 1379
 
 
-@pytest.fixture(params=["sft", "grpo"])
+@cache
+def overfitting_run() -> Run:
+    """Fine-tuning that overfits from step 750 on, with one spike, slow data and a failed proof."""
+    log = sft_run(3)
+    losses, norms = (log.series[key].values.copy() for key in ("train/loss", "train/grad_norm"))
+    losses[SPIKE], norms[SPIKE] = 6.0, 31.0
+    speed = {"throughput__train__tokens_per_s": 38_540.0, "throughput__train__mfu": 0.41}
+    waits = {"time__train__data_s": np.linspace(0.1, 0.9, 2000)}
+    log = changed(log, train__loss=losses, train__grad_norm=norms, **waits, **speed)
+    evals = np.arange(250, 2001, 250)
+    held_out = np.array([1.72, 1.40, 1.30, 1.33, 1.40, 1.50, 1.60, 1.70])
+    log = replace(
+        log,
+        series={**log.series, "val/loss": Series(evals, held_out)},
+        checkpoints=checkpoints(evals),
+        proofs=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),),
+    )
+    return analyse(log), log
+
+
+@cache
+def policy_run() -> Run:
+    log = swift_run(3)
+    return analyse(log), log
+
+
+@pytest.fixture(params=[overfitting_run, policy_run], ids=["sft", "grpo"])
 def run(request: pytest.FixtureRequest) -> Run:
-    return examples()[request.param]
+    found: Run = request.param()
+    return found
+
+
+def metric(report: Report, key: str, **changes: Any) -> MetricSummary:
+    """Return another metric like the first one of the report."""
+    return replace(report.metrics[0], key=key, **changes)
 
 
 def text_of(run: Run, *, width: int = 120) -> str:
@@ -98,7 +133,7 @@ def test_numbers_that_are_not_finite_become_null_and_a_dash(run: Run) -> None:
 
 
 def test_pages_need_nothing_from_outside() -> None:
-    html = as_page(list(examples().values()))
+    html = as_page([overfitting_run(), policy_run()])
     tags = Page(html).tags
     names = {tag for tag, _ in tags}
     assert names & {"script", "link", "iframe", "object", "base", "form"} == set()
@@ -117,15 +152,15 @@ def test_pages_need_nothing_from_outside() -> None:
 
 def test_names_from_the_log_cannot_become_markup(run: Run) -> None:
     report, log = run
-    odd = series(np.arange(1, 50), np.linspace(1, 2, 49))
-    metric = summary(HOSTILE, odd, group="reward", meaning=HOSTILE)
+    odd = Series(np.arange(1, 50), np.linspace(1, 2, 49))
+    hostile = metric(report, HOSTILE, meaning=HOSTILE)
     mover = replace(report.anomalies[0].movers[0], metric=HOSTILE)
     anomaly = replace(report.anomalies[0], metric=HOSTILE, movers=(mover,), chain=(HOSTILE, "b"))
     texts = dict.fromkeys(("id", "title", "metric", "remedy", "cause"), HOSTILE)
     finding = replace(report.findings[0], **texts, evidence=(HOSTILE,))  # type: ignore[arg-type]
     evil = replace(
         report, title=HOSTILE, source=HOSTILE, headline=HOSTILE, facts={HOSTILE: HOSTILE}, closing=HOSTILE,
-        top=(finding,), findings=(finding,), metrics=(metric,), anomalies=(anomaly,),
+        top=(finding,), findings=(finding,), metrics=(hostile,), anomalies=(anomaly,),
         insufficient=((HOSTILE, HOSTILE),), thresholds={HOSTILE: 1.0},
     )  # fmt: skip
     html = as_page([(evil, replace(log, series={HOSTILE: odd}, path=Path(HOSTILE)))])
@@ -177,14 +212,12 @@ def test_smoothing_is_the_corrected_exponential_mean() -> None:
 
 @pytest.mark.covers("S1.27", "S1.25")
 def test_plots_are_of_what_matters_and_not_of_constants() -> None:
-    report, log = examples()["sft"]
-    flat = summary("train/entropy", series(np.arange(9), np.ones(9)), group="optimisation")
-    odd = summary("my/metric", log.series["train/loss"], group="other")
-    rewards = [
-        summary(key, log.series["train/loss"], group="reward")
-        for key in ("reward_mean", "accuracy_mean", "budget_violation_rate")
-    ]
-    report = replace(report, metrics=(*report.metrics, flat, odd, *rewards))
+    report, log = overfitting_run()
+    flat = metric(report, "train/entropy", minimum=1.0, maximum=1.0)
+    odd = metric(report, "my/metric")
+    names = ("reward_mean", "accuracy_mean", "budget_violation_rate")
+    rewards = [metric(report, key) for key in names]
+    report = replace(report, metrics=(*rewards, *report.metrics, flat, odd))
     drawn = [plot.title for one in sections(report, log) for plot in one.plots]
     assert drawn[0] == "Loss" and {"train/lr", "train/grad_norm"} <= set(drawn)
     assert {one.key for one in rewards} <= set(drawn)
@@ -193,17 +226,18 @@ def test_plots_are_of_what_matters_and_not_of_constants() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_says_verdict_then_what_to_do_within_its_width(width: int) -> None:
-    report, log = examples()["sft"]
-    one = log.series["train/lr"]
-    many = tuple(summary(f"guard/{n}", one, group="optimisation") for n in range(100))
+    report, log = overfitting_run()
+    many = tuple(metric(report, f"guard/{n}") for n in range(100))
     words = "words " * 20
     more = tuple(replace(report.findings[-1], id=f"f{n}", title=words) for n in range(30))
     report = replace(report, metrics=report.metrics + many, findings=report.findings + more)
     text = text_of((report, log), width=width)
-    assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) < 100
+    assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) < 120
     places = [text.index(part) for part in ("FAIL ", "Do: Use the", "What next", "\nAnomalies")]
     assert places == sorted(places) and text.count("Do: ") == 3
-    assert "… 25 more" in text and "115 were logged" in text and "guard/" not in text
+    num_others = len(report.findings) - 3 - 6
+    assert f"… {num_others} more" in text and "guard/" not in text
+    assert f"{len(report.metrics)} were logged" in text
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -220,8 +254,9 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lacks", ["", *UNKNOWN])
 def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
-    report, log = examples()["sft"]
-    assert report.learning_rate is not None
+    report, log = overfitting_run()
+    assert report.learning_rate is not None and report.generalisation is not None
+    gap = number(report.generalisation.gap)
     rate = replace(report.learning_rate, raised=(RaisedRate((40, 60), 1e-5, 3e-5, is_over=False),))
     scores = {
         "eval/code": {500: {"mean": 0.5, "low": 0.4, "high": 0.6}, 750: {"mean": 0.75}},
@@ -237,15 +272,15 @@ def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
     assert "'eval/code', '750', '0.75', '–', '–'" in text
     assert "Raised 3 times, to 3e-5, at steps 40–60, to the end." in text
     is_known = lacks != "generalisation"
-    assert ("It gains 0.3 over the last." in text) == is_known
-    assert ("; validation is 1.27 above training at the end." in text) == is_known
+    assert ("It gains 0.4 over the last." in text) == is_known
+    assert (f"; validation is {gap} above training at the end." in text) == is_known
     assert ("MFU 41.0 %. Goodput 97.0 %." in text) == (lacks != "throughput")
     assert ("of the anomalies fell into that time" in text) == (lacks != "learning_rate")
 
 
 @pytest.mark.covers("S0.28")
 def test_runs_side_by_side_differ_in_speed_loss_and_configuration() -> None:
-    report, log = examples()["sft"]
+    report, log = overfitting_run()
     assert report.throughput is not None
     speed = replace(report.throughput, tokens_per_s=77_080.0)
     loss = log.series["train/loss"]
@@ -263,5 +298,5 @@ def test_runs_side_by_side_differ_in_speed_loss_and_configuration() -> None:
     console = Console(file=StringIO(), width=100)
     for section in (results, losses, configs):
         print_section(console, section)
-    assert "1.3 @ 1000" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1.3 @ 1000" in as_page(runs)
+    assert f"1.3 @ {BEST}" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"1.3 @ {BEST}" in as_page(runs)
