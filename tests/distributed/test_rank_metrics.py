@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
-from trainer.model.losses import LOSSES, Loss, cross_entropy
+from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 from trainer.optim import clip
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
@@ -65,6 +65,13 @@ def add_own_metrics(world: World) -> None:
 def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
     add_own_metrics(world)
     return train(world, run_dir, source, loss="measuring")
+
+
+def train_with_z_loss(world: World, run_dir: Path, source: Any) -> int:
+    LOSSES["with_z"] = Loss(
+        cross_entropy, terms={"z": Term(lambda logits, _: logits.logsumexp(dim=-1) ** 2, 0.01)}
+    )
+    return train(world, run_dir, source, loss="with_z")
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -176,3 +183,11 @@ def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_p
     ].keys()
     for name in ("sharded", "replicated"):
         assert told[name] == pytest.approx(told["one"], rel=1e-5)
+
+
+def test_a_term_of_the_loss_has_a_metric_of_its_own(tmp_path: Path) -> None:
+    run_ranks(train_with_z_loss, 2, tmp_path / "run", write_model_config(tmp_path))
+    for row in rows(tmp_path / "run"):
+        trained = row["train/loss"] + 0.01 * row["train/objective/z"]
+        assert row["train/objective"] == pytest.approx(trained, rel=1e-6)
+        assert row["train/objective/z"] > 1

@@ -19,7 +19,7 @@ from trainer.checkpoint import layout
 from trainer.config import OptimConfig
 from trainer.data.batch import StepBatch
 from trainer.errors import EXIT_RESUMABLE
-from trainer.model.losses import LOSSES, Loss
+from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
 from trainer.runtime.progress import ALL, OWN
@@ -28,8 +28,10 @@ from trainer.train.parts import Part
 from trainer.train.run import PARTS, Run
 
 SMOOTHING = 0.1
+Z_WEIGHT = 0.01
 CHOICES = (
     {"loss": "smoothed"},
+    {"loss": "with_z"},
     {"optim": {"name": "heavy_ball"}},
     {"loss": "dft"},
     {"optim": {"name": "muon"}},
@@ -41,6 +43,11 @@ def smoothed(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     log_probs_CV = logits_CV.log_softmax(dim=-1)
     of_labels_C = log_probs_CV.gather(1, labels_C[:, None])[:, 0]
     return -(1 - SMOOTHING) * of_labels_C - SMOOTHING * log_probs_CV.mean(dim=-1)
+
+
+def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Squared logarithm of the softmax's denominator (PaLM, 2022, section 5)."""
+    return logits_CV.logsumexp(dim=-1) ** 2
 
 
 class HeavyBall(Optimizer):
@@ -68,6 +75,7 @@ class HeavyBall(Optimizer):
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
     """A run of each choice, in a directory of its own."""
     LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = Loss(smoothed), HeavyBall
+    LOSSES["with_z"] = Loss(cross_entropy, terms={"z": Term(z_loss, Z_WEIGHT)})
     recipe = Recipe(total_steps=4, save_freq=-1)
     return [
         run(world, root / str(number), source, recipe, stop=StopsAfter(num_steps), **choice)

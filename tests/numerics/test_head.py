@@ -20,7 +20,7 @@ from toy import ToySamples, build_toy_model, write_model_config
 from trainer.data.loader import pack
 from trainer.model import head as head_module
 from trainer.model.head import LossHead, train
-from trainer.model.losses import LOSSES
+from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
@@ -109,6 +109,36 @@ def test_loss_and_gradients_equal_full_logits(
     best_S = F.linear(hidden_SH, head.weight, head.bias).argmax(dim=-1)
     assert torch.equal(output.hits_S, best_S == labels_S)
     assert head(hidden_SH, best_S).hits_S.all()
+
+
+def test_a_term_is_trained_with_its_weight_and_measured_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The z-loss beside cross-entropy, over several chunks, against full logits in float64."""
+
+    def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+        return logits_CV.logsumexp(dim=-1) ** 2
+
+    def total(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+        return (
+            F.cross_entropy(logits_SV, labels_S, reduction="sum")
+            + 0.01 * z_loss(logits_SV, labels_S).sum()
+        )
+
+    monkeypatch.setattr(head_module, "BLOCK_TOKENS", 8)
+    head, hidden_SH, labels_S = inputs(20, has_bias=True, dtype=torch.float32)
+    head.loss = Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})
+    output = head(hidden_SH, labels_S)
+    (SCALE * output.loss_sum).backward()
+    expected, gradients = reference(head, hidden_SH, labels_S, total)
+    assert relative(output.loss_sum.detach(), expected.detach()) < 5e-7
+    for tensor, theirs in zip((hidden_SH, *head.parameters()), gradients, strict=True):
+        assert tensor.grad is not None and relative(tensor.grad, theirs) < 1e-6
+    logits_SV = F.linear(hidden_SH, head.weight, head.bias).detach().double()
+    (z_sum,) = output.terms_K.tolist()
+    assert z_sum == pytest.approx(z_loss(logits_SV, labels_S).sum().item(), rel=1e-6)
+    plain = F.cross_entropy(logits_SV, labels_S, reduction="none")
+    assert relative(output.losses_S, plain) < 1e-6, "cross-entropy is shown whatever is trained"
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -19,6 +19,7 @@ from trainer.tracking.metrics.words import COMBINED, Metric
 KNOWN = METRICS | FOREIGN
 EXAMPLES = {
     "<source>": "web/pages",
+    "<term>": "z",
     "<group>": "no_decay",
     "<block>": "model.layers.3",
     "<name>": "Format",

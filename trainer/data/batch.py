@@ -159,6 +159,8 @@ class LossOutput(NamedTuple):
     unless the model trains another loss."""
     hits_S: Tensor
     """Whether no token was likelier than the label."""
+    terms_K: Tensor | None = None
+    """Sums of the terms of the trained loss beside the main one, float64, without gradient."""
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,9 +65,9 @@ class LossHead(nn.Linear):
             measure(super(LossHead, self).forward(hidden_CH), labels_C)
             for hidden_CH, labels_C in chunks
         ]
-        _, losses, hits = zip(*outputs, strict=True)
-        losses_S = torch.cat(losses)
-        return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, torch.cat(hits))
+        losses_S = torch.cat([output.losses_S for output in outputs])
+        hits_S = torch.cat([output.hits_S for output in outputs])
+        return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, hits_S)
 
 
 def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -104,17 +104,25 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
     return gradient.mul_(scale.float()[None])
 
 
+def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy [S] and the sums of further terms, float64 [K], of what was measured
+    chunk by chunk [1 + K, C]; nothing was where the losses are cross-entropy.
+    """
+    measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
+    return measured_KS[0], measured_KS[1:].sum(dim=1, dtype=torch.float64)
+
+
 class _LossOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        losses_S, grad_logits_SV, cross_entropy_S = loss(logits_SV, labels_S)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        losses_S, grad_logits_SV, measured = loss(logits_SV, labels_S)
         hits_S = likeliest(logits_SV, labels_S)
-        shown_S = losses_S if cross_entropy_S is None else cross_entropy_S
+        cross_entropy_S, terms_K = _shown(losses_S, [] if measured is None else [measured])
         ctx.save_for_backward(grad_logits_SV)
-        ctx.mark_non_differentiable(shown_S, hits_S)
-        return losses_S.sum(dtype=torch.float64), shown_S, hits_S
+        ctx.mark_non_differentiable(cross_entropy_S, hits_S, terms_K)
+        return losses_S.sum(dtype=torch.float64), cross_entropy_S, hits_S, terms_K
 
     @staticmethod
     @once_differentiable
@@ -136,7 +144,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_S: Tensor,
         loss: LossAndGradient,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         _, is_weight_trained, is_bias_trained, *_ = ctx.needs_input_grad
         grad_weight_VH = (
@@ -147,7 +155,7 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
-        cross_entropies: list[Tensor] = []  # of the chunks, where another loss is trained
+        measured: list[Tensor] = []  # of the chunks, where another loss is trained
         block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
@@ -159,11 +167,11 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             for logits_CV, labels_C, losses_C, hits_C in zip(*parts, strict=True):
                 hits_C.copy_(likeliest(logits_CV, labels_C))
-                found_C, grad_logits_CV, cross_entropy_C = loss(logits_CV, labels_C)
+                found_C, grad_logits_CV, measured_KC = loss(logits_CV, labels_C)
                 losses_C.copy_(found_C)
                 logits_CV.copy_(grad_logits_CV)
-                if cross_entropy_C is not None:
-                    cross_entropies.append(cross_entropy_C)
+                if measured_KC is not None:
+                    measured.append(measured_KC)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_BV.sum(0, dtype=torch.float32)
             grad_hidden_SH[block] = grad_logits_BV @ weight_VH
@@ -171,9 +179,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_weight_VH += grad_logits_BV.T @ hidden_SH[block]
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtype = hidden_SH.dtype
-        shown_S = torch.cat(cross_entropies) if cross_entropies else losses_S
-        ctx.mark_non_differentiable(shown_S, hits_S)
-        return losses_S.sum(dtype=torch.float64), shown_S, hits_S
+        cross_entropy_S, terms_K = _shown(losses_S, measured)
+        ctx.mark_non_differentiable(cross_entropy_S, hits_S, terms_K)
+        return losses_S.sum(dtype=torch.float64), cross_entropy_S, hits_S, terms_K
 
     @staticmethod
     @once_differentiable

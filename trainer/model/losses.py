@@ -4,47 +4,66 @@ A loss sees the supervised positions of one chunk of a micro-batch, so it must t
 by itself: then the step's loss, their sum over the global count, depends on no chunk, micro-batch
 or rank. `train/loss` and validation always show cross-entropy, whatever is trained.
 
-Shape suffixes: C positions of one chunk, V vocabulary.
+Shape suffixes: C positions of one chunk, V vocabulary, K terms beside the main one.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Formula = Callable[["Tensor", "Tensor"], "Tensor"]
+"""(logits [C, V] in float32 or wider, labels int64 [C]) -> values [C], differentiable by torch."""
 LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor | None"]]
-"""(logits, labels) -> (losses float32 [C], gradient of their sum by the logits, in their dtype [C,
-V], cross-entropy float32 [C] where the losses are something else, otherwise None)."""
+"""(logits, labels) -> (trained losses float32 [C], gradient of their sum by the logits, in their
+dtype [C, V], what else is measured float32 [1 + K, C]: cross-entropy and the K further terms; None
+where the losses are cross-entropy).
+"""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the trained loss beside its main formula."""
+
+    formula: Formula
+    weight: float
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A formula, and optionally an implementation with fewer passes over the logits.
+    """The trained loss: a main formula and further terms, each with its weight.
 
     Calling it returns what `LossAndGradient` describes.
     """
 
-    formula: Formula
-    """(logits [C, V] in float32 or wider, labels int64 [C]) -> losses [C], differentiable by
-    torch.
-    """
+    main: Formula
     fused: LossAndGradient | None = None
-    """The losses with their gradient; the start of every run compares them with autograd of the
-    formula.
+    """The losses of `main` with their gradient, in fewer passes over the logits; the start of every
+    run compares them with autograd of the formula. It does not know further terms.
     """
+    terms: Mapping[str, Term] = field(default_factory=dict)
+    """Term by name. Each is logged as `train/objective/<name>`, without its weight."""
 
     @property
     def is_cross_entropy(self) -> bool:
         """True if the trained loss is the one that is logged as `train/loss`."""
-        return self.formula is cross_entropy
+        return self.main is cross_entropy and not self.terms
+
+    def formula(self, logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
+        """Return the trained losses [C], differentiable by torch."""
+        losses_C = self.main(logits_CV, labels_C)
+        for term in self.terms.values():
+            losses_C = losses_C + term.weight * term.formula(logits_CV, labels_C)
+        return losses_C
 
     def __call__(
         self, logits_CV: "Tensor", labels_C: "Tensor"
     ) -> tuple["Tensor", "Tensor", "Tensor | None"]:
-        return (self.fused or self._differentiated)(logits_CV, labels_C)
+        if self.fused is None or self.terms:
+            return self._differentiated(logits_CV, labels_C)
+        return self.fused(logits_CV, labels_C)
 
     def _differentiated(
         self, logits_CV: "Tensor", labels_C: "Tensor"
@@ -55,10 +74,12 @@ class Loss:
             leaf_CV = logits_CV.detach().float().requires_grad_()
             losses_C = self.formula(leaf_CV, labels_C)
             (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf_CV)
-        cross_entropy_C = (
-            None if self.is_cross_entropy else cross_entropy(logits_CV.detach().float(), labels_C)
-        )
-        return losses_C.detach(), grad_CV.to(logits_CV.dtype), cross_entropy_C
+        measured = None
+        if not self.is_cross_entropy:
+            formulas = [cross_entropy, *(term.formula for term in self.terms.values())]
+            plain_CV = logits_CV.detach().float()
+            measured = torch.stack([formula(plain_CV, labels_C) for formula in formulas])
+        return losses_C.detach(), grad_CV.to(logits_CV.dtype), measured
 
 
 def cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
@@ -90,7 +111,7 @@ def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tens
     return (
         cross_entropy_C * weights_C,
         (grad_CV * weights_C[:, None]).to(logits_CV.dtype),
-        cross_entropy_C,
+        cross_entropy_C[None],
     )
 
 

@@ -89,6 +89,7 @@ def build_on_meta(
     model.forward = types.MethodType(forward, model)
     model.is_packed = is_packed
     model.trains_cross_entropy = loss.is_cross_entropy
+    model.loss_terms = tuple(loss.terms)
     return model
 
 

@@ -133,6 +133,34 @@ class SourceLosses(Part):
         return losses_by_source("train", sums, step.batch.loss_tokens_by)
 
 
+class LossTerms(Part):
+    """The terms of the trained loss beside its main formula, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own: Any = model
+        self._names: tuple[str, ...] = own.loss_terms
+        self._sums_K: Tensor | None = None
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        if self._names and output.terms_K is not None:
+            sums_K = self._sums_K
+            self._sums_K = output.terms_K if sums_K is None else sums_K + output.terms_K
+        return None
+
+    def sums(self, batch: StepBatch) -> Values:
+        found, self._sums_K = self._sums_K, None
+        return {} if found is None else {"loss_terms": found}
+
+    def signals(self, step: StepResult) -> Mapping[str, float]:
+        sums = step.totals.vectors.get("loss_terms", ())
+        means = (float(value) / step.batch.num_loss_tokens for value in sums)
+        return {
+            f"train/objective/{name}": mean for name, mean in zip(self._names, means, strict=False)
+        }
+
+
 class Supervision(Part):
     """The guard, and the evidence it asks for."""
 

@@ -27,7 +27,15 @@ from trainer.tracking import Tracking
 from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Guard
 from trainer.train.meter import Meter
-from trainer.train.parts import Norms, Part, RouterLoad, SourceLosses, Supervision, blocks_of
+from trainer.train.parts import (
+    LossTerms,
+    Norms,
+    Part,
+    RouterLoad,
+    SourceLosses,
+    Supervision,
+    blocks_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +124,7 @@ class Run:
 PARTS: dict[str, Callable[[Run], Part]] = {
     "routers": lambda run: RouterLoad(run.model, run.world.device),
     "sources": lambda run: SourceLosses(),
+    "terms": lambda run: LossTerms(run.model),
     "guard": lambda run: Supervision(run.guard, run.evidence),
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,

@@ -141,6 +141,13 @@ TABLE = (
             "cross_entropy.",
         ),
         (
+            "train/objective/<term>",
+            "nat/token",
+            "down",
+            "Mean of a further term of the trained loss over the step's supervised tokens, without "
+            "its weight.",
+        ),
+        (
             "train/loss_ema",
             "nat/token",
             "down",
