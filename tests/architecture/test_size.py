@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 191_500, "tests": 313_000}
+MAX_TOKENS = {"trainer": 191_700, "tests": 313_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

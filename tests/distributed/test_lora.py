@@ -302,7 +302,7 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(
     output = start(
         tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora
     )
-    assert output.count("LoRA: rank 4 on ") == 1, output
+    assert output.count("LoRA of rank 4 on ") == 1, output
     whole = tmp_path / "run" / "global_step_6" / "huggingface"
     alone = tmp_path / "adapter"
     export_from_shards(whole.parent, alone, dtype="float32", lora="adapter")

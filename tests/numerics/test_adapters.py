@@ -295,12 +295,7 @@ def test_what_cannot_be_adapted_is_refused(
 def test_the_start_says_which_layers_are_adapted(family: Any) -> None:
     model = on_meta(family("deepseek_v3"), target_modules=["o_proj", "gate_proj"])
     said = lora_layers.summary(model, rank=4)
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_all = sum(p.numel() for p in model.parameters())
-    assert said.startswith("LoRA: rank 4 on o_proj (2), gate_proj (2); ")
-    assert (
-        f"{num_trained:,} of {num_all:,} parameters train ({num_trained / num_all:.1%}); " in said
-    )
+    assert said.startswith("LoRA of rank 4 on o_proj (2), gate_proj (2); not adapted: ")
     left_out = said.partition("; not adapted: ")[2]
     assert {"experts (1)", "gate (1)", "kv_b_proj (2)"} <= set(left_out.split(", "))
 

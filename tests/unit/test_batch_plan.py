@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, RankPlan, Schedule, Share
+from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
+from trainer.runtime.progress import Position
 
 NUM_CASES = 150
 
@@ -110,3 +111,22 @@ def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:
     whole = RankPlan(0, 2, Limits(None, None), 1.0).deal(lengths)
     assert sorted(len(batch) for (batch,) in windowed) == [2, 6]
     assert sorted(len(batch) for (batch,) in whole) == [1, 7]
+
+
+def test_the_first_epoch_goes_from_short_to_long_and_later_ones_are_shuffled() -> None:
+    lengths = np.random.default_rng(3).integers(1, 6, 30)
+    shares = (Share(20), Share(10, repeat=1.5))
+
+    def schedule(start: Position = START) -> Schedule:
+        return Schedule(shares, 7, 2, start, "short_first_epoch", lengths)
+
+    whole, plain = schedule(), Schedule(shares, 7, 2)
+    batches = [whole.rows(step) for step in range(1, 11)]
+    first, second = np.concatenate(batches[:5]), np.concatenate(batches[5:])
+    assert (np.diff(lengths[first]) >= 0).all()
+    assert sorted(first) == sorted(np.concatenate([plain.rows(step) for step in range(1, 6)]))
+    assert second.tolist() == np.concatenate([plain.rows(step) for step in range(6, 11)]).tolist()
+    for step in range(10):
+        assert np.array_equal(schedule(whole.position(step)).rows(step + 1), batches[step])
+    with pytest.raises(ValueError, match="needs the lengths"):
+        Schedule(shares, 7, 2, order="short_first_epoch").rows(1)

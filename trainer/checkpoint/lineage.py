@@ -17,6 +17,8 @@ REFUSED = {
     "none left out",
     "seed": "the rest of the epoch follows another order: some samples may come twice, some not at "
     "all",
+    "data.order": "the rest of the epoch follows another order: some samples may come twice, some "
+    "not at all",
     "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
     "model_config": "the saved weights go on in the changed architecture",
     "other_parts": "the tensors beside the text part are exported as they are now",
@@ -74,7 +76,9 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     configuration does not say.
     """
     configured = {
-        key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key
+        key: reduce(getitem, key.split("."), resolved)
+        for key in (*FIXED, *REFUSED, *WARNED)
+        if "." in key
     }
     return {name: str(value) for name, value in (configured | values).items()}
 

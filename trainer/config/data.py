@@ -88,6 +88,11 @@ class DataConfig:
         "text_key, into several)",
         one_of("error", "left", "right", "drop", "split"),
     )
+    order: str = key(
+        "shuffled",
+        "shuffled | short_first_epoch (the first epoch goes from short to long rows)",
+        one_of("shuffled", "short_first_epoch"),
+    )
     messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
     tools_key: str = key("tools", "column with tool definitions, if any")
     prompt_key: str | None = key(

@@ -26,7 +26,9 @@ from trainer.config.keys import (
 
 MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
-RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
+RESUME_ALLOW = (
+    *("data", "data.order", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts"),
+)
 SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 LOADED = ("model", "optimizer", "extra")
@@ -353,8 +355,8 @@ class TrainerConfig:
     )
     resume_allow: list[str] = key(
         [],
-        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, "
-        "other_parts",
+        "changes that a resume accepts: data, data.order, train_batch_size, seed, tokenizer, "
+        "model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     max_time: str | None = key(

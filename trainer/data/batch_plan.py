@@ -11,8 +11,9 @@ Splitting a batch into micro-batches and ranks only decides who computes what.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -139,6 +140,10 @@ class Schedule:
     batch_size: int
     seed: int
     start: Position = START
+    order: str = "shuffled"
+    """Name in `ORDERS`."""
+    lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Tokens of each row, int64, for an order that needs them."""
 
     @property
     def num_samples(self) -> int:
@@ -191,9 +196,36 @@ class Schedule:
         position = self.position(step - 1)
         first = position.samples_consumed
         places = np.arange(first, min(first + self.batch_size, self.num_samples))
-        sources, rows = rows_at(places, self.shares, seed=self.seed, epoch=position.epoch)
-        first_ids = np.cumsum([0, *(share.num_rows for share in self.shares)])
-        return first_ids[sources] + rows
+        return ORDERS[self.order](self, places, position.epoch)
+
+    @cached_property
+    def shortest_first(self) -> np.ndarray:
+        """Row ids of the first epoch by their length, int64; rows of equal length are shuffled."""
+        if self.lengths is None:
+            raise ValueError(f"data.order={self.order} needs the lengths of the rows")
+        ids = shuffled(self, np.arange(self.num_samples), epoch=0)
+        return ids[np.argsort(self.lengths[ids], kind="stable")]
+
+
+def shuffled(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
+    """Return the row ids at `places` of an epoch, int64: a permutation of its own in each."""
+    sources, rows = rows_at(places, schedule.shares, seed=schedule.seed, epoch=epoch)
+    first_ids = np.cumsum([0, *(share.num_rows for share in schedule.shares)])
+    return first_ids[sources] + rows
+
+
+def short_first_epoch(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
+    """Return the same, but the first epoch goes from short to long rows."""
+    return schedule.shortest_first[places] if epoch == 0 else shuffled(schedule, places, epoch)
+
+
+ORDERS: dict[str, Callable[[Schedule, np.ndarray, int], np.ndarray]] = {
+    "shuffled": shuffled,
+    "short_first_epoch": short_first_epoch,
+}
+"""{`data.order`: function of the schedule, places and epoch (from 0) to row ids}. It is pure: a
+resume asks for the same places again.
+"""
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,14 @@ class Samples:
         """Return ids of the samples of rows (int64 ids), in their order."""
         return rows if self._row_bounds is None else _samples_of(rows, self._row_bounds)
 
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of all rows, int64."""
+        lengths = self.lengths
+        if self._row_bounds is None:
+            return lengths
+        return np.add.reduceat(lengths, self._row_bounds[:-1])
+
     def source_of(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the number of the source of each sample, int64."""
         return np.searchsorted(self._bounds, ids, side="right") - 1

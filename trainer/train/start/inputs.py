@@ -76,8 +76,9 @@ class Inputs(PreparedData):
         return self.design.source
 
     def schedule_from(self, start: Position) -> Schedule:
-        batch_size, seed = self.config.data.train_batch_size, self.config.trainer.seed
-        return Schedule(self.train.shares, batch_size, seed, start)
+        data, seed = self.config.data, self.config.trainer.seed
+        lengths = None if data.order == "shuffled" else self.train.row_lengths
+        return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
 
     def total_steps_from(self, start: Position) -> int:
         """Steps of the whole run, of which those up to `start` are done."""
