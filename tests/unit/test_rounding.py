@@ -173,9 +173,7 @@ def test_float32_updates_are_those_of_torch() -> None:
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
-def moved(
-    kind: str, *, num_steps: int, rounded: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
+def moved(rounded: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """(weights, second moments) of 2,000 equal elements after steps with a gradient of 1 at a
     small rate.
     """
@@ -183,7 +181,7 @@ def moved(
     layer = nn.Linear(2000, 1, bias=False).bfloat16()
     nn.init.ones_(layer.weight)
     layer.weight.grad_dtype = torch.float32
-    config = optim_config(state_dtype=kind, betas=[0.9, 0.999], weight_decay=0.0)
+    config = optim_config(state_dtype="bfloat16", betas=[0.9, 0.999], weight_decay=0.0)
     optimizer = OPTIMIZERS["adamw"](layer, config)
     for step in range(num_steps):
         layer.weight.grad = torch.ones(1, 2000)
@@ -199,11 +197,9 @@ def test_small_changes_add_up_where_rounding_to_nearest_loses_them(
     are known.
     """
     num_steps, own = 1000, rounding.rounded
-    weight, square = moved("bfloat16", num_steps=num_steps, rounded=own, monkeypatch=monkeypatch)
+    weight, square = moved(own, num_steps, monkeypatch)
     assert float(weight.mean()) == pytest.approx(1 - 1e-5 * num_steps, abs=3e-4)
     assert float(square.mean()) == pytest.approx(1 - 0.999**num_steps, rel=0.01)
     nearest = lambda values, key, first: values.bfloat16()  # noqa: E731
-    weight, square = moved(
-        "bfloat16", num_steps=num_steps, rounded=nearest, monkeypatch=monkeypatch
-    )
+    weight, square = moved(nearest, num_steps, monkeypatch)
     assert torch.equal(weight, torch.ones_like(weight)) and float(square.mean()) < 0.4
