@@ -51,6 +51,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "a token that takes in the spaces after it": {
         "added_tokens": [{**token, "rstrip": True} for token in STATE["added_tokens"]]
     },
+    "a space put before the text, and spaces taken in": {
+        "added_tokens": [{**token, "rstrip": True} for token in STATE["added_tokens"]],
+        "pre_tokenizer": {**STATE["pre_tokenizer"], "add_prefix_space": True},
+    },
 }
 
 

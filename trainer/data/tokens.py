@@ -20,6 +20,7 @@ Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]
 # in the last plane for private use: no writing system and no normalizer knows them
 FIRST_PRIVATE = 0x10F000
+_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ class TokenFinder:
         self._backend_of_normalized = self._backend
         added = [token["content"] for token in state["added_tokens"]]
         if state["normalizer"] == {"type": "NFC"} and all(map(_is_normalized, added)):
-            self._backend_of_normalized = _made({**state, "normalizer": None}, tokenizer)
+            state["normalizer"] = None
+            self._backend_of_normalized = _made(state, tokenizer)
+        self._num_bytes = _num_bytes(state) if _is_byte_level(state) else None
 
     def find(self, batch: list[MarkedText]) -> list[Located]:
         """Return for each text its token ids (int32), and for each span the half-open range of the
@@ -101,8 +104,18 @@ class TokenFinder:
         texts = [item.text for item in batch]
         is_normalized = all(map(_is_normalized, texts))
         backend = self._backend_of_normalized if is_normalized else self._backend
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
-        return [_located(item, encoding) for item, encoding in zip(batch, encodings, strict=True)]
+        if self._num_bytes is None or not is_normalized:
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
+            return list(map(_located, batch, encodings))
+        located = []
+        # without offsets, encoding takes an eighth less time
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        for item, encoding in zip(batch, encodings, strict=True):
+            found = _located_by_bytes(item, encoding, self._num_bytes)
+            if found is None:
+                found = _located(item, backend.encode(item.text, add_special_tokens=False))
+            located.append(found)
+        return located
 
     def ids(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -139,6 +152,49 @@ def _located(item: MarkedText, encoding: Encoding) -> Located:
 
     bounds = [(first_token(first), first_token(end)) for first, end in item.spans]
     return np.array(encoding.ids, dtype=np.int32), bounds
+
+
+def _is_byte_level(state: dict[str, Any]) -> bool:
+    """Whether the tokens of a text together hold its bytes, or fewer where added tokens take in
+    whitespace.
+    """
+    steps = state["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    if state["normalizer"] is not None or steps[-1].get("type") != "ByteLevel":
+        return False
+    adds_bytes = any(
+        step["type"] not in ("Split", "Digits", "ByteLevel") or step.get("add_prefix_space")
+        for step in steps
+    )
+    model = state["model"]
+    adds_bytes |= any(map(model.get, ("unk_token", *_AFFIXES)))
+    return model["type"] == "BPE" and not adds_bytes
+
+
+def _num_bytes(state: dict[str, Any]) -> np.ndarray:
+    """Return the number of bytes of each token of a byte-level vocabulary, by id."""
+    sizes = {number: len(text) for text, number in state["model"]["vocab"].items()}
+    sizes |= {token["id"]: len(token["content"].encode()) for token in state["added_tokens"]}
+    found = np.zeros(max(sizes) + 1, dtype=np.int64)
+    found[list(sizes)] = list(sizes.values())
+    return found
+
+
+def _located_by_bytes(
+    item: MarkedText, encoding: Encoding, num_bytes: np.ndarray
+) -> Located | None:
+    """Return what `_located` does, without offsets; None where a token took in whitespace."""
+    input_ids = np.array(encoding.ids, dtype=np.int32)
+    sizes = num_bytes[input_ids]
+    ends = np.cumsum(sizes)
+    text = item.text
+    if ends[-1] != len(text.encode()):
+        return None
+    bounds = [bound for span in item.spans for bound in span]
+    if not text.isascii():
+        bounds = [len(text[:bound].encode()) for bound in bounds]
+    first_tokens = (ends - sizes).searchsorted(bounds).tolist()
+    return input_ids, list(zip(first_tokens[::2], first_tokens[1::2], strict=True))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
