@@ -6,6 +6,8 @@ from multiprocessing import forkserver, resource_tracker
 
 import psutil
 
+from trainer.runtime.processes import status_of
+
 MARK = "STARTED_BY_TESTS_OF"
 """In the environment of all that tests start: also what has lost its parent is found."""
 
@@ -23,14 +25,8 @@ def left_running() -> list[psutil.Process]:
             if process.environ().get(MARK) == str(os.getpid()):
                 found.add(process)
     return sorted(
-        (p for p in found if p.pid not in kept and _is_alive(p)), key=lambda process: process.pid
+        (p for p in found if p.pid not in kept and status_of(p)), key=lambda process: process.pid
     )
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def describe(process: psutil.Process) -> str:

@@ -2,8 +2,8 @@
 tests named beside each must then fail.
 
 `python tests/faults/mutations.py` runs all of them in a copy of the repository and writes
-benchmarks/results/mutations.json; `--only TEXT` runs those with that in their name and replaces
-their lines. test_mutations.py keeps the lists in step with the code.
+benchmarks/results/mutations.json at the end; `--only TEXT` runs those with that in their name and
+writes nothing. test_mutations.py keeps the lists in step with the code.
 """
 
 import argparse
@@ -66,38 +66,25 @@ def caught_by(mutation: Mutation) -> str | None:
     return None
 
 
-def _record(name: str, test: str | None, output: Path, *, minutes: float) -> None:
-    """Put what was found into its line of the results; `minutes` are those of this run so far."""
-    known = json.loads(output.read_text()) if output.exists() else {}
-    lines = {**known.get("failed test by safeguard removed", {}), name: test}
-    lines = {
-        mutation.name: lines[mutation.name] for mutation in MUTATIONS if mutation.name in lines
-    }
-    result = {
-        "command": "python tests/faults/mutations.py",
-        "failed test by safeguard removed": lines,
-        "missed": [name for name, test in lines.items() if test is None],
-        "minutes": round(max(known.get("minutes", 0.0), minutes), 1),
-    }
-    output.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     started, found = time.monotonic(), {}
     for mutation in MUTATIONS:
         if arguments.only in mutation.name:
-            found[mutation.name] = caught_by(mutation)
-            minutes = (time.monotonic() - started) / 60
-            _record(mutation.name, found[mutation.name], arguments.output, minutes=minutes)
-            print(
-                f"{'MISSED' if found[mutation.name] is None else 'caught'} {mutation.name}",
-                flush=True,
-            )
+            test = caught_by(mutation)
+            found[mutation.name] = test
+            print("MISSED" if test is None else "caught", mutation.name, flush=True)
     missed = [name for name, test in found.items() if test is None]
+    if not arguments.only:
+        result = {
+            "command": "python tests/faults/mutations.py",
+            "failed test by safeguard removed": found,
+            "missed": missed,
+            "minutes": round((time.monotonic() - started) / 60, 1),
+        }
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{len(found) - len(missed)} of {len(found)} caught")
     return 1 if missed else 0
 

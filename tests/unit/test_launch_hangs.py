@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import wait_until
 
 from trainer.runtime.distributed import free_port
+from trainer.runtime.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import wait_until
 
 from trainer.launch.ranks import NodeLayout, rank_environment
+from trainer.runtime.processes import is_alive
 from trainer.runtime.status import Status
 
 ROOT = Path(__file__).parents[2]

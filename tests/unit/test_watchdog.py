@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import wait_until
 
 from trainer.launch import watchdog
 from trainer.launch.watchdog import Watchdog
+from trainer.runtime.processes import is_alive
 from trainer.runtime.status import Beat, Status, new_status, write_beat
 
 

@@ -100,14 +100,12 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
 
 def _leaves(value: Any, name: str, separator: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names with the tensors and plain values of nested containers."""
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    else:
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
         yield name, value
         return
-    for key, item in items:
+    for key, item in value.items():
         yield from _leaves(item, f"{name}{separator}{key}", ".")
 
 
