@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import RowKeys
 from trainer.data.batch_plan import Share, rows_at
-from trainer.data.prepare import PrepareOptions
+from trainer.data.rows import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest

@@ -39,7 +39,7 @@ from measuring import (
 from transformers import AutoTokenizer
 
 from trainer.config import RowKeys
-from trainer.data.prepare import PrepareOptions
+from trainer.data.rows import PrepareOptions
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest

@@ -1,18 +1,15 @@
 """What the log says of a run's data before its first step."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import run, write_rows
+from prepared import announced, run, write_rows
 
 from trainer.config import RowKeys
-from trainer.data.batch_plan import Limits, RankPlan, Schedule, Share
-from trainer.data.prepare import PrepareOptions
+from trainer.data.rows import PrepareOptions
 from trainer.data.samples import Samples
-from trainer.data.show import announce
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -27,19 +24,8 @@ def told(
     prepared = run(
         path, PrepareOptions(RowKeys(), max_length=64, **options), cache=tmp_path, template=template
     )
-    caplog.clear()
-    caplog.set_level(logging.INFO)
-    announce(
-        Samples([prepared.whole("rows")]),
-        None,
-        schedule=Schedule((Share(len(rows)),), batch_size=2, seed=1),
-        plan=RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0),
-        total_steps=1,
-        tokenizer=fixtures.make_tokenizer(),
-        lr="",
-        device="CPU",
-    )
-    return list(caplog.messages)
+    samples = Samples([prepared.whole("rows")])
+    return announced(samples, None, fixtures.make_tokenizer(), caplog)
 
 
 @pytest.mark.parametrize("reasoning", [True, False])

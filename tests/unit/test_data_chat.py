@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import Conversation
-from trainer.data.prepare import PrepareOptions, RowEncoder
-from trainer.data.rows import UnusableError
+from trainer.data.prepare import RowEncoder
+from trainer.data.rows import PrepareOptions, Summary, UnusableError
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
@@ -50,6 +50,10 @@ def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str
     found, _ = encoded(messages, make_tokenizer(template), turns="together", **options)
     assert isinstance(found, str)
     return found
+
+
+def chat_encoder(template: str) -> ChatEncoder:
+    return ChatEncoder(make_tokenizer(template), PrepareOptions(RowKeys(), 64), Summary())
 
 
 CHATML_LIKE = {
@@ -142,7 +146,7 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:
-    encoder = ChatEncoder(make_tokenizer(fixtures.GEMMA), template_kwargs={})
+    encoder = chat_encoder(fixtures.GEMMA)
     rows = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
     first, *bad, last = encoder.encode([Conversation(row, None) for row in rows])
     assert isinstance(first, list) and isinstance(last, list)
@@ -157,7 +161,7 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     # one of the batches holds bad rows alone
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
     bad = [UnusableError("empty prompt: no text") for _ in range(3)]
-    encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
+    encoder = chat_encoder(fixtures.CHATML)
     good = Conversation(chat("one"), None)
     first, *found, last = encoder.encode([good, *bad, good])
     assert found == bad and isinstance(first, list) and isinstance(last, list)

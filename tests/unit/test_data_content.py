@@ -16,7 +16,7 @@ from tokenizer_fixtures import make_tokenizer
 from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trainer.data.prepare import PrepareOptions
+from trainer.data.rows import PrepareOptions
 from trainer.errors import DataError
 
 Message = dict[str, Any]

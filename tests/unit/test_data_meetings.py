@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prepared import run, write_rows
+from prepared import announced, run, write_rows
 from source_files import chats, words, write_sources
 
 from trainer.cli.data import main
 from trainer.config import RowKeys
-from trainer.data.batch_plan import Limits, RankPlan, Schedule
-from trainer.data.prepare import PrepareOptions
+from trainer.data.rows import PrepareOptions
 from trainer.data.samples import TokenDataset
-from trainer.data.show import announce
 from trainer.errors import DataError
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import Inputs, prepare_inputs
@@ -42,22 +40,9 @@ def texts(directory: Path, more: str = "") -> str:
     return f"{{files:{directory}/texts.jsonl,text_key:text{more}}}"
 
 
-def plan_of(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> str:
-    caplog.clear()
-    caplog.set_level("INFO")
-    schedule = Schedule(inputs.train.shares, batch_size=2, seed=1)
-    plan = RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0)
-    announce(
-        inputs.train,
-        inputs.validation,
-        schedule=schedule,
-        plan=plan,
-        total_steps=1,
-        tokenizer=inputs.tokenizer,
-        lr="",
-        device="CPU",
-    )
-    return caplog.messages[0]
+def turn_lines(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = announced(inputs.train, inputs.validation, inputs.tokenizer, caplog)
+    return [line for line in lines if line.startswith("turns ")]
 
 
 def test_what_is_said_of_conversations_is_nothing_to_plain_text(
@@ -73,8 +58,9 @@ def test_what_is_said_of_conversations_is_nothing_to_plain_text(
         and text.dataset.directory == text_2.dataset.directory
     )
     assert text.fingerprint == text_2.fingerprint
-    assert "turns" not in plan_of(inputs_of(*words(files, texts(files))), caplog)
-    assert "; turns apart in 0 of " in plan_of(plain, caplog)
+    assert turn_lines(inputs_of(*words(files, texts(files)), others[0]), caplog) == []
+    [line] = turn_lines(changed, caplog)
+    assert " conversations are trained turn by turn" in line
 
 
 def split(

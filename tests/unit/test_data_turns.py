@@ -19,8 +19,8 @@ from prepared import marked as marked_by
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.prepare import PrepareOptions, RowEncoder
-from trainer.data.rows import Row
+from trainer.data.prepare import RowEncoder
+from trainer.data.rows import PrepareOptions, Row
 from trainer.data.samples import Samples
 from trainer.data.tokens import Encoded
 from trainer.errors import DataError

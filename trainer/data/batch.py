@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.data.batch_plan import squared_length
+
 IGNORE_INDEX = -100
 
 
@@ -243,13 +245,3 @@ class StepFlops:
             cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()
         )
         return self.per_squared_length * float((lengths_D**2).sum()) + windowed
-
-
-def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return twice the pairs of tokens that causal attention leaves where each token sees at most
-    `window`, itself included, but for the n or `window` terms of the diagonal: n**2 up to the
-    window, about 2 * n * window far above it.
-    """
-    beyond: np.ndarray = np.maximum(lengths - window, 0.0)
-    squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2
-    return squares

@@ -251,8 +251,7 @@ class RankPlan:
         `lengths` [samples] are token counts. Returns, for each data rank, the same number of
         micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
         costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times
-        `n**2 - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window. Raises
-        `ConfigError` when one sample exceeds `limits.max_tokens`.
+        `squared_length(n, w)`. Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
@@ -261,16 +260,24 @@ class RankPlan:
                 f"a sample of {int(lengths.max())} tokens exceeds "
                 f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
             )
-        squares = lengths.astype(np.float64) ** 2
-        costs = lengths + self.quadratic_cost * squares
+        costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
-            beyond = np.maximum(lengths - window, 0).astype(np.float64)
-            costs += cost * (squares - beyond**2)
+            costs += cost * squared_length(lengths, window)
         least = max(lengths.sum() / max_tokens, len(lengths) / max_samples, 1)
         num_bins = math.ceil(math.ceil(least) / self.num_data_ranks) * self.num_data_ranks
         while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
             num_bins += self.num_data_ranks
         return _deal(bins, costs, self.num_data_ranks)
+
+
+def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
+    """Return twice the pairs of tokens that causal attention leaves where each token sees at most
+    `window`, itself included, but for the n or `window` terms of the diagonal: n**2 up to the
+    window, about 2 * n * window far above it.
+    """
+    beyond: np.ndarray = np.maximum(lengths - window, 0.0)
+    squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2
+    return squares
 
 
 def _fill(

@@ -7,14 +7,13 @@ to the tokens that start inside.
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.formats import Continuation, Conversation, Item
-from trainer.data.masks import AUTO, REASONING_KEYS, Renderings, count_missing_reasoning
-from trainer.data.rows import TOO_DEEP, Summary, UnusableError
+from trainer.data.masks import REASONING_KEYS, Renderings, count_missing_reasoning
+from trainer.data.rows import TOO_DEEP, PrepareOptions, Summary, UnusableError
 from trainer.data.template import ChatTemplate, StructuralTokens, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
@@ -28,7 +27,7 @@ READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 class TextEncoder:
     """Puts the tokenizer's beginning before a text and its end token after it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_in_content: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_in_content: str) -> None:
         """Raises `DataError` for a tokenizer without an end token."""
         if tokenizer.eos_token_id is None:
             raise DataError(
@@ -98,23 +97,17 @@ class ChatEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        template_kwargs: dict[str, Any],
-        special_in_content: str = "error",
-        turns: str = AUTO,
-        train_on: str = "all",
-        seen: Summary | None = None,
+        options: PrepareOptions,
+        seen: Summary,
     ) -> None:
-        """The options are keys of `data`; `seen` counts what the items hold."""
+        """`seen` counts what the items hold."""
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
             raise DataError(
                 f"{name} is a slow tokenizer without character offsets.\n"
                 f"Fix: use a model with a tokenizer.json"
             )
-        self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
-        self._special_in_content, self._turns = special_in_content, turns
-        self._train_on, self.seen = train_on, Summary() if seen is None else seen
+        self.tokenizer, self._options, self.seen = tokenizer, options, seen
         self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, which share its memory
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
@@ -175,21 +168,18 @@ class ChatEncoder:
         structural = template.structural_tokens
         messages = [template.with_arguments(message) for message in item.messages]
         is_hidden = False
-        if self._special_in_content == "error":
+        if self._options.special_in_content == "error":
             structural.check_none(messages, tools)
-        elif self._special_in_content == "text":
+        elif self._options.special_in_content == "text":
             is_hidden = structural.first_in([messages, tools]) is not None
         if is_hidden:
             messages, tools = structural.hide(messages), structural.hide(tools)
         renderings = Renderings(template, messages, tools)
-        asked = renderings.turns[-1:] if self._train_on == "last" else renderings.turns
+        asked = renderings.turns[-1:] if self._options.train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
-        parts = renderings.divide(trained, self._turns, self.seen)
+        parts = renderings.divide(trained, self._options.turns, self.seen)
         for part in parts:
-            num_missing = count_missing_reasoning(
-                template, part.messages, tools, part.marked, part.turns
-            )
-            self.seen.num_without_reasoning += num_missing
+            self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
             if not READ_KEYS.issuperset(message):
                 self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
@@ -203,12 +193,13 @@ class ChatEncoder:
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, self.tokenizer, self._template_kwargs)
+            variables = self._options.template_kwargs
+            self._templates[source] = ChatTemplate(source, self.tokenizer, variables)
         return self._templates[source]
 
     @cached_property
     def _texts(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer, special_in_content=self._special_in_content)
+        return TextEncoder(self.tokenizer, self._options.special_in_content)
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
         if item.prompt is not None:

@@ -293,19 +293,13 @@ Marks = dict[str, tuple[int, str]]
 """Index of the message and part of it that each mark was put into."""
 
 
-def count_missing_reasoning(
-    template: ChatTemplate,
-    messages: list[Message],
-    tools: Tools,
-    marked: MarkedText,
-    turns: list[int],
-) -> int:
-    """Return how many of the supervised `turns` are rendered without their reasoning.
+def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) -> int:
+    """Return how many of the supervised turns of a sample are rendered without their reasoning.
 
     Raises `UnusableError` for a turn without its text or its tool calls. What is not found word for
     word is looked for in a second rendering, in which every part carries a mark.
     """
-    spans = marked.spans
+    messages, marked, turns, spans = part.messages, part.marked, part.turns, part.marked.spans
     if len(spans) != len(turns):
         spans = [(0, len(marked.text))] * len(turns)
     if all(

@@ -10,20 +10,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import RowParser, columns_of
 from trainer.data.readers import RowBlock, iter_blocks
-from trainer.data.rows import Row, Summary, UnusableError, excerpt
+from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError, excerpt
 from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
@@ -52,22 +50,6 @@ Located = tuple[int, RowBlock]
 """Index of a file, and rows of it."""
 
 
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The part of `data.*` that decides which samples come out of a file."""
-
-    keys: RowKeys
-    max_length: int
-    truncation: str = "error"
-    on_bad_row: str = "error"
-    max_samples: int = -1
-    """Rows that are read of all files together, unusable ones included; -1 = all."""
-    special_in_content: str = "error"
-    turns: str = "auto"
-    train_on: str = "all"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
     """The samples of a block of rows, and the rows that have none or were cut."""
@@ -86,14 +68,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
         self._options, self.seen = options, Summary()
-        self._chats = ChatEncoder(
-            tokenizer,
-            template_kwargs=options.template_kwargs,
-            special_in_content=options.special_in_content,
-            turns=options.turns,
-            train_on=options.train_on,
-            seen=self.seen,
-        )
+        self._chats = ChatEncoder(tokenizer, options, self.seen)
         self._parser = RowParser(options.keys, tokenizer, self.seen)
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Result]:

@@ -1,4 +1,4 @@
-"""Rows of data files, good and bad, and what became of them."""
+"""Rows of data files, the options that make samples of them, and counts of the result."""
 
 import reprlib
 from collections import Counter
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from trainer.config import RowKeys
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
@@ -36,6 +38,22 @@ class Row:
     """Names of columns that the file has besides those in `record`."""
     problem: UnusableError | None = None
     """Why it cannot be read."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The part of `data.*` that decides which samples come out of a file."""
+
+    keys: RowKeys
+    max_length: int
+    truncation: str = "error"
+    on_bad_row: str = "error"
+    max_samples: int = -1
+    """Rows that are read of all files together, unusable ones included; -1 = all."""
+    special_in_content: str = "error"
+    turns: str = "auto"
+    train_on: str = "all"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
