@@ -12,7 +12,7 @@ from trainer.cli.commands import COMMANDS
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.environment import call
-from trainer.runtime.exit_codes import DOCUMENTED
+from trainer.runtime.exit_codes import DOCUMENTED, code_of
 from trainer.runtime.files import atomic_write
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def as_command(
                 return EXIT_INTERRUPTED
             except tuple(known) as error:
                 print(f"ERROR: {error}", file=sys.stderr)
-                return next(code for kind, code in known.items() if isinstance(error, kind))
+                return code_of(error, known)
 
         return main
 

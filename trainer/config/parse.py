@@ -102,9 +102,7 @@ def _unknown_key(dotted: str, *, of_entry: Sequence[str] = ()) -> ConfigError:
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 
-def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
-    if not isinstance(tree, dict):
-        raise ConfigError(f"'{prefix.rstrip('.')}' must be a group of keys, got {tree!r}")
+def _build(cls: Any, tree: dict[str, Any], prefix: str = "") -> Any:
     own = declared(cls)
     for name in tree:
         if name not in own:
@@ -139,8 +137,6 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
     """`value` as the type of its key; numbers written as text (`1e-5`) and whole floats are
     accepted where they fit.
     """
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{dotted}.")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         try:

@@ -35,7 +35,7 @@ from trainer.launch.ranks import (
 )
 from trainer.launch.supervise import supervise
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.exit_codes import DOCUMENTED
+from trainer.runtime.exit_codes import code_of
 from trainer.runtime.log import keep_streams_safe, labelled
 from trainer.runtime.signals import heeded_signals
 from trainer.runtime.status import ABORTED, new_status
@@ -79,7 +79,7 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
             code = _train(launch, arguments.overrides) if refusal is None else refusal
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
-        return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+        return code_of(error)
     if code == EXIT_RESUMABLE:
         # of several machines only the first may see the run directory
         is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()

@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from collections.abc import Mapping
 
 from trainer.config import ConfigError
 from trainer.errors import (
@@ -31,11 +32,15 @@ DOCUMENTED: dict[type[Exception], int] = {
 }
 
 
+def code_of(error: BaseException, codes: Mapping[type[Exception], int] = DOCUMENTED) -> int:
+    """Return the exit code of an error of a kind that `codes` has."""
+    return next(code for kind, code in codes.items() if isinstance(error, kind))
+
+
 def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     """(exit code, message for the user) of a run that ends with an error."""
-    for kind, code in DOCUMENTED.items():
-        if isinstance(error, kind):
-            return code, str(error)
+    if isinstance(error, tuple(DOCUMENTED)):
+        return code_of(error), str(error)
     # Stopped: another rank left at once on the same signal, and this one missed it in a collective.
     # Or another rank lost a machine, and this one lost both.
     code = EXIT_RESUMABLE if stop.is_set or reported_exit_code() == EXIT_RESUMABLE else EXIT_CRASH

@@ -20,7 +20,7 @@ from trainer.checkpoint.storage import SilentError, Storage
 from trainer.config import TrainerConfig, parse_config
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.runtime import log
-from trainer.runtime.exit_codes import DOCUMENTED
+from trainer.runtime.exit_codes import DOCUMENTED, code_of
 from trainer.runtime.processes import begun
 from trainer.runtime.signals import become_worker
 from trainer.tools.mirror.restore import prepare, unreachable
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
             return EXIT_DONE
     except tuple(DOCUMENTED) as error:
         logger.error("%s", error)
-        return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+        return code_of(error)
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
     return follow(trainer, storage, ending)

@@ -71,16 +71,10 @@ def load_config(words: list[str]) -> Config:
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
     tree = OmegaConf.load(CONF_DIR / "sft.yaml")
-    overrides = []
-    recipe: Path | None = None
-    for word in words:
-        if _is_recipe(word):
-            recipe = find_recipe(word.partition("=")[2])
-        else:
-            overrides.append(word)
-    if recipe is not None:
-        tree = OmegaConf.merge(tree, _read_recipe(recipe))
-    return _configure(tree, overrides)
+    recipes = [find_recipe(word.partition("=")[2]) for word in words if _is_recipe(word)]
+    if recipes and recipes[-1] is not None:
+        tree = OmegaConf.merge(tree, _read_recipe(recipes[-1]))
+    return _configure(tree, (word for word in words if not _is_recipe(word)))
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
@@ -179,42 +173,30 @@ def _read_recipe(path: Path) -> DictConfig:
 
 
 def _require_small(path: Path, text: str) -> None:
-    """Refuse a recipe that grows without bound when it is loaded: aliases of aliases, deep nesting,
-    an anchor inside itself.
+    """Refuse a recipe that is deep, has many values, or would grow without bound when it is loaded:
+    aliases can repeat aliases.
 
-    Values are counted from the parser's events, before anything is built. Raises `ConfigError`,
+    The parser's events are counted before anything is built. Raises `ConfigError`,
     `yaml.YAMLError`.
     """
-    num_values: dict[str, int] = {}
-    """Values under each anchor, those of aliases included."""
-    open_collections: list[tuple[str | None, int]] = []
+    depth = num_values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"recipe {path}, line {event.start_mark.line + 1}"
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_collections.append((event.anchor, 1))
-            if len(open_collections) > MAX_RECIPE_DEPTH:
-                raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, count = open_collections.pop()
-        elif isinstance(event, yaml.ScalarEvent):
-            anchor, count = event.anchor, 1
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in [anchor for anchor, _ in open_collections]:
-                raise ConfigError(f"{place}: '*{event.anchor}' holds itself; write its values out")
-            anchor, count = None, num_values.get(event.anchor, 1)
-        else:
-            continue
-        if anchor is not None:
-            num_values[anchor] = count
-        if open_collections:
-            around, count_around = open_collections[-1]
-            count += count_around
-            open_collections[-1] = (around, count)
-        if count > MAX_RECIPE_VALUES:
+        if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
-                f"{place}: more than {MAX_RECIPE_VALUES} values, those of aliases (*name) included"
+                f"{place}: '*{event.anchor}' is a YAML alias, and recipes have none. Fix: write the "
+                f"value out, or refer to its key as ${{group.key}}"
             )
+        if isinstance(event, yaml.NodeEvent):
+            num_values += 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_RECIPE_DEPTH:
+            raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
+        if num_values > MAX_RECIPE_VALUES:
+            raise ConfigError(f"{place}: more than {MAX_RECIPE_VALUES} values")
 
 
 def _require_no_environment(path: Path, value: Any, key: str = "") -> None:

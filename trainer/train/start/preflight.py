@@ -35,13 +35,19 @@ class DataFiles:
 
 
 def require_usable(config: Config) -> None:
-    """Raise what the run would raise about its directory: `ConfigError`, `CannotWriteError`."""
+    """Raise what the run would raise about its directory: `ConfigError` for that of another run and
+    for one that cannot be resumed from, `CannotWriteError`.
+    """
+    trainer = config.trainer
+    RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
+        trainer.project_name, trainer.experiment_name
+    )
     try:
         # a run that goes on has its data prepared, or is complete
         if find_candidates(config).chosen is None:
-            _require_writable(Path(config.trainer.default_local_dir))
+            _require_writable(Path(trainer.default_local_dir))
     except NoUsableCheckpointError:
-        if config.trainer.checkpoint.mirror is None:
+        if trainer.checkpoint.mirror is None:
             raise  # else there may be one there
 
 
@@ -122,13 +128,6 @@ def _require_model(config: Config) -> None:
         require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
 
 
-def _require_own_directory(config: Config) -> None:
-    trainer = config.trainer
-    RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
-        trainer.project_name, trainer.experiment_name
-    )
-
-
 def _require_mirror(config: Config) -> None:
     if (url := config.trainer.checkpoint.mirror) is not None:
         from trainer.checkpoint.storage import require_usable  # fsspec takes a moment to import
@@ -142,7 +141,6 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "template": _require_templates,
     "adapters": lambda config: require_adapters(config.model),
     "model": _require_model,
-    "run directory": _require_own_directory,
     "mirror": _require_mirror,
 }
 """Checks before files and checkpoints are read; each raises `ConfigError`."""
