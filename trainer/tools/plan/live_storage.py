@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from trainer.checkpoint.shards import local_tensors
 from trainer.runtime.environment import pinned_bytes
 
 PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
@@ -76,7 +75,7 @@ class LiveStorages(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give storages a category, also those never seen; lasting ones keep theirs."""
-        for tensor in tensors:
+        for tensor in local_tensors(list(tensors)):
             index = self._see(tensor)
             if self._categories[index] not in LASTING:
                 self._categories[index] = category
@@ -110,17 +109,17 @@ class LiveStorages(TorchDispatchMode):
         # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors
         # that nobody has
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+        for tensor in local_tensors(result):
             self._see(tensor)
         if (category := _HANDED_OVER.get(str(func))) is not None:
-            self.mark(tensors_in((args, kwargs)), category)
+            self.mark(local_tensors((args, kwargs)), category)
         elif str(func) == "torch_attn._varlen_attn_backward.default":
             self._flash_backward(*args)
         return result
 
     def _see(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, which is recorded if it is new."""
-        storage = local_part(tensor).untyped_storage()
+        """Return the number of a local tensor's storage, which is recorded if it is new."""
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._living:
             self._living[key] = (
@@ -160,16 +159,6 @@ class LiveStorages(TorchDispatchMode):
             (len(self._categories), change, self.phase) for change in (size_bytes, -size_bytes)
         ]
         self._categories.append(self._default)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return this rank's parts of the tensors in a nested container."""
-    return [local_part(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:

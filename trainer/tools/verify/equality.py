@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import layout
-from trainer.checkpoint.shards import CorruptShardError, read_torch
+from trainer.checkpoint.shards import CorruptShardError, local_tensors, read_torch
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
@@ -117,18 +116,11 @@ def _difference(left: Any, right: Any) -> str:
         return both if is_missing or repr(left) != repr(right) else ""
     if _shown(left) != _shown(right):
         return both
-    left, right = _local(left), _local(right)
+    left, right = local_tensors([left, right])
     if torch.equal(_bytes(left), _bytes(right)):
         return ""
     largest = (left.double() - right.double()).abs().max().item()
     return f"numbers differ, by at most {largest:.3g}"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part in this file. The mesh that comes with it belongs to the run that saved it."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    assert isinstance(local, Tensor)
-    return local
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -141,5 +133,6 @@ def _shown(value: Any) -> str:
         return value.why
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {tuple(value.shape)}, of which {tuple(_local(value).shape)} here"
+        (local,) = local_tensors(value)
+        return f"{dtype} {tuple(value.shape)}, of which {tuple(local.shape)} here"
     return f"{value!r:.60}"
