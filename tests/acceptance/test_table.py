@@ -5,7 +5,7 @@ from table import all_covers, all_lines
 COVERS = all_covers()
 
 
-def test_every_line_of_the_list_is_shown_by_a_test() -> None:
+def test_every_line_of_the_list_is_shown_by_a_test():
     missing = [
         f"{line.id}:{mark}"
         for line in all_lines()
@@ -15,7 +15,7 @@ def test_every_line_of_the_list_is_shown_by_a_test() -> None:
     assert missing == []
 
 
-def test_every_mark_of_a_test_names_a_line() -> None:
+def test_every_mark_of_a_test_names_a_line():
     whole = {line.id for line in all_lines()}
     halves = {f"{line.id}:{mark}" for line in all_lines() for mark in line.marks.split("+")}
     assert COVERS - whole - halves == set()

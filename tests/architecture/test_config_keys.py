@@ -3,7 +3,6 @@ key.
 """
 
 import json
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -48,32 +47,32 @@ def _spellings(key: str) -> set[str]:
     }
 
 
-def test_the_file_says_what_the_schema_declares() -> None:
+def test_the_file_says_what_the_schema_declares():
     assert SHEET.read_text(encoding="utf-8") == sheet(), REWRITE
 
 
-def test_the_json_schema_says_what_the_declarations_say() -> None:
+def test_the_json_schema_says_what_the_declarations_say():
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), REWRITE
 
 
 @pytest.mark.parametrize("path", sorted(SHEET.parent.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_of_the_package_follow_the_json_schema(path: Path) -> None:
+def test_recipes_of_the_package_follow_the_json_schema(path):
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     jsonschema.validate(recipe, json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("text", ["optim: {lr: high}", "optm: {lr: 1.0}", "data: {turns: maybe}"])
-def test_a_mistake_breaks_the_json_schema(text: str) -> None:
+def test_a_mistake_breaks_the_json_schema(text):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(yaml.safe_load(text), json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
-def test_the_file_is_read_back_as_the_defaults_of_the_schema() -> None:
+def test_the_file_is_read_back_as_the_defaults_of_the_schema():
     default_dir = TrainerConfig(default_local_dir="checkpoints/sft/quickstart")
     assert load_config([]) == Config(trainer=default_dir)
 
 
-def test_no_key_is_dead() -> None:
+def test_no_key_is_dead():
     sources = [
         text for path, text in python_files("trainer").items() if path != "trainer/config/schema.py"
     ]
@@ -81,7 +80,7 @@ def test_no_key_is_dead() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_names_only_keys_that_exist(path: Path) -> None:
+def test_a_page_names_only_keys_that_exist(path):
     text = path.read_text(encoding="utf-8")
     if path.name == "coming_from.md":  # the other columns of its table hold other trainers' keys
         text = "\n".join(
@@ -90,12 +89,12 @@ def test_a_page_names_only_keys_that_exist(path: Path) -> None:
     assert sorted(keys_named_in(text) - set(known_keys())) == []
 
 
-def test_the_table_of_the_documentation_is_up_to_date() -> None:
+def test_the_table_of_the_documentation_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert with_tables(page) == page, REWRITE
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_leads_only_to_files_that_exist(path: Path) -> None:
+def test_a_page_leads_only_to_files_that_exist(path):
     text = path.read_text(encoding="utf-8")
     assert dead_links(text, path.parent) + missing_files(text) == []

@@ -81,25 +81,25 @@ def sources() -> rules.Sources:
     return {rules.module_name(path): text for path, text in python_files("trainer").items()}
 
 
-def test_every_file_stands_on_a_floor(sources: rules.Sources) -> None:
+def test_every_file_stands_on_a_floor(sources):
     assert {rules.floor_of(module) for module in sources} == set(rules.FLOORS.values())
 
 
-def test_no_file_imports_upward(sources: rules.Sources) -> None:
+def test_no_file_imports_upward(sources):
     assert rules.upward_imports(sources) == []
 
 
-def test_tools_stand_apart(sources: rules.Sources) -> None:
+def test_tools_stand_apart(sources):
     assert rules.misplaced_tools(sources) == []
     tools = {module.split(".")[2] for module in sources if module.startswith("trainer.tools.")}
     assert tools == set(rules.TOOLS)
 
 
-def test_no_import_cycle(sources: rules.Sources) -> None:
+def test_no_import_cycle(sources):
     assert rules.import_cycle(sources) == []
 
 
-def test_what_must_start_at_once_imports_no_torch() -> None:
+def test_what_must_start_at_once_imports_no_torch():
     program = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -113,12 +113,12 @@ for name in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
 
 
-def test_text_is_read_and_written_as_utf8() -> None:
+def test_text_is_read_and_written_as_utf8():
     files = python_files("trainer").items()
     assert [line for path, text in files for line in rules.text_without_encoding(path, text)] == []
 
 
-def test_the_step_waits_for_the_device_only_where_listed() -> None:
+def test_the_step_waits_for_the_device_only_where_listed():
     files = python_files("trainer")
     found = {
         f"{path}:{owner}": line
@@ -129,7 +129,7 @@ def test_the_step_waits_for_the_device_only_where_listed() -> None:
     assert set(ALLOWED_WAITS) <= set(found), "the list names a place that no longer waits"
 
 
-def test_nothing_loads_what_could_run_code() -> None:
+def test_nothing_loads_what_could_run_code():
     found = {
         path: lines
         for path, text in python_files("trainer").items()
@@ -142,8 +142,8 @@ def test_nothing_loads_what_could_run_code() -> None:
 
 
 def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
-    sources: rules.Sources,
-) -> None:
+    sources,
+):
     """`TOKEN_MODULES` are `prepare` and all that it imports of its package, directly or
     not.
     """
@@ -213,11 +213,11 @@ CAUGHT = {
 
 
 @pytest.mark.parametrize("name", CAUGHT)
-def test_a_broken_rule_is_caught(name: str) -> None:
+def test_a_broken_rule_is_caught(name):
     find, sources = CAUGHT[name]
     assert [text for text in sources if not list(find(text))] == []
 
 
-def test_binary_files_and_named_encodings_are_allowed() -> None:
+def test_binary_files_and_named_encodings_are_allowed():
     allowed = "path.read_text(encoding='utf-8')\nopen(path, 'rb')\nos.open(path, os.O_RDONLY)\n"
     assert list(rules.text_without_encoding("a.py", allowed)) == []

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 191_700, "tests": 313_000}
+MAX_TOKENS = {"trainer": 191_800, "tests": 305_200}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -37,13 +37,13 @@ def free_lines(source: str) -> set[int]:
     return lines
 
 
-def test_the_code_stays_below_its_ceilings() -> None:
+def test_the_code_stays_below_its_ceilings():
     for folder, ceiling in MAX_TOKENS.items():
         sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / folder).rglob("*.py")]
         size = sum(map(num_tokens, sources))
         assert size <= ceiling, f"{folder} has {size:,} tokens, at most {ceiling:,}"
 
 
-def test_only_code_counts() -> None:
+def test_only_code_counts():
     source = '"""A docstring."""\nimport os\n\n# a comment\ndef f(x):\n    """Return x."""\n    return x\n'
     assert num_tokens(source) == len(["def", "f", "(", "x", ")", ":", "return", "x"])

@@ -151,9 +151,7 @@ def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[
 
 
 @pytest.mark.covers("S3.12")
-def test_it_holds_the_state_of_its_step_while_training_changes_it(
-    source: Any, tmp_path: Path
-) -> None:
+def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_path):
     run_ranks(run, 2, tmp_path / "sync", source, Recipe())
     assert run_ranks(train_ahead_of_the_writer, 2, tmp_path / "async", source) == [[4, 6], [4, 6]]
     assert whole_steps(tmp_path / "async") == whole_steps(tmp_path / "sync") == [2, 4, 6]
@@ -209,7 +207,7 @@ def save_while_busy(
     return first, second[:1], stalled_s, in_flight[0]
 
 
-def test_the_next_save_waits_for_the_one_in_flight(source: Any, tmp_path: Path) -> None:
+def test_the_next_save_waits_for_the_one_in_flight(source, tmp_path):
     for first, second, stalled_s, in_flight in run_ranks(
         save_while_busy, 2, tmp_path / "run", source
     ):
@@ -229,7 +227,7 @@ def save_again_when_required(world: World, run_dir: Path, source: Any) -> list[O
     return operations
 
 
-def test_a_required_save_of_a_saved_step_writes_nothing(source: Any, tmp_path: Path) -> None:
+def test_a_required_save_of_a_saved_step_writes_nothing(source, tmp_path):
     assert run_ranks(save_again_when_required, 2, tmp_path / "run", source) == [[], []]
     assert whole_steps(tmp_path / "run") == [0]
 
@@ -267,7 +265,7 @@ def buffers_of_saves(
     return copies, live, shards.num_bytes(shards.model_state(parts.model))
 
 
-def test_buffers_are_reused_and_a_tied_head_is_written_once(source: Any, tmp_path: Path) -> None:
+def test_buffers_are_reused_and_a_tied_head_is_written_once(source, tmp_path):
     for rank, (copies, live, num_bytes) in enumerate(
         run_ranks(buffers_of_saves, 2, tmp_path / "run", source)
     ):
@@ -324,9 +322,7 @@ def train_failing(
     return tries, counted, ""
 
 
-def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(
-    source: Any, tmp_path: Path
-) -> None:
+def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(source, tmp_path):
     """A save in the step after the failed one is known to have failed, long before the next one
     that is due.
     """
@@ -338,9 +334,7 @@ def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(
     assert whole_steps(tmp_path / "run") == [6, 8, 9]
 
 
-def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(
-    source: Any, tmp_path: Path
-) -> None:
+def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(source, tmp_path):
     for tries, last_step, error in run_ranks(train_failing, 2, tmp_path / "run", source, 9):
         assert (tries, last_step) == ([4, 5, 6], [7])
         assert "3 saves in a row failed" in error and "rank 1: OSError: [Errno 28]" in error
@@ -391,9 +385,7 @@ def train_until_exit(
         ("diverged", EXIT_DIVERGED, [2]),
     ],
 )
-def test_fit_returns_when_the_last_save_is_committed(
-    source: Any, tmp_path: Path, how: str, code: int, steps: list[int]
-) -> None:
+def test_fit_returns_when_the_last_save_is_committed(source, tmp_path, how, code, steps):
     assert run_ranks(train_until_exit, 2, tmp_path / "run", source, how) == [(code, steps, 0)] * 2
 
 
@@ -401,7 +393,7 @@ def test_fit_returns_when_the_last_save_is_committed(
 # --------------------
 
 
-def test_training_is_the_same_and_both_times_are_reported(source: Any, tmp_path: Path) -> None:
+def test_training_is_the_same_and_both_times_are_reported(source, tmp_path):
     rows = {}
     for mode, async_save in (("sync", False), ("async", True)):
         recipe = Recipe(async_save=async_save, has_trace=True)

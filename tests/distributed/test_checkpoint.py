@@ -50,7 +50,7 @@ def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
 
 @pytest.mark.covers("S3.20", "S3.27", "S3.28", "S3.29")
 @pytest.mark.parametrize("step", [2, 4])
-def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path, step: int) -> None:  # type: ignore[no-untyped-def]
+def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path, step):
     run_dir, whole = straight
     again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source, Recipe())[0]
     assert again.start_step == step
@@ -60,7 +60,7 @@ def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path,
 
 @pytest.mark.covers("S3.30")
 @pytest.mark.parametrize("world_size", [1, 5])
-def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
+def test_resume_on_other_ranks(straight, source, tmp_path, world_size):
     run_dir, whole = straight
     saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")
     again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source, Recipe())[
@@ -77,7 +77,7 @@ def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int
     assert all(torch.isfinite(torch.tensor(value)) for value in back.losses[7])
 
 
-def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path):
     first = run_ranks(run, 4, tmp_path / "run", source, Recipe(total_steps=2), fsdp_size=2)[0]
     info = choice.select(tmp_path / "run").chosen
     assert (
@@ -91,7 +91,7 @@ def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None: 
 
 
 @pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
-def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[no-untyped-def]
+def test_layout_manifest_and_export(straight, source):
     run_dir, parameters = straight[0], straight[1].parameters
     step_dir = run_dir / "global_step_6"
     ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
@@ -121,7 +121,7 @@ def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[n
     )
 
 
-def test_shards_load_without_pickle_and_hold_what_verl_reads(straight) -> None:  # type: ignore[no-untyped-def]
+def test_shards_load_without_pickle_and_hold_what_verl_reads(straight):
     run_dir, parameters = straight[0], straight[1].parameters
     parts = [
         torch.load(
@@ -142,7 +142,7 @@ def test_shards_load_without_pickle_and_hold_what_verl_reads(straight) -> None: 
     assert float(optim["state"]["model.norm.weight"]["step"]) == 6
 
 
-def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
     run_dir = copy_up_to(straight[0], tmp_path / "run", 6)
     victim = run_dir / "global_step_6" / layout.optim_file(2, 1)
     data = bytearray(victim.read_bytes())
@@ -154,7 +154,7 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path: P
     assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_6.0"]
 
 
-def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path):
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
     victim = run_dir / "global_step_2" / layout.model_file(2, 0)
     data = bytearray(victim.read_bytes())
@@ -164,7 +164,7 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Pa
         run_ranks(run, 2, run_dir, source, Recipe())
 
 
-def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_schedule_is_named(caplog):
     part = RateState(
         LrSchedule.from_config(optim_config(), peak_lr=2e-5, total_steps=20),
         SimpleNamespace(step=12),
@@ -181,7 +181,7 @@ def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.covers("S3.24")
-def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_rotation_counts_from_disk(source, tmp_path):
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=2, save_freq=1))
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=5, save_freq=1, keep=1))
     assert [info.step for info in layout.checkpoints(tmp_path / "run")] == [5]
@@ -213,9 +213,7 @@ def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> A
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(
-    source, tmp_path: Path, failing_rank: int
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path, failing_rank):
     for num_failed, error in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
         assert num_failed == 1
         assert (
@@ -246,7 +244,7 @@ def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["parameter", "moment"])
-def test_a_poisoned_state_is_never_committed(source, tmp_path: Path, where: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_poisoned_state_is_never_committed(source, tmp_path, where):
     assert all(
         "not finite" in error
         for error in run_ranks(save_poisoned, 2, tmp_path / "run", source, where)
@@ -255,9 +253,7 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path: Path, where: str)
 
 
 @pytest.mark.covers("S3.30")
-def test_other_data_is_refused_by_name_and_accepted_when_allowed(
-    straight, source, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path):
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
         run_ranks(run, 2, run_dir, source, Recipe(seed=1))
@@ -265,7 +261,7 @@ def test_other_data_is_refused_by_name_and_accepted_when_allowed(
     assert again.start_step == 2 and set(again.losses) == {3, 4, 5, 6}
 
 
-def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path):
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
     changed = Recipe(batch_size=4, resume_allow=("train_batch_size",))
     again = run_ranks(run, 2, run_dir, source, changed)[0]

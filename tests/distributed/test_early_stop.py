@@ -42,7 +42,7 @@ def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dic
 
 
 @pytest.mark.covers("S2.36:C", "S3.41:C")
-def test_a_run_stops_early_keeps_its_best_checkpoint_and_stays_stopped(tmp_path: Path) -> None:
+def test_a_run_stops_early_keeps_its_best_checkpoint_and_stays_stopped(tmp_path):
     source, run_dir = write_model_config(tmp_path / "model"), tmp_path / "run"
     (code, steps, validated), (_, others, _) = run_ranks(train, 2, run_dir, source, timeout_s=120)
     assert code == EXIT_DONE and steps == others and steps[-1] == max(validated) < NUM_STEPS

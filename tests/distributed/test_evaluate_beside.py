@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import whole_runs
 
 from trainer.cli import evaluate as command
@@ -52,9 +51,7 @@ def waited_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_is_scored_beside_computes_and_writes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_scored_beside_computes_and_writes_the_same(tmp_path, monkeypatch, capsys):
     words = (*whole_runs.tiny_model(tmp_path), *WORDS, "trainer.max_ckpt_to_keep=1")
     alone, beside = tmp_path / "alone", tmp_path / "beside"
     code, output = whole_runs.run(

@@ -124,7 +124,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 @pytest.mark.parametrize("name", EXTRA)
-def test_every_tensor_is_in_the_export(exported: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_every_tensor_is_in_the_export(exported, name):
     root, said = exported
     theirs, ours = stored(root / name), stored(root / f"{name}-export")
     assert ours.keys() == theirs.keys()
@@ -139,9 +139,7 @@ def test_every_tensor_is_in_the_export(exported: tuple[Path, dict[str, Any]], na
 
 
 @pytest.mark.parametrize("name", EXTRA)
-def test_training_again_from_the_export_carries_them_again(
-    exported: tuple[Path, dict[str, Any]], name: str
-) -> None:
+def test_training_again_from_the_export_carries_them_again(exported, name):
     path = exported[0] / f"{name}-export"
     whole = whole_checkpoint(ModelSource(str(path)))
     assert whole is not None and set(whole.others) == set(EXTRA[name])
@@ -150,8 +148,8 @@ def test_training_again_from_the_export_carries_them_again(
 
 
 def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save_model(tmp_path, "qwen2", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -178,9 +176,7 @@ def train(root: Path, run_dir: Path, *words: str, before: Any = None) -> int | N
     return run(2, *words, log=run_dir.with_suffix(".log"), before=before)[0]
 
 
-def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(
-    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp_path):
     root, added = source
     assert train(root, tmp_path / "run", before=partial(stop_in_step, 4, signal.SIGKILL)) not in (
         0,
@@ -199,9 +195,7 @@ def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(
     assert saved == afterwards
 
 
-def test_other_tensors_are_another_run(
-    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_other_tensors_are_another_run(source, tmp_path):
     root, _ = source
     own = tmp_path / "own"
     shutil.copytree(root, own)
@@ -211,9 +205,7 @@ def test_other_tensors_are_another_run(
     assert "other_parts: " in (tmp_path / "run.log").read_text()
 
 
-def test_merged_adapters_carry_them_and_adapters_alone_do_not(
-    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_merged_adapters_carry_them_and_adapters_alone_do_not(source, tmp_path):
     root, added = source
     assert train(root, tmp_path / "run", *LORA) == 0
     checkpoint = tmp_path / "run" / "global_step_4"

@@ -1,6 +1,5 @@
 """What a run does around its steps: random numbers, signs of life, validation, and the end."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def seeds_in_steps(world: Any, source: Any) -> list[int]:
     return seeds
 
 
-def test_each_rank_draws_its_own_random_numbers_in_each_step(tmp_path: Path) -> None:
+def test_each_rank_draws_its_own_random_numbers_in_each_step(tmp_path):
     found = run_ranks(seeds_in_steps, 2, write_model_config(tmp_path))
     assert len({seed for seeds in found for seed in seeds}) == 4
 
@@ -60,7 +59,7 @@ def beats_of_a_step(world: Any, source: Any) -> tuple[int, int]:
     return heartbeat.num_beats, run.batches.schedule.batch_size
 
 
-def test_the_watchdog_hears_of_every_micro_batch(tmp_path: Path) -> None:
+def test_the_watchdog_hears_of_every_micro_batch(tmp_path):
     """A step of many micro-batches may take longer than the limit for silence."""
     ((num_beats, num_micro_batches),) = run_ranks(beats_of_a_step, 1, write_model_config(tmp_path))
     assert num_beats >= num_micro_batches == 8
@@ -78,7 +77,7 @@ def validation_losses(world: Any, source: Any) -> list[float]:
     return run.tracking.column("val/loss")
 
 
-def test_a_validation_draws_no_dropout(tmp_path: Path) -> None:
+def test_a_validation_draws_no_dropout(tmp_path):
     rates = {
         name: {"attn_pdrop": rate, "embd_pdrop": rate, "resid_pdrop": rate}
         for name, rate in DROPOUTS.items()
@@ -104,7 +103,5 @@ def exit_code(world: Any, source: Any, stop_in_step: int) -> int:
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, EXIT_RESUMABLE), (2, EXIT_DONE)])
-def test_a_run_that_is_stopped_in_its_last_step_is_done(
-    tmp_path: Path, step: int, code: int
-) -> None:
+def test_a_run_that_is_stopped_in_its_last_step_is_done(tmp_path, step, code):
     assert run_ranks(exit_code, 1, write_model_config(tmp_path), step) == [code]

@@ -23,9 +23,7 @@ def limits_s(world: World) -> list[float]:
 
 
 @pytest.mark.parametrize(("fsdp_size", "num_groups", "num_replicas"), [(-1, 1, 1), (1, 2, 2)])
-def test_every_group_of_the_mesh_has_the_configured_limit(
-    fsdp_size: int, num_groups: int, num_replicas: int
-) -> None:
+def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size, num_groups, num_replicas):
     expected = [TIMEOUT_S + distributed.LATE_S] * num_groups
     assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas]] * 2
 
@@ -58,7 +56,7 @@ def of_facts(world: World) -> tuple[str, str]:
     return said(same), said(different)
 
 
-def test_ranks_with_different_facts_are_refused_on_each_of_them_with_name_host_and_rank() -> None:
+def test_ranks_with_different_facts_are_refused_on_each_of_them_with_name_host_and_rank():
     found = run_ranks(of_facts, 3)
     host = socket.gethostname()
     assert [same for same, _ in found] == ["met"] * 3
@@ -76,13 +74,13 @@ def through_nothing(world: World) -> str:
     return outcome(world, f"GPU-{world.rank}")
 
 
-def test_a_connection_that_adds_nothing_up_is_refused() -> None:
+def test_a_connection_that_adds_nothing_up_is_refused():
     found = run_ranks(through_nothing, 2)
     said = "a sum of 1 over 2 ranks gave 1: their connection is not sound"
     assert len(found) == 2 and all(text.startswith(said) for text in found)
 
 
-def test_two_ranks_on_one_card_are_refused() -> None:
+def test_two_ranks_on_one_card_are_refused():
     shared, own = zip(*run_ranks(refused, 2, ["GPU-7", "GPU-7"], ["GPU-7", "GPU-8"]), strict=True)
     assert all("2 ranks use the same card of" in text and "GPU-7" in text for text in shared)
     assert own == ("met", "met")

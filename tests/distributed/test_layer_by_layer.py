@@ -82,9 +82,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_holds_no_more_than_one_layer_beside_its_shard(
-    saved: tuple[Path, Any], tmp_path: Path, num_ranks: int
-) -> None:
+def test_a_rank_holds_no_more_than_one_layer_beside_its_shard(saved, tmp_path, num_ranks):
     path, whole = saved
     found = run_ranks(load_and_export, num_ranks, path, tmp_path / "export")[0]
     for name, parameter in whole.model.layers[-1].named_parameters():

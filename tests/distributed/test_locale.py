@@ -52,7 +52,7 @@ def train(root: Path, run_dir: Path, **env: str) -> str:
     return output
 
 
-def test_a_latin_1_locale_trains_the_same_tokens(tmp_path: Path, locales: Path) -> None:
+def test_a_latin_1_locale_trains_the_same_tokens(tmp_path, locales):
     root = tmp_path / "root"
     root.mkdir()
     train(root, tmp_path / "utf8", LC_ALL="C.UTF-8")

@@ -88,7 +88,7 @@ def curve(run_dir: Path, key: str = "train/loss") -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["lora", "freeze"])
-def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: str) -> None:
+def test_the_number_of_ranks_does_not_matter(straight, kind):
     expected = straight[f"{kind} 1"]
     for name, run_dir in straight.items():
         if name.startswith(kind):
@@ -104,12 +104,12 @@ def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: st
 
 @pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
 def test_killed_and_started_again_is_bit_equal(
-    words: tuple[str, ...],
-    straight: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-    changes: tuple[str, ...],
-) -> None:
+    words,
+    straight,
+    tmp_path,
+    kind,
+    changes,
+):
     run_dir = tmp_path / "run"
     start(run_dir, 2, *words, *changes, code=None, before=partial(stop_in_step, 4, signal.SIGKILL))
     assert "continuing at step 3 of 4" in start(run_dir, 2, *words, *changes)
@@ -122,13 +122,13 @@ def test_killed_and_started_again_is_bit_equal(
     [("lora", LORA, (1, 2)), ("freeze", FREEZE, (1, 2)), ("freeze", FREEZE, (2, 1))],
 )
 def test_another_number_of_ranks_continues(
-    words: tuple[str, ...],
-    straight: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-    changes: tuple[str, ...],
-    ranks: tuple[int, int],
-) -> None:
+    words,
+    straight,
+    tmp_path,
+    kind,
+    changes,
+    ranks,
+):
     run_dir = tmp_path / "run"
     start(
         run_dir,
@@ -142,7 +142,7 @@ def test_another_number_of_ranks_continues(
     assert relative(curve(run_dir), curve(straight[f"{kind} 1"])) < 1e-6
 
 
-def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight: dict[str, Path]) -> None:
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight):
     checkpoint = straight["lora 2"] / "global_step_4"
     manifest = layout.inspect(checkpoint).manifest
     assert manifest is not None and len(manifest.tensors) == 14
@@ -162,9 +162,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight: dict[str,
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_frozen_parameter_stays_and_is_saved_without_moments(
-    straight: dict[str, Path], root: Path, num_ranks: int
-) -> None:
+def test_a_frozen_parameter_stays_and_is_saved_without_moments(straight, root, num_ranks):
     checkpoint = straight[f"freeze {num_ranks}"] / "global_step_4"
     before, after = (
         load_file(path / "model.safetensors")
@@ -188,9 +186,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_exports_load_in_peft_and_transformers(
-    straight: dict[str, Path], root: Path, tmp_path: Path
-) -> None:
+def test_exports_load_in_peft_and_transformers(straight, root, tmp_path):
     checkpoint, afterwards = straight["lora 1"] / "global_step_4", tmp_path / "afterwards"
     export_from_shards(checkpoint, afterwards, dtype="float32", lora="adapter")
     whole = checkpoint / "huggingface"
@@ -230,9 +226,7 @@ def test_exports_load_in_peft_and_transformers(
 ADAPTER = "adapter_model.safetensors"
 
 
-def test_an_export_afterwards_is_that_of_the_save(
-    straight: dict[str, Path], root: Path, tmp_path: Path
-) -> None:
+def test_an_export_afterwards_is_that_of_the_save(straight, root, tmp_path):
     checkpoint, moved = straight["lora 1"] / "global_step_4", tmp_path / "moved"
     other = straight["lora 2"] / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "merged", dtype="float32")
@@ -255,9 +249,7 @@ def change(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_another_base_or_another_adapter_is_refused(
-    words: tuple[str, ...], straight: dict[str, Path], root: Path, tmp_path: Path
-) -> None:
+def test_another_base_or_another_adapter_is_refused(words, straight, root, tmp_path):
     shutil.copytree(straight["lora 1"], tmp_path / "run")
     shutil.copytree(root / "model", tmp_path / "model")
     change(tmp_path / "model" / "model.safetensors")
@@ -280,9 +272,7 @@ def test_another_base_or_another_adapter_is_refused(
     start(tmp_path / "new", 1, *words, *LORA, *begins)
 
 
-def test_an_adapter_begins_where_another_ended(
-    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_begins_where_another_ended(words, straight, tmp_path):
     """Its rank and scaling are its own; one that peft made is no different."""
     path = straight["lora 2"] / "global_step_4" / "huggingface"
     start(tmp_path / "on", 1, *words, f"model.lora_adapter_path={path}", "optim.lr=1e-9")
@@ -291,9 +281,7 @@ def test_an_adapter_begins_where_another_ended(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mamba2"])
-def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(
-    tmp_path: Path, family: str
-) -> None:
+def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tmp_path, family):
     """With the default layers: also those whose names peft takes for experts in this
     architecture.
     """

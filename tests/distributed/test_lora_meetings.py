@@ -55,20 +55,18 @@ def adapters(run_dir: Path, step: int = 4) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["offload", "host"])
-def test_memory_is_saved_without_another_bit(runs: dict[str, Path], name: str) -> None:
+def test_memory_is_saved_without_another_bit(runs, name):
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert curve(runs[name], key) == curve(runs["plain"], key), key
     assert differing(adapters(runs[name]), adapters(runs["plain"])) == []
 
 
-def test_muon_does_not_depend_on_ranks(runs: dict[str, Path]) -> None:
+def test_muon_does_not_depend_on_ranks(runs):
     assert relative(curve(runs["muon 2"]), curve(runs["muon 1"])) < 1e-6
     assert curve(runs["muon 2"])[-1] != curve(runs["plain"])[-1]
 
 
-def test_bfloat16_states_and_adapters_go_on_bit_equal(
-    words: tuple[str, ...], runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bfloat16_states_and_adapters_go_on_bit_equal(words, runs, tmp_path):
     assert {value.dtype for value in adapters(runs["low"]).values()} == {torch.bfloat16}
     run_dir = tmp_path / "run"
     start(run_dir, 2, *words, *LOW, code=None, before=partial(stop_in_step, 4, signal.SIGKILL))
@@ -93,7 +91,7 @@ def spoil_a_gradient() -> None:
     step.local_square_sum = spoiled
 
 
-def test_a_rollback_takes_adapters_back(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rollback_takes_adapters_back(words, tmp_path):
     """To the checkpoint before, past the batches: as a run on another number of ranks does it,
     and exported.
     """

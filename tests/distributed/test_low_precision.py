@@ -29,9 +29,7 @@ def whole(source: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe(STEPS), **LOW)[0]
 
 
-def test_interrupted_equals_uninterrupted_bit_for_bit(
-    source: Any, whole: tuple[Path, Result], tmp_path: Path
-) -> None:
+def test_interrupted_equals_uninterrupted_bit_for_bit(source, whole, tmp_path):
     run_dir, expected = whole
     assert {value.dtype for value in expected.parameters.values()} == {torch.bfloat16}
     kinds = {value.dtype for name, value in expected.moments.items() if not name.endswith(".step")}
@@ -47,8 +45,8 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
-    source: Any, whole: tuple[Path, Result], tmp_path: Path, world_size: int
-) -> None:
+    source, whole, tmp_path, world_size
+):
     run_dir, expected = whole
     same = run_ranks(run, 2, begun(run_dir, tmp_path / "same", 4), source, Recipe(STEPS), **LOW)[0]
     found = run_ranks(
@@ -62,9 +60,7 @@ def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
     assert found.losses[6][0] == pytest.approx(expected.losses[6][0], rel=1e-4)
 
 
-def test_the_export_holds_the_parameters_as_they_are(
-    source: Any, whole: tuple[Path, Result]
-) -> None:
+def test_the_export_holds_the_parameters_as_they_are(source, whole):
     run_dir, expected = whole
     exported = AutoModelForCausalLM.from_pretrained(
         run_dir / "global_step_6" / "huggingface", dtype=torch.float32
@@ -75,9 +71,7 @@ def test_the_export_holds_the_parameters_as_they_are(
     )
 
 
-def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(
-    source: Any, whole: tuple[Path, Result], tmp_path: Path
-) -> None:
+def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(source, whole, tmp_path):
     """Widening is exact. What narrowing would lose is not lost: refused, with the key that goes
     on.
     """
@@ -111,7 +105,7 @@ def train(world: Any, source: Any, variants: list[dict[str, Any]]) -> list[Train
     return found
 
 
-def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source: Any) -> None:
+def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source):
     """The first step as exactly as in float32: gradients are summed in float32 whatever the
     parameters are kept in. Later the few elements that were rounded to the other neighbour show.
     """
@@ -133,7 +127,7 @@ def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source: An
             )
 
 
-def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source: Any) -> None:
+def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source):
     """The same bits as with recomputation alone: losses, norms and parameters after six steps."""
     kinds: list[dict[str, Any]] = [{"is_packed": False}, LOW | {"param_dtype": "bfloat16"}]
     hows: list[bool | str] = [True, "offload"]

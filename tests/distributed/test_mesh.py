@@ -21,7 +21,7 @@ def described(world: World) -> dict[str, Any]:
     }
 
 
-def test_neighbours_take_the_same_samples_however_parameters_lie() -> None:
+def test_neighbours_take_the_same_samples_however_parameters_lie():
     alike = {"num_data_ranks": 2, "num_shards": 1, "num_replicas": 4, "dimensions": ("ddp", "fsdp")}
     assert run_ranks(described, 4, fsdp_size=1, sequence_size=2) == [
         {"data_rank": rank // 2, "sequence_rank": rank % 2, "group": (rank % 2, 2), **alike}
@@ -29,19 +29,19 @@ def test_neighbours_take_the_same_samples_however_parameters_lie() -> None:
     ]
 
 
-def test_copies_of_sharded_parameters_are_a_dimension_of_their_own() -> None:
+def test_copies_of_sharded_parameters_are_a_dimension_of_their_own():
     assert mesh_dimensions(4, fsdp_size=-1) == mesh_dimensions(4, fsdp_size=4) == {"fsdp": 4}
     assert mesh_dimensions(4, fsdp_size=2) == {"ddp": 2, "fsdp": 2}
 
 
-def test_the_number_of_replicas_asks_no_mesh() -> None:
+def test_the_number_of_replicas_asks_no_mesh():
     """To cut one takes longer than a kernel, and a step asks twice."""
     nowhere: Any = None
     world = World(torch.device("cpu"), nowhere, rank=5, size=32, num_shards=8)
     assert (world.num_replicas, world.data_rank, world.num_data_ranks) == (4, 5, 32)
 
 
-def test_ranks_that_do_not_make_whole_groups_are_refused() -> None:
+def test_ranks_that_do_not_make_whole_groups_are_refused():
     require_divided(4, 2)
     with pytest.raises(
         ConfigError, match="ulysses_sequence_parallel_size=3 does not divide the 4 ranks"

@@ -145,12 +145,12 @@ def undisturbed(
 
 @pytest.mark.parametrize(("kind", "change", "step"), CASES)
 def test_exports_are_those_of_an_undisturbed_run(
-    undisturbed: dict[str, tuple[Path, dict[str, bytes]]],
-    tmp_path: Path,
-    kind: str,
-    change: str,
-    step: int,
-) -> None:
+    undisturbed,
+    tmp_path,
+    kind,
+    change,
+    step,
+):
     root, expected = undisturbed[kind]
     model, run_dir = root / "model", tmp_path / "run"
     shutil.rmtree(model, ignore_errors=True)
@@ -178,7 +178,7 @@ def change_while_starting(model: Path) -> None:
     main.build_model = build_model
 
 
-def test_files_that_change_while_the_run_starts_are_refused(tmp_path: Path) -> None:
+def test_files_that_change_while_the_run_starts_are_refused(tmp_path):
     write_model(tmp_path, "text")
     before = partial(change_while_starting, tmp_path / "model")
     code, output = run(
@@ -200,7 +200,7 @@ def note_space(noted: Path) -> None:
     retention.require_space = require_space
 
 
-def test_the_space_check_counts_the_copies(tmp_path: Path) -> None:
+def test_the_space_check_counts_the_copies(tmp_path):
     write_model(tmp_path, "merged")
     before = partial(note_space, tmp_path / "noted")
     code, output = run(

@@ -50,9 +50,7 @@ def loaded(world: Any, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(
-    tmp_path: Path, is_tied: bool
-) -> None:
+def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(tmp_path, is_tied):
     source = pretrained(tmp_path / "model", is_tied=is_tied)
     stored = AutoModelForCausalLM.from_pretrained(source).state_dict()
     num_rows = len(stored["model.embed_tokens.weight"])
@@ -70,7 +68,7 @@ def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(
         assert differing(found, first) == []
 
 
-def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path: Path) -> None:
+def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path):
     """No row is added, and what lay in those of the new tokens is not their beginning."""
     source = pretrained(tmp_path / "model", is_tied=True, vocab_size=4224)
     path, ids = new_tokens.extended(str(source), [TURN], tmp_path / "cache")
@@ -84,9 +82,7 @@ def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path: Path) -
     assert float(((after[number] - trained.mean(0)) / spread).abs().max()) < 0.5
 
 
-def test_tokens_that_exist_are_named_and_not_added(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_that_exist_are_named_and_not_added(tmp_path, caplog):
     known = json.loads((MODEL_DIR / "tokenizer.json").read_text())["added_tokens"][0]["content"]
     path, ids = new_tokens.extended(str(MODEL_DIR), [known, TURN, TURN], tmp_path)
     assert list(ids) == [TURN] and f"has '{known}' already: not added" in caplog.text
@@ -96,15 +92,13 @@ def test_tokens_that_exist_are_named_and_not_added(
     assert new_tokens.extended(str(MODEL_DIR), [known, TURN], tmp_path) == (path, ids), "made once"
 
 
-def test_a_tokenizer_of_another_kind_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_kind_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read .*save_pretrained"):
         new_tokens.extended(str(tmp_path), [TURN], tmp_path)
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_a_base_model_learns_a_template_and_its_export_has_it(
-    tmp_path: Path, is_tied: bool
-) -> None:
+def test_a_base_model_learns_a_template_and_its_export_has_it(tmp_path, is_tied):
     """Loaded strictly; the new tokens are one id each, and generation ends at the one that ends a
     turn. Stopped after two of four steps and resumed, it is the same bit for bit.
     """

@@ -64,7 +64,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_one_bad_step_is_skipped_by_all(source: Any, poison: str) -> None:
+def test_one_bad_step_is_skipped_by_all(source, poison):
     for code, rows, history in run_ranks(train_poisoned, 2, source, {3}, poison):
         assert code == EXIT_DONE
         assert equal(history[2], history[1]), "the poisoned step changed parameters"
@@ -76,7 +76,7 @@ def test_one_bad_step_is_skipped_by_all(source: Any, poison: str) -> None:
         assert not torch.isfinite(torch.tensor(shown)), "the bad value is hidden"
 
 
-def test_too_many_in_a_row_is_76(source: Any) -> None:
+def test_too_many_in_a_row_is_76(source):
     for code, rows, history in run_ranks(train_poisoned, 2, source, {2, 3, 4, 5, 6, 7}, "loss", 8):
         assert code == EXIT_DIVERGED
         assert len(rows) == 6, "five in a row are the limit"

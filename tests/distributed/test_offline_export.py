@@ -92,9 +92,7 @@ def watched() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("case", ["plain", "hsdp"])
-def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(
-    trained, tmp_path: Path, case: str
-) -> None:  # type: ignore[no-untyped-def]
+def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp_path, case):
     run_dir, result = trained[case]
     manifest = layout.inspect(run_dir / "global_step_2").manifest
     assert manifest is not None and manifest.mesh == (
@@ -123,7 +121,7 @@ def run_with(
         return run(world, run_dir, source, recipe)
 
 
-def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path):
     parameters = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=2), BFLOAT16)[
         0
     ].parameters
@@ -146,7 +144,7 @@ def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path:
     )
 
 
-def test_a_save_that_exported_no_weights(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_save_that_exported_no_weights(source, tmp_path):
     result = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=1), NO_WEIGHTS)[0]
     saved = contents(tmp_path / "run" / "global_step_1" / "huggingface")
     export_from_shards(tmp_path / "run" / "global_step_1", tmp_path / "export", dtype="float32")
@@ -168,7 +166,7 @@ def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path: Path, dtype: str) -> None:
+def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path, dtype):
     experts = {
         "num_experts": 3,
         "num_experts_per_tok": 1,
@@ -194,7 +192,7 @@ def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path: Path, dtyp
 
 
 @pytest.mark.parametrize("case", ["plain", "hsdp"])
-def test_several_files_have_an_index_and_load(trained, tmp_path: Path, case: str) -> None:  # type: ignore[no-untyped-def]
+def test_several_files_have_an_index_and_load(trained, tmp_path, case):
     run_dir, result = trained[case]
     with patch.object(export, "MAX_FILE_BYTES", 20_000):
         export_from_shards(run_dir / "global_step_2", tmp_path / "export", dtype="bfloat16")
@@ -212,16 +210,14 @@ def test_several_files_have_an_index_and_load(trained, tmp_path: Path, case: str
 @pytest.mark.parametrize(
     "name", [layout.model_file(2, 1), layout.extra_file(2, 0), "huggingface/tokenizer.json"]
 )
-def test_a_damaged_file_is_refused_and_named_and_nothing_appears(
-    checkpoint: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_damaged_file_is_refused_and_named_and_nothing_appears(checkpoint, tmp_path, name):
     flip(checkpoint / name)
     with pytest.raises(ConfigError, match=f"is damaged: {name} changed after it was written"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path):
     """The weights exported before, the optimizer, and the second replica; above all the first
     is a reason to export.
     """
@@ -238,9 +234,7 @@ def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path
     assert equal(stored(tmp_path / "export"), result.parameters)
 
 
-def test_a_run_that_rotates_the_checkpoint_away_meanwhile(
-    trained, checkpoint: Path, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_rotates_the_checkpoint_away_meanwhile(trained, checkpoint, tmp_path):
     def rotate(operation: fsio.Operation) -> None:
         if operation.path.name == "model.safetensors" and operation.kind == "create":
             shutil.rmtree(checkpoint)
@@ -252,9 +246,7 @@ def test_a_run_that_rotates_the_checkpoint_away_meanwhile(
     )
 
 
-def test_a_target_that_cannot_be_taken_is_refused(
-    checkpoint: Path, tmp_path: Path, watched: list[str]
-) -> None:
+def test_a_target_that_cannot_be_taken_is_refused(checkpoint, tmp_path, watched):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "empty").mkdir()
@@ -271,7 +263,7 @@ def test_a_target_that_cannot_be_taken_is_refused(
     assert watched == [] and set(os.listdir(tmp_path)) == {"alias", "empty", "file", "link", "run"}
 
 
-def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing(checkpoint, tmp_path):
     def fill(operation: fsio.Operation) -> None:
         if operation.kind == "write" and operation.path.name == "model.safetensors":
             raise OSError(28, "No space left on device", str(operation.path))
@@ -321,7 +313,7 @@ def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
     return left
 
 
-def test_killed_at_any_operation_there_is_no_half_export(checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_at_any_operation_there_is_no_half_export(checkpoint, tmp_path):
     left = run_ranks(kill_everywhere, 1, checkpoint, tmp_path / "export")[0]
     last = max(left)
     assert last > 20 and left[0] == "" and left[last] == left[last - 1] == "export", left
@@ -330,7 +322,7 @@ def test_killed_at_any_operation_there_is_no_half_export(checkpoint: Path, tmp_p
     ), left
 
 
-def test_values_beyond_float16_are_refused(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_values_beyond_float16_are_refused(source, tmp_path):
     run_ranks(save_once, 1, tmp_path / "run", source, 7e4)
     with pytest.raises(
         ConfigError, match=r"'model\.norm\.weight' has values beyond the range of float16"
@@ -340,7 +332,7 @@ def test_values_beyond_float16_are_refused(source, tmp_path: Path) -> None:  # t
     assert stored(tmp_path / "export")["model.norm.weight"].isfinite().all()
 
 
-def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path):
     own = Path(shutil.copytree(source.path, tmp_path / "model"))
     config = json.loads((own / "config.json").read_text())
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
@@ -352,7 +344,7 @@ def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) ->
     assert not (tmp_path / "canary").exists()
 
 
-def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path):
     def known(model_type: str, **more: Any) -> Any:
         (tmp_path / "config.json").write_text(
             json.dumps(config | {"model_type": model_type, **more})
@@ -372,9 +364,7 @@ def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path
     assert known("qwen2", auto_map=elsewhere) is None
 
 
-def test_the_command_exports_what_a_resume_takes(
-    trained, tmp_path: Path, capsys, monkeypatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_exports_what_a_resume_takes(trained, tmp_path, capsys, monkeypatch):
     run_dir = Path(shutil.copytree(trained["plain"][0], tmp_path / "run"))
     (run_dir / layout.POINTER).write_text("1")
     assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 0

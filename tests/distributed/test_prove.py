@@ -58,7 +58,7 @@ def proven(checkpoint: Path) -> Certificate:
 
 
 @pytest.mark.usefixtures("alone")
-def test_weights_rounded_for_the_export_are_no_fault(words: tuple[str, ...], root: Path) -> None:
+def test_weights_rounded_for_the_export_are_no_fault(words, root):
     """Of one sample in a run that computes in float32 that outweighs what is rounded while it
     is served.
     """
@@ -67,9 +67,7 @@ def test_weights_rounded_for_the_export_are_no_fault(words: tuple[str, ...], roo
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(
-    trained: dict[str, Path], kind: str
-) -> None:
+def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, kind):
     found = proven(trained[kind] / STEP)
     assert found.is_equal and found.causes == () and found.first_difference is None
     assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
@@ -195,9 +193,7 @@ def copied(run_dir: Path, target: Path) -> Path:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_broken_export_is_refused_with_the_right_word(
-    trained: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_a_broken_export_is_refused_with_the_right_word(trained, tmp_path, name):
     kind, spoil, word = SPOILED[name]
     checkpoint = copied(trained[kind], tmp_path / "run")
     spoil(checkpoint / "huggingface")
@@ -213,9 +209,7 @@ def test_a_broken_export_is_refused_with_the_right_word(
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_export_that_was_written_wrong_is_found_by_its_loss(
-    trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path):
     """As a fault of the program would leave it: the manifest says what stands there."""
     checkpoint = copied(trained["full"], tmp_path / "run")
     tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(checkpoint / "huggingface")
@@ -234,7 +228,7 @@ def test_an_export_that_was_written_wrong_is_found_by_its_loss(
     assert found.first_difference is not None
 
 
-def test_nothing_to_compare_with_is_said(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_nothing_to_compare_with_is_said(trained, tmp_path):
     with pytest.raises(ConfigError, match="no validation at step 2"):
         prove_serving(trained["full"] / "global_step_2", engine="transformers", python="")
     checkpoint = copied(trained["full"], tmp_path / "run")

@@ -78,7 +78,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path: Path) -> None:
+def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path):
     source = write_model_config(tmp_path)
     assert run_ranks(train_with_own_metrics, 2, tmp_path / "own", source) == [0, 0]
     found = rows(tmp_path / "own")
@@ -106,7 +106,7 @@ def train_slowly(world: World, run_dir: Path, source: Any) -> int:
 
 
 @pytest.mark.covers("S0.6", "S0.26:C", "S0.31")
-def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -> None:
+def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path):
     assert run_ranks(train_slowly, 2, tmp_path / "run", write_model_config(tmp_path)) == [0, 0]
     first, second, third = rows(tmp_path / "run")
     assert "time/train/slowest_rank" not in first, "no packet has brought the ranks' times yet"
@@ -152,7 +152,7 @@ def train_noting_norms(
     return squares, sum(weights.values()), [row for _, row in run.tracking.rows]
 
 
-def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path: Path) -> None:
+def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path):
     """On one rank, sharded over two, and replicated on two."""
     source, key = write_model_config(tmp_path), "optim/grad_norm/"
     told = {}
@@ -185,7 +185,7 @@ def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_p
         assert told[name] == pytest.approx(told["one"], rel=1e-5)
 
 
-def test_a_term_of_the_loss_has_a_metric_of_its_own(tmp_path: Path) -> None:
+def test_a_term_of_the_loss_has_a_metric_of_its_own(tmp_path):
     run_ranks(train_with_z_loss, 2, tmp_path / "run", write_model_config(tmp_path))
     for row in rows(tmp_path / "run"):
         trained = row["train/loss"] + 0.01 * row["train/objective/z"]

@@ -191,9 +191,7 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
 
 
 @pytest.mark.covers("S2.36:C", "S2.41:C")
-def test_a_poisoned_batch_is_undone_and_not_seen_again(
-    rolled_back: tuple[Path, Outcome], clean: Outcome
-) -> None:
+def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back, clean):
     require_undone(*rolled_back, clean)
     assert clean.steps == tuple(range(1, NUM_STEPS + 1)) and clean.last_loss == pytest.approx(
         math.log(8), rel=0.02
@@ -201,16 +199,14 @@ def test_a_poisoned_batch_is_undone_and_not_seen_again(
 
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
-def test_two_ranks_undo_it_together_wherever_it_came_from(
-    source: Any, begun: Path, clean: Outcome, fault: str
-) -> None:
+def test_two_ranks_undo_it_together_wherever_it_came_from(source, begun, clean, fault):
     found = only(run_ranks(train, 2, begun, source, fault, "rollback", timeout_s=240))
     assert found.steps[0] == BEGUN + 1
     require_undone(begun, found, clean)
 
 
 @pytest.mark.covers("S2.41:C")
-def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcome]) -> None:
+def test_the_evidence_names_the_poisoned_samples(rolled_back):
     run_dir, _ = rolled_back
     evidence = json.loads((run_dir / "evidence" / f"step_{BAD_STEP}.json").read_text())
     worst = evidence["samples"]
@@ -222,7 +218,7 @@ def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcom
     )
 
 
-def test_a_severe_update_can_be_left_out_by_the_device(source: Any, begun: Path) -> None:
+def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
     found = only(run_ranks(train, 2, begun, source, "rank", "skip", timeout_s=240))
     assert (
         found.exit_code == EXIT_DONE
@@ -231,15 +227,15 @@ def test_a_severe_update_can_be_left_out_by_the_device(source: Any, begun: Path)
     )
 
 
-def test_a_severe_step_can_stop_the_run(source: Any, begun: Path) -> None:
+def test_a_severe_step_can_stop_the_run(source, begun):
     found = only(run_ranks(train, 2, begun, source, "batch", "stop", timeout_s=240))
     assert found.exit_code == EXIT_DIVERGED and found.steps[-1] == BAD_STEP
 
 
 @pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", "/.corrupt_global_step_200"])
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
-    source: Any, begun: Path, rolled_back: tuple[Path, Outcome], kill_at: str
-) -> None:
+    source, begun, rolled_back, kill_at
+):
     """Before its first word is on the disk the rollback is decided again; after it the next
     start carries it out.
     """

@@ -42,9 +42,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(
-    scene: Scene, tmp_path: Path, mode: str
-) -> None:
+def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene, tmp_path, mode):
     """Half of a sample of the operations fails in each mode (of all with `pytest --full`); every
     second save is good.
 
@@ -148,8 +146,8 @@ def recipe_of(mode: str) -> Recipe:
     ],
 )
 def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
-    source: Any, tmp_path: Path, mode: str, label: str
-) -> None:
+    source, tmp_path, mode, label
+):
     """When it goes on, late, it learns that its save was given up, and the next one is good."""
     run_dir, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
@@ -175,8 +173,8 @@ def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
-    source: Any, tmp_path: Path, mode: str
-) -> None:
+    source, tmp_path, mode
+):
     """Only it knows whether there is a checkpoint, so the others cannot go on; they end to be
     started again.
     """

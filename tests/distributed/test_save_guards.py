@@ -64,7 +64,7 @@ def nothing(world: Any, operation: Operation, run_dir: Path) -> None:
     pass
 
 
-def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_path: Path) -> None:
+def test_every_file_and_directory_is_synced_before_the_commit(source, tmp_path):
     logs = [log for log, _ in run_ranks(save_watched, 2, tmp_path / "run", source, nothing)]
     rename = next(
         i
@@ -95,8 +95,8 @@ def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
 
 
 def test_a_run_that_was_taken_over_commits_nothing_and_leaves_the_save_of_the_other(
-    source: Any, tmp_path: Path
-) -> None:
+    source, tmp_path
+):
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, take_over):
         assert "another run has taken over" in error
     assert layout.checkpoints(tmp_path / "run") == []
@@ -108,7 +108,7 @@ def remove_lock(world: Any, operation: Operation, run_dir: Path) -> None:
         (run_dir / LOCK).unlink()
 
 
-def test_a_run_whose_lock_file_was_removed_saves_on(source: Any, tmp_path: Path) -> None:
+def test_a_run_whose_lock_file_was_removed_saves_on(source, tmp_path):
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, remove_lock):
         assert error == ""
     assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
@@ -146,9 +146,7 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     return told
 
 
-def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(
-    source: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for told in run_ranks(settle_and_roll_back, 2, run_dir, source):
@@ -164,9 +162,7 @@ def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> No
 
 
 @pytest.mark.covers("S3.53")
-def test_a_file_shorter_than_its_rank_reported_is_not_committed(
-    source: Any, tmp_path: Path
-) -> None:
+def test_a_file_shorter_than_its_rank_reported_is_not_committed(source, tmp_path):
     for _, error in run_ranks(
         save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report
     ):
@@ -184,7 +180,7 @@ def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:
         time.sleep(2.2)
 
 
-def test_a_save_past_its_deadline_is_not_committed(source: Any, tmp_path: Path) -> None:
+def test_a_save_past_its_deadline_is_not_committed(source, tmp_path):
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, dawdle, save_timeout_s=2):
         assert "save took longer than" in error
     assert layout.checkpoints(tmp_path / "run") == []
@@ -196,7 +192,7 @@ def fall_silent(world: Any, operation: Operation, run_dir: Path) -> None:
         time.sleep(4.5)
 
 
-def test_a_silent_rank_fails_the_save_on_all_and_is_named(source: Any, tmp_path: Path) -> None:
+def test_a_silent_rank_fails_the_save_on_all_and_is_named(source, tmp_path):
     errors = [
         error
         for _, error in run_ranks(

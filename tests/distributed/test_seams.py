@@ -83,7 +83,7 @@ def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Resu
     ]
 
 
-def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: Path) -> None:
+def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path):
     source = write_model_config(tmp_path)
     whole = run_ranks(train, 2, tmp_path / "straight", source)[0]
     stopped, again = (
@@ -198,7 +198,7 @@ def train_averaged(
     return sorted(result.losses), averages, lines
 
 
-def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Path) -> None:
+def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path):
     source = write_model_config(tmp_path)
     straight = run_ranks(train_averaged, 2, tmp_path / "straight", source)
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
@@ -212,9 +212,7 @@ def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Path) -> No
     ("before", "after", "async_save"),
     [(2, 2, True), (2, 1, True), (2, 1, False), (1, 2, False), (3, 2, False)],
 )
-def test_a_sharded_part_continues_on_any_number_of_ranks(
-    tmp_path: Path, before: int, after: int, async_save: bool
-) -> None:
+def test_a_sharded_part_continues_on_any_number_of_ranks(tmp_path, before, after, async_save):
     """Steps 3 and 4 change the averages, within rounding alike on another number of ranks."""
     source = write_model_config(tmp_path)
     settings = {"kind": Sharded, "async_save": async_save, "save_freq": 1}
@@ -240,25 +238,21 @@ def test_a_sharded_part_continues_on_any_number_of_ranks(
         (ShardedWithCount, "'num_steps' is a int"),
     ],
 )
-def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(
-    tmp_path: Path, kind: type[WeightAverage], text: str
-) -> None:
+def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp_path, kind, text):
     source = write_model_config(tmp_path)
     with pytest.raises(AssertionError, match=f"part 'average' cannot be saved: {text}"):
         run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=kind)
     assert not layout.checkpoints(tmp_path / "run")
 
 
-def test_on_one_rank_no_state_differs(tmp_path: Path) -> None:
+def test_on_one_rank_no_state_differs(tmp_path):
     source = write_model_config(tmp_path)
     ((steps, *_),) = run_ranks(train_averaged, 1, tmp_path / "alone", source, kind=Undeclared)
     assert steps == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {"fsdp_size": 1})])
-def test_a_part_of_each_rank_is_not_given_to_other_ranks(
-    tmp_path: Path, num_ranks: int, changes: dict[str, Any]
-) -> None:
+def test_a_part_of_each_rank_is_not_given_to_other_ranks(tmp_path, num_ranks, changes):
     source = write_model_config(tmp_path)
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
     text = r"state of the part 'average' for each of its 2 ranks \(fsdp 2\)"
@@ -269,8 +263,8 @@ def test_a_part_of_each_rank_is_not_given_to_other_ranks(
 
 
 def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_says_so(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = write_model_config(tmp_path)
     run_ranks(train_averaged, 1, tmp_path / "run", source, 2, kind=None)
     ((steps, _, lines),) = run_ranks(train_averaged, 1, tmp_path / "run", source)

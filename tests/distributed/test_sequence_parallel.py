@@ -107,7 +107,7 @@ def evidence(world: World, directory: Path) -> Any:
     return samples, sum(sent), own, whole
 
 
-def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path: Path) -> None:
+def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
     """Two ranks; four, of which each holds a copy of the parameters. Nothing that leaks passes
     the self-check.
     """
@@ -143,7 +143,7 @@ def continued(world: World, run_dir: Path, source: Any, total_steps: int) -> Res
     return run(world, run_dir, source, Recipe(total_steps=total_steps, save_freq=2), max_samples=2)
 
 
-def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path):
     source = write_model_config(tmp_path / "model")
     (straight, again), *_ = run_ranks(interrupted, 2, tmp_path, source, sequence_size=2)
     assert again.start_step == 2 and again.losses == {
@@ -186,8 +186,8 @@ def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_split_is_refused_by_its_config_alone(
-    tmp_path: Path, size: int, family: str, settings: dict[str, Any], reason: str
-) -> None:
+    tmp_path, size, family, settings, reason
+):
     source = write_model_config(tmp_path, family)
     config = model_config(ulysses_sequence_parallel_size=size, **settings)
     with pytest.raises(ConfigError, match=reason):
@@ -198,7 +198,7 @@ def test_what_cannot_be_split_is_refused_by_its_config_alone(
     )
 
 
-def test_ranks_together_take_documents_longer_than_one_takes() -> None:
+def test_ranks_together_take_documents_longer_than_one_takes():
     words = [
         "data.max_token_len_per_gpu=1024",
         "data.max_length=2048",

@@ -106,8 +106,8 @@ def adds_up(
 
 
 def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     write_sources(tmp_path)
     inputs = inputs_of(tmp_path)
     source = write_model_config(tmp_path / "model", vocab_size=len(inputs.tokenizer))

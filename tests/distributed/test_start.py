@@ -42,7 +42,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
 
 
 @pytest.mark.covers("S3.30")
-def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
     for error in run_ranks(start_unseen, 3, tmp_path / "run"):
         assert "ranks [1] do not see what rank 0 writes" in error
     assert not list((tmp_path / "run").glob(".staging*"))
@@ -58,17 +58,15 @@ def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
 
 
 @pytest.mark.covers("S3.25:C")
-def test_a_full_disk_is_refused_with_numbers_before_the_first_step(
-    tmp_path: Path, source: Any
-) -> None:
+def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, source):
     for error in run_ranks(start_on_full_disk, 2, tmp_path / "run", source):
         assert "a checkpoint needs 1." in error and "0.977 KiB are free" in error
     assert layout.checkpoints(tmp_path / "run") == []
 
 
 def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_complete(
-    tmp_path: Path, source: Any
-) -> None:
+    tmp_path, source
+):
     run_dir = tmp_path / "run"
     whole = run_ranks(run, 2, run_dir, source, Recipe())[0]
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
@@ -105,7 +103,7 @@ def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("total_steps", [0, 99])
-def test_why_this_checkpoint_is_said_once(tmp_path: Path, source: Any, total_steps: int) -> None:
+def test_why_this_checkpoint_is_said_once(tmp_path, source, total_steps):
     """Before and under the lock the choice is made alike; a person at the log needs to read it
     once.
     """
@@ -115,9 +113,7 @@ def test_why_this_checkpoint_is_said_once(tmp_path: Path, source: Any, total_ste
     assert said and len(said) == len(set(said)), said
 
 
-def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(
-    tmp_path: Path, source: Any
-) -> None:
+def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path, source):
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
     named = tmp_path / "run" / "global_step_4"
     assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 0)]
@@ -137,9 +133,7 @@ def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> An
     return run(world, run_dir, source, Recipe(), stop=StopsAfter(stop_after + 1), **changes)
 
 
-def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(
-    tmp_path: Path, source: Any
-) -> None:
+def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(tmp_path, source):
     def validated(result: Any) -> dict[int, float]:
         return {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
 
@@ -159,7 +153,7 @@ def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
     return run(world, run_dir, source, Recipe(), stop=stop)
 
 
-def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(tmp_path: Path, source: Any) -> None:
+def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(tmp_path, source):
     for result in run_ranks(run_for_no_time, 2, tmp_path / "run", source):
         assert (result.exit_code, set(result.losses)) == (EXIT_RESUMABLE, {1})
     chosen = choice.select(tmp_path / "run").chosen

@@ -38,8 +38,8 @@ def straight(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_resumed_run_exports_what_an_uninterrupted_one_does(
-    straight: tuple[Path, Any], source: ModelSource, tmp_path: Path, num_ranks: int
-) -> None:
+    straight, source, tmp_path, num_ranks
+):
     run_dir, whole = straight
     begun(run_dir, tmp_path / "run", 2)
     resumed = run_ranks(run, num_ranks, tmp_path / "run", source, FOUR_STEPS)[0]
@@ -53,9 +53,7 @@ def test_a_resumed_run_exports_what_an_uninterrupted_one_does(
     assert num_ranks != 2 or ours == theirs
 
 
-def test_an_export_afterwards_needs_the_checkpoint_alone(
-    source: ModelSource, tmp_path: Path
-) -> None:
+def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
     """Whether the save exported the weights or not; the source is gone."""
     own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(ModelSource(own.path))
@@ -91,18 +89,14 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(
     }
 
 
-def test_other_parts_that_are_damaged_are_refused(
-    straight: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_other_parts_that_are_damaged_are_refused(straight, tmp_path):
     checkpoint = begun(straight[0], tmp_path / "run", 4) / "global_step_4"
     flip(checkpoint / "huggingface" / OTHER_PARTS)
     with pytest.raises(ConfigError, match=f"is damaged: huggingface/{OTHER_PARTS} changed"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
 
 
-def test_the_digest_covers_every_byte_that_passes_through(
-    source: ModelSource, tmp_path: Path
-) -> None:
+def test_the_digest_covers_every_byte_that_passes_through(source, tmp_path):
     changed = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(source)
     assert whole is not None

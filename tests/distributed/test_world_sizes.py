@@ -80,9 +80,7 @@ def load_all(
 @pytest.mark.parametrize(
     ("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), *HYBRID]
 )
-def test_every_checkpoint_loads_bit_equal(
-    saved: dict[str, tuple[Path, Result]], source: Any, world_size: int, fsdp_size: int
-) -> None:
+def test_every_checkpoint_loads_bit_equal(saved, source, world_size, fsdp_size):
     run_dirs = [run_dir for run_dir, _ in saved.values()]
     loaded = run_ranks(load_all, world_size, run_dirs, source, fsdp_size=fsdp_size)[0]
     for (name, (_, truth)), (parameters, moments) in zip(saved.items(), loaded, strict=True):
@@ -91,9 +89,7 @@ def test_every_checkpoint_loads_bit_equal(
 
 
 @pytest.mark.parametrize("first", short_or_full((4,), full=(1, 2, 4, 8)))
-def test_the_same_samples_follow_on_any_number_of_ranks(
-    saved: dict[str, tuple[Path, Result]], source: Any, first: int, tmp_path: Path
-) -> None:
+def test_the_same_samples_follow_on_any_number_of_ranks(saved, source, first, tmp_path):
     """From 2 steps on `first` ranks through 3 ranks and back: losses as on one rank throughout,
     within rounding.
     """
@@ -132,7 +128,7 @@ def memory_of_loading(world: Any, run_dir: Path, source: Any) -> tuple[int, int]
     return state_bytes, anonymous_memory_bytes() - before
 
 
-def test_loading_maps_the_files_and_keeps_nothing_of_them(tmp_path: Path) -> None:
+def test_loading_maps_the_files_and_keeps_nothing_of_them(tmp_path):
     """16 MiB of parameters on 2 ranks, loaded by 3: no rank holds more than its own part
     afterwards.
     """

@@ -42,7 +42,7 @@ def cwd(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: str) -> None:
+def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
     """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same
     with closed streams.
     """

@@ -72,8 +72,8 @@ def runs(recipe: list[str], tmp_path: Path) -> Callable[[str], Runs]:
 
 
 def test_a_sound_machine_is_found_sound_and_the_run_is_not_touched(
-    recipe: list[str], temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    recipe, temporary, tmp_path, capfd
+):
     assert doctor.main(["2", "--run", *recipe, "--json"]) == 0
     said = json.loads(capfd.readouterr().out)
     found = {one["check"]: one for one in said["checks"]}
@@ -87,7 +87,7 @@ def test_a_sound_machine_is_found_sound_and_the_run_is_not_touched(
     assert processes_of(tmp_path) == []
 
 
-def test_a_gradient_that_is_lost_on_one_rank_is_found(runs: Callable[[str], Runs]) -> None:
+def test_a_gradient_that_is_lost_on_one_rank_is_found(runs):
     """The self-check compares two computations on the same ranks, and both lack the gradient."""
     broken = runs(LOST_GRADIENT)
     assert training.check_training(broken).level == "ok"
@@ -96,8 +96,8 @@ def test_a_gradient_that_is_lost_on_one_rank_is_found(runs: Callable[[str], Runs
 
 
 def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(
-    runs: Callable[[str], Runs],
-) -> None:
+    runs,
+):
     found = training.check_resume(runs(RANDOM_SUMS))
     assert (
         found.level == "fail"
@@ -106,17 +106,17 @@ def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(
     )
 
 
-def test_a_run_that_continues_differently_is_found(runs: Callable[[str], Runs]) -> None:
+def test_a_run_that_continues_differently_is_found(runs):
     found = training.check_resume(runs(WRONG_AFTER_RESUME))
     assert found.level == "fail" and "differs from a straight one, first at step 1" in found.what
 
 
 def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
-    runs: Callable[[str], Runs],
-    recipe: list[str],
-    temporary: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    runs,
+    recipe,
+    temporary,
+    capfd,
+):
     runs(CRASH)
     assert doctor.main(["2", "--run", *recipe]) == 1
     out = capfd.readouterr().out
@@ -126,18 +126,14 @@ def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
     assert "the card fell off the bus" in out and list(temporary.iterdir()) == []
 
 
-def test_what_fails_before_training_keeps_it_from_starting(
-    recipe: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_before_training_keeps_it_from_starting(recipe, temporary, capfd):
     assert doctor.main(["2", "--run", *recipe, "model.partial_pretrain=./gone"]) == 1
     assert (
         capfd.readouterr().out.endswith(f"{', '.join(LINES)}\n") and list(temporary.iterdir()) == []
     )
 
 
-def test_a_signal_ends_the_runs_and_removes_them(
-    recipe: list[str], temporary: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
     command = [sys.executable, "-m", "trainer.cli.doctor", "2", "--run", *recipe]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(temporary))
@@ -154,9 +150,7 @@ def test_a_signal_ends_the_runs_and_removes_them(
     assert processes_of(tmp_path) == [] and list(temporary.iterdir()) == []
 
 
-def test_several_machines_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_machines_are_refused(monkeypatch, capsys):
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}.items():
         monkeypatch.setenv(name, value)
     assert doctor.main(["2", "--run"]) == 2
@@ -167,8 +161,8 @@ def test_several_machines_are_refused(
     ("words", "expected"), [([], True), (["trainer.deterministic=false"], False)]
 )
 def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
-    words: list[str], expected: bool, tmp_path: Path
-) -> None:
+    words, expected, tmp_path
+):
     runs = Runs(words, 2, tmp_path, is_on_gpu=True, planned_gib=lambda *_: 1.0)
     assert runs.config.trainer.deterministic == expected
 
@@ -217,35 +211,29 @@ def rows(loss: float = 2.0, *, norm: float = 1.0, rss_gib: float = 1.0) -> list[
         (float("nan"), 1.0, "fail"),
     ],
 )
-def test_packed_documents_that_see_each_other_are_found(
-    tmp_path: Path, loss: float, norm: float, level: str
-) -> None:
+def test_packed_documents_that_see_each_other_are_found(tmp_path, loss, norm, level):
     made = MadeRuns(tmp_path, rows(), {"alone": rows(loss, norm=norm)})
     assert training.check_packing(made).level == level
 
 
 @pytest.mark.parametrize(("loss", "level"), [(2.003, "ok"), (2.005, "fail"), (8.0, "fail")])
-def test_in_bfloat16_four_times_its_rounding_is_allowed(
-    tmp_path: Path, loss: float, level: str
-) -> None:
+def test_in_bfloat16_four_times_its_rounding_is_allowed(tmp_path, loss, level):
     others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
     made = MadeRuns(tmp_path, rows(), others, "model.fsdp_config.param_dtype=bfloat16")
     assert training.check_ranks(made).level == level
 
 
-def test_a_model_that_does_not_fit_one_rank_is_not_compared(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_one_rank_is_not_compared(tmp_path):
     assert training.check_ranks(MadeRuns(tmp_path, rows(), {})).level == "skip"
 
 
 @pytest.mark.parametrize(("planned_gib", "level"), [(1.5, "ok"), (0.95, "warn"), (0.5, "fail")])
-def test_more_memory_than_planned_is_found(tmp_path: Path, planned_gib: float, level: str) -> None:
+def test_more_memory_than_planned_is_found(tmp_path, planned_gib, level):
     made = MadeRuns(tmp_path, rows(), {}, planned_gib=planned_gib)
     assert training.check_memory(made).level == level
 
 
-def test_a_run_that_lost_its_checkpoint_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lost_its_checkpoint_is_found(tmp_path, monkeypatch):
     made = MadeRuns(tmp_path, rows(), {})
     monkeypatch.setattr(
         made, "train_killed", lambda: KilledRun(tmp_path / "killed", saved_before=4, resumed_from=0)
@@ -256,7 +244,7 @@ def test_a_run_that_lost_its_checkpoint_is_found(
     assert training.check_resume(made).level == "skip"
 
 
-def test_the_speed_is_that_of_the_median_step(tmp_path: Path) -> None:
+def test_the_speed_is_that_of_the_median_step(tmp_path):
     found = rows()
     found[5]["throughput/train/tokens_per_s"] = 1.0
     assert "100 tokens/s" in training.check_speed(MadeRuns(tmp_path, found, {})).what

@@ -61,7 +61,7 @@ def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.covers("S0.29", "S0.34", "S4.40")
-def test_a_run_logs_what_the_table_promises_and_nothing_else(watched: Path) -> None:
+def test_a_run_logs_what_the_table_promises_and_nothing_else(watched):
     rows = read_metrics(watched / "metrics.jsonl")
     columns = {"step", "attempt", "kind", "ts", "nonfinite"}
     logged = {key for row in rows for key in row} - columns
@@ -74,7 +74,7 @@ def test_a_run_logs_what_the_table_promises_and_nothing_else(watched: Path) -> N
 
 
 @pytest.mark.covers("S0.6", "S0.26:C")
-def test_phases_close_within_two_per_cent(watched: Path) -> None:
+def test_phases_close_within_two_per_cent(watched):
     rows = [row for row in read_metrics(watched / "metrics.jsonl") if row["kind"] == "train"]
     for row in rows:
         total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
@@ -91,7 +91,7 @@ def test_phases_close_within_two_per_cent(watched: Path) -> None:
     )
 
 
-def test_a_run_leaves_report_events_heartbeats_and_traces(watched: Path) -> None:
+def test_a_run_leaves_report_events_heartbeats_and_traces(watched):
     assert "<html" in (watched / "report.html").read_text()[:300].lower()
     kinds = [
         json.loads(line)["kind"] for line in (watched / "events.jsonl").read_text().splitlines()
@@ -104,7 +104,7 @@ def test_a_run_leaves_report_events_heartbeats_and_traces(watched: Path) -> None
         assert {span["name"] for span in spans} >= {"data", "forward", "backward", "optimizer"}
 
 
-def test_the_commands_read_a_real_run(watched: Path) -> None:
+def test_the_commands_read_a_real_run(watched):
     report = tool("report", str(watched))
     assert report.returncode == 0 and f"steps {NUM_STEPS} of {NUM_STEPS}" in report.stdout, (
         report.stderr

@@ -170,9 +170,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_command_of_a_page_is_executed_or_says_what_it_needs(
-    page: Path, reader: Reader
-) -> None:
+def test_every_command_of_a_page_is_executed_or_says_what_it_needs(page, reader):
     reader.write_files()
     text = page.read_text()
     for name, content in SAVED_FILE.findall(text):
@@ -191,9 +189,7 @@ def test_every_command_of_a_page_is_executed_or_says_what_it_needs(
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks_of(page.read_text(), "python")], ids=lambda p: p.stem
 )
-def test_the_python_of_a_page_runs(
-    page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_of_a_page_runs(page, reader, monkeypatch):
     reader.write_files()
     monkeypatch.setattr(api, "train", reader.train)
     for number, block in enumerate(blocks_of(page.read_text(), "python")):

@@ -55,7 +55,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     "S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15"
 )
 @pytest.mark.covers("S3.55:C", "S3.57:C")
-def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
+def test_first_run_says_what_it_does(straight):
     run_dir, output = straight
     for text in (
         "start       2 ranks on CPU",
@@ -91,7 +91,7 @@ def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     ]
 
 
-def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> None:
+def test_finished_run_is_left_alone(straight, cache):
     run_dir, _ = straight
     before = snapshot(run_dir)
     again = run(run_dir.parent.parent.parent, 1, cache, *SMALL)
@@ -99,7 +99,7 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
     assert snapshot(run_dir) == before
 
 
-def test_a_checkpoint_takes_the_disk_that_was_planned(straight: tuple[Path, str]) -> None:
+def test_a_checkpoint_takes_the_disk_that_was_planned(straight):
     config = load_config([*SMALL, "trainer.device=cpu"])
     disk = plan_disk(config, plan_memory(config, 2))
     files = [
@@ -151,9 +151,7 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.covers("S3.27", "S3.29")
-def test_kill_9_then_the_same_command(
-    straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path
-) -> None:
+def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
 
     With `pytest --full` killed twice more, at random moments; those of test_kills.py are without
@@ -197,9 +195,7 @@ def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]
 
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_continue_on_other_ranks(
-    straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path, num_ranks: int
-) -> None:
+def test_continue_on_other_ranks(straight, killed, cache, tmp_path, num_ranks):
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     code, output = forked(run_dir, num_ranks, cache, *SMALL)
@@ -212,9 +208,7 @@ def test_continue_on_other_ranks(
 
 
 @pytest.mark.covers("S3.16", "S3.26")
-def test_signal_saves_and_leaves_with_75(
-    straight: tuple[Path, str], cache: str, tmp_path: Path
-) -> None:
+def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
     """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir, saved = run_dir_of(tmp_path), 0
@@ -246,9 +240,7 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(
-    cache: str, tmp_path: Path
-) -> None:
+def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
     """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs
     is still found.
     """
@@ -291,9 +283,7 @@ def nodes() -> dict[str, str]:
     return {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-def test_two_machines_are_one_run(
-    straight: tuple[Path, str], nodes: dict[str, str], cache: str, tmp_path: Path
-) -> None:
+def test_two_machines_are_one_run(straight, nodes, cache, tmp_path):
     """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
     with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
@@ -303,9 +293,7 @@ def test_two_machines_are_one_run(
     assert ours == curve(straight[0], "train/loss")
 
 
-def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(
-    nodes: dict[str, str], cache: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(nodes, cache, tmp_path):
     """NCCL's watchdog ends a rank with SIGABRT where gloo raises an error."""
     words = (cache, *SMALL, "trainer.total_training_steps=4000", "trainer.save_freq=1000")
     run_dir = run_dir_of(tmp_path)
@@ -324,7 +312,7 @@ def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(
     assert "resume with the same command" in output
 
 
-def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:
+def test_cannot_write_is_73(cache, tmp_path):
     (tmp_path / "file").write_text("")
     failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
     assert (
@@ -334,7 +322,7 @@ def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:
     )
 
 
-def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
+def test_bad_rows_are_65_and_named(cache, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
         b'{"messages": \n\xff\xfe\n'
@@ -351,7 +339,7 @@ def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
 
 @pytest.mark.covers("S0.30", "S3.15", "S3.17", "S3.24")
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
-def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
+def test_gsm8k_falls_and_keeps_two(cache, tmp_path):
     run_dir = tmp_path / "gsm"
     code, output = forked(
         run_dir,
@@ -379,7 +367,7 @@ def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S0.5", "S3.11", "S3.13", "S3.23")
-def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: Path) -> None:
+def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """

@@ -249,7 +249,7 @@ def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.covers("S3.23")
-def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
+def test_export_generates_in_vllm(jobs, served):
     """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training
     made certain.
     """
@@ -269,9 +269,7 @@ def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[
     assert theirs["finish_reason"] == "stop", "the model did not learn to end its turn"
 
 
-def test_evaluate_scores_what_vllm_wrote(
-    jobs: dict[str, dict[str, Any]], served: dict[str, Any], root: Path
-) -> None:
+def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
     """The rate is the share of held-out tasks that a plain exec finds solved; random tokens
     solve none.
     """
@@ -299,9 +297,7 @@ def is_solved(completion: str, check: str) -> bool:
         return False
 
 
-def test_a_sample_that_fills_the_model_is_proven(
-    jobs: dict[str, dict[str, Any]], served: dict[str, Any]
-) -> None:
+def test_a_sample_that_fills_the_model_is_proven(jobs, served):
     """vLLM writes a token more, for which the model has no place."""
     model = AutoModelForCausalLM.from_pretrained(jobs["longest"]["model"], dtype=torch.float32)
     assert served["longest"]["sums"] == pytest.approx(
@@ -311,8 +307,8 @@ def test_a_sample_that_fills_the_model_is_proven(
 
 @pytest.mark.parametrize("name", (*FAMILIES, WHOLE))
 def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transformers(
-    jobs: dict[str, dict[str, Any]], served: dict[str, Any], name: str
-) -> None:
+    jobs, served, name
+):
     export, ids = jobs[name]["model"], jobs[name]["ids"]
     auto: Any = AutoModelForMultimodalLM if name == WHOLE else AutoModelForCausalLM
     expected, before = (
@@ -323,9 +319,7 @@ def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transform
     assert served[name]["model"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_adapter_and_its_merged_model_serve_what_was_trained(
-    jobs: dict[str, dict[str, Any]], served: dict[str, Any]
-) -> None:
+def test_an_adapter_and_its_merged_model_serve_what_was_trained(jobs, served):
     """vLLM gives a text the probability that transformers with peft gives it, and without the
     adapter another.
     """

@@ -32,9 +32,7 @@ def saves(fake_runs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(
-    saves: Any, name: str
-) -> None:
+def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(saves, name):
     """Whether all is finite is known before a thread writes it: a copy in host memory, page-locked
     where it comes from a card.
     """
@@ -47,7 +45,7 @@ def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(
 
 
 @pytest.mark.parametrize("name", ON_CARD)
-def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Any, name: str) -> None:
+def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves, name):
     """Parameters and two moments, a step for each tensor; what is no copy of a snapshot is a
     batch or its sums.
     """
@@ -72,9 +70,7 @@ def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Any,
 
 
 @pytest.mark.parametrize("name", ON_CARD)
-def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(
-    saves: Any, name: str
-) -> None:
+def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(saves, name):
     in_thread = [call for call in saves(name)["calls"] if call["thread"] == "checkpoint"]
     ready = _copied(saves(name))
     seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
@@ -104,8 +100,8 @@ def _copied(save: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("name", [name for name in ON_CARD if name != "replicas, bfloat16"])
 def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer(
-    saves: Any, name: str
-) -> None:
+    saves, name
+):
     calls = saves(name)["calls"]
     updates = [index for index, call in enumerate(calls) if call["name"] == "update"]
     for event in _copied(saves(name)):
@@ -126,14 +122,14 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
     assert max(copies[: len(copies) // 2]) < wrote[0] < min(copies[len(copies) // 2 :]) < wrote[1]
 
 
-def test_offloaded_state_is_copied_by_the_host_alone(saves: Any) -> None:
+def test_offloaded_state_is_copied_by_the_host_alone(saves):
     assert [copy for copy in saves("offload")["copies"] if "snapshot.py" in copy["where"]] == []
     checks = [copy for copy in saves("offload")["copies"] if "_is_finite" in copy["where"]]
     assert len(checks) == 2, "one number a save, not one for each tensor"
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_on_cpu_tensors_is_that_of_cuda_tensors(fake_runs: Any, name: str) -> None:
+def test_a_plan_on_cpu_tensors_is_that_of_cuda_tensors(fake_runs, name):
     """In every phase, but for the batch itself."""
     case = PLANS[name]
     plan = fake_runs(kind="plan", **case)

@@ -86,7 +86,7 @@ def collectives(step: dict[str, Any], kind: str, **wanted: Any) -> list[dict[str
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WAITS])
-def test_no_operation_waits_for_the_device(steps: Any, name: str) -> None:
+def test_no_operation_waits_for_the_device(steps, name):
     step = steps(name)
     assert step["is_packed"] and step["num_micro_batches"] == 2
     assert step["reads"] == {} and step["waits"] == {}
@@ -97,7 +97,7 @@ def test_no_operation_waits_for_the_device(steps: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "two share", "replicas", "lora", "offload"])
-def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Any, name: str) -> None:
+def test_what_a_step_is_handed_comes_from_page_locked_memory(steps, name):
     """The batch does; the handful of numbers that goes into the sum over ranks does not."""
     to_card = [copy for copy in steps(name)["copies"] if copy["way"] == "cpu to cuda"]
     assert (
@@ -111,8 +111,8 @@ def test_what_a_step_is_handed_comes_from_page_locked_memory(steps: Any, name: s
 
 
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
-    steps: Any,
-) -> None:
+    steps,
+):
     """As docs/gpu.md and the plan say: few large ones are better."""
     back = [
         copy
@@ -127,7 +127,7 @@ def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_fir
     }
 
 
-def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Any) -> None:
+def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
     """Float32 shards of the layers twice in each micro-batch, all else once, and gradients
     back: what `plan` counts.
     """
@@ -145,7 +145,7 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Any) -> None:
     }
 
 
-def test_inputs_of_layers_go_and_come_beside_the_step(steps: Any) -> None:
+def test_inputs_of_layers_go_and_come_beside_the_step(steps):
     """Three layers and two micro-batches: the last layer's input is still there when the
     backward pass begins.
     """
@@ -158,13 +158,13 @@ def test_inputs_of_layers_go_and_come_beside_the_step(steps: Any) -> None:
     }
 
 
-def test_a_value_that_the_host_reads_is_found(steps: Any) -> None:
+def test_a_value_that_the_host_reads_is_found(steps):
     (where,) = steps("reads")["reads"]
     assert where.startswith("aten._local_scalar_dense.default at trainer/train/step.py:accumulate")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_ranks_tell_each_other_is_one_sum(steps: Any, name: str) -> None:
+def test_what_ranks_tell_each_other_is_one_sum(steps, name):
     sums = [c for c in steps(name)["collectives"] if c["dtype"] == "float64"]
     assert [(c["kind"], c["ranks"]) for c in sums] == [
         ("allreduce", CASES[name].get("num_ranks", 8))
@@ -174,9 +174,7 @@ def test_what_ranks_tell_each_other_is_one_sum(steps: Any, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3", "untied", "recompute", "replicas", "qwen3_moe", "lora", "compiled"]
 )
-def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(
-    steps: Any, name: str
-) -> None:
+def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(steps, name):
     step = steps(name)
     assert {c["dtype"] for c in collectives(step, "allgather_base")} == {"bfloat16"}
     assert {c["dtype"] for c in collectives(step, "reduce_scatter_base")} == {"float32"}
@@ -186,7 +184,7 @@ def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(
 @pytest.mark.parametrize(
     "name", ["qwen3", "untied", "recompute", "qwen3_moe", "lora", "compiled", "two share"]
 )
-def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Any, name: str) -> None:
+def test_each_micro_batch_moves_what_was_computed_by_hand(steps, name):
     """Layers are gathered for the forward and again for the backward pass, embeddings and head
     once; all gradients are reduced once, those of adapters alone where there are any. Counts are
     those of the toy models: every size divides by 8 ranks.
@@ -208,8 +206,8 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Any, name: str)
     [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)],
 )
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
-    steps: Any, name: str, size: int, num_forward: int
-) -> None:
+    steps, name, size, num_forward
+):
     """4 query heads and 2 for keys and values of 64, T positions of which a rank holds T_own: each
     layer sends queries, keys and values of T_own positions and all heads, and outputs of all
     positions and its share of heads; the backward pass their gradients, the other way round. Each
@@ -227,14 +225,14 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
 
 
 @pytest.mark.parametrize("name", ["compiled", "compiled, selective"])
-def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Any, name: str) -> None:
+def test_compiled_layers_are_one_graph_and_the_loss_another(steps, name):
     """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew,
     nothing waits.
     """
     assert steps(name)["num_graphs"] == 2
 
 
-def test_replicas_add_their_gradients_once_a_step(steps: Any) -> None:
+def test_replicas_add_their_gradients_once_a_step(steps):
     step = steps("replicas")
     assert len(collectives(step, "reduce_scatter_base", ranks=8)) == 2 * 3, (
         "two layers and the rest, twice"
@@ -244,22 +242,20 @@ def test_replicas_add_their_gradients_once_a_step(steps: Any) -> None:
     assert sum(c["numel"] for c in found) == step["num_parameters"] // 8
 
 
-def test_one_rank_moves_nothing(steps: Any) -> None:
+def test_one_rank_moves_nothing(steps):
     assert [c["kind"] for c in steps("one rank")["collectives"]] == ["allreduce"], (
         "the sum over ranks, of one"
     )
 
 
-def test_one_rank_does_not_divide_its_gradients_by_one(steps: Any) -> None:
+def test_one_rank_does_not_divide_its_gradients_by_one(steps):
     """A factor, be it 1, makes torch write every gradient buffer once more."""
     divisions = [steps(name)["operations"]["aten.div.Tensor"] for name in ("one rank", "qwen3")]
     assert divisions[0] == divisions[1]
 
 
 @pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
-def test_kernels_of_a_layer_stay_within_their_budget(
-    steps: Any, model_type: str, budget: float
-) -> None:
+def test_kernels_of_a_layer_stay_within_their_budget(steps, model_type, budget):
     """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
     more, less = steps(f"{model_type}, three layers"), steps(model_type)
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget

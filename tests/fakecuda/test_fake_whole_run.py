@@ -47,7 +47,7 @@ def noted(run: dict[str, Any], kind: str, phase: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
+def test_a_run_ends_with_its_last_step_saved(runs, name):
     run = runs(name)
     assert run["exit_code"] == 0 and run["exported"] == PARAMETERS
     assert run["checkpoints"] == ([2, 5] if name == SHARED else [2, 3])
@@ -56,7 +56,7 @@ def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> None:
+def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
     """Evidence, kept in the step of trouble alone, reads a sum and a count for each of a rank's
     four documents.
     """
@@ -78,7 +78,7 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: str) -> None:
+def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
     run = runs(name)
     for phase in ("train", "validate"):
         assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {
@@ -102,7 +102,7 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: st
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
+def test_ranks_exchange_what_was_computed_by_hand(runs, name):
     """A step of two micro-batches gathers parameters, which stay, once, reduces gradients twice,
     and adds up replicas and one vector of numbers once; a save adds up one number.
     """
@@ -130,9 +130,7 @@ def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(
-    runs: Any, name: str
-) -> None:
+def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(runs, name):
     """The first save is written by a thread of its own; the last one, with which the run ends,
     by the main thread.
     """
@@ -171,7 +169,7 @@ def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is
         )
 
 
-def test_a_rollback_puts_what_was_saved_on_the_card(runs: Any) -> None:
+def test_a_rollback_puts_what_was_saved_on_the_card(runs):
     """With the state of the generator of this card; ranks that share documents have written
     their shards.
     """

@@ -97,9 +97,7 @@ def history_of(
     return run.seen
 
 
-def test_random_histories_are_the_same_under_any_clock(
-    memory_dir: Path, kernel: rotation.Kernel, clocks: Callable[[Path], None]
-) -> None:
+def test_random_histories_are_the_same_under_any_clock(memory_dir, kernel, clocks):
     num_events = 0
     for seed in range(NUM_HISTORIES):
         expected = history_of(seed, memory_dir / "run", kernel, lambda run_dir: None)
@@ -108,9 +106,7 @@ def test_random_histories_are_the_same_under_any_clock(
     assert num_events > 4 * NUM_HISTORIES
 
 
-def test_the_date_in_a_manifest_is_for_people(
-    memory_dir: Path, clocks: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_date_in_a_manifest_is_for_people(memory_dir, clocks, monkeypatch):
     intact = checkpoint_fakes.manifest_of
     monkeypatch.setattr(
         checkpoint_fakes,
@@ -129,7 +125,7 @@ def test_the_date_in_a_manifest_is_for_people(
         ] == ["global_step_10"]
 
 
-def test_a_lock_does_not_age(memory_dir: Path, clocks: Callable[[Path], None]) -> None:
+def test_a_lock_does_not_age(memory_dir, clocks):
     with RunLock(memory_dir) as lock:
         for _ in range(5):
             clocks(memory_dir)

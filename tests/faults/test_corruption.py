@@ -106,7 +106,7 @@ def require_found(run_dir: Path, what: str, *names: str) -> None:
     assert is_named and layout.step_dir_name(NEW) in start.said, f"{what}: {start.said}"
 
 
-def test_the_real_checkpoint_is_whole_and_has_every_kind_of_file(real: Path) -> None:
+def test_the_real_checkpoint_is_whole_and_has_every_kind_of_file(real):
     names = files_of(real)
     ranks = [
         f"{kind}_world_size_2_rank_{rank}.pt"
@@ -191,9 +191,7 @@ def damaged(
             file.truncate(len(original))
 
 
-def test_every_change_of_bytes_in_every_file_is_found(
-    real: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_change_of_bytes_in_every_file_is_found(real, capsys):
     num_found = 0
     for name in files_of(real):
         for damage, count in ((flip, NUM_FLIPS), *((other, NUM_OTHERS) for other in OTHERS)):
@@ -217,7 +215,7 @@ def moved(path: Path, to: Path) -> Iterator[None]:
         os.rename(to, path)
 
 
-def test_a_missing_file_is_found(real: Path) -> None:
+def test_a_missing_file_is_found(real):
     root = real / layout.step_dir_name(NEW)
     for name in [*files_of(real), layout.HUGGINGFACE]:
         with moved(root / name, real / "aside"):
@@ -232,7 +230,7 @@ def test_a_missing_file_is_found(real: Path) -> None:
     assert start_of(real) == Start(NEW, "")
 
 
-def test_a_file_of_another_rank_or_step_is_found(real: Path) -> None:
+def test_a_file_of_another_rank_or_step_is_found(real):
     old, new = real / layout.step_dir_name(OLD), real / layout.step_dir_name(NEW)
     num_found = 0
     for kind in (layout.model_file, layout.optim_file, layout.extra_file):
@@ -257,7 +255,7 @@ def test_a_file_of_another_rank_or_step_is_found(real: Path) -> None:
     assert start_of(real) == Start(NEW, "")
 
 
-def test_a_file_that_does_not_belong_there_changes_nothing(real: Path) -> None:
+def test_a_file_that_does_not_belong_there_changes_nothing(real):
     root = real / layout.step_dir_name(NEW)
     for name in (
         "model_world_size_4_rank_3.pt",
@@ -325,9 +323,7 @@ def mark_of(run_dir: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("other", FAULTS_OF_OTHERS)
 @pytest.mark.parametrize("marks", MARKS)
-def test_a_damaged_pointer_or_mark_never_means_step_0(
-    memory_dir: Path, marks: str, other: str
-) -> None:
+def test_a_damaged_pointer_or_mark_never_means_step_0(memory_dir, marks, other):
     for number, (pointer, text) in enumerate(POINTERS.items()):
         run_dir = memory_dir / str(number)
         run_dir.mkdir()
@@ -348,7 +344,7 @@ def test_a_damaged_pointer_or_mark_never_means_step_0(
 
 
 @pytest.mark.parametrize("kind", ["a directory", "a link", "a link to nothing"])
-def test_a_pointer_that_is_no_file(memory_dir: Path, kind: str) -> None:
+def test_a_pointer_that_is_no_file(memory_dir, kind):
     save(memory_dir, *STEPS)
     pointer = memory_dir / layout.POINTER
     pointer.unlink()
@@ -364,7 +360,7 @@ def test_a_pointer_that_is_no_file(memory_dir: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_a_pointer_moved_back_falls_back_to_older_ones_only(memory_dir: Path, marks: str) -> None:
+def test_a_pointer_moved_back_falls_back_to_older_ones_only(memory_dir, marks):
     save(memory_dir, *STEPS)
     MARKS[marks](memory_dir)
     (memory_dir / layout.POINTER).write_bytes(b"20")

@@ -135,9 +135,7 @@ SCENARIOS: dict[
 }
 
 
-def test_no_power_loss_loses_a_checkpoint(
-    memory_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_power_loss_loses_a_checkpoint(memory_dir, capsys):
     explorer = Explorer(
         memory_dir / "explorer", is_whole=is_whole, max_combinations=MAX_COMBINATIONS, seed=SEED
     )
@@ -201,7 +199,7 @@ def save_recorded(
     return log
 
 
-def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir: Path) -> None:
+def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir):
     """Two saves with rotation by the real manager; of the many combinations of so many files a
     sample.
     """
@@ -256,7 +254,7 @@ SYNCS = {
 """Every sync of a save and a rotation, and what a power loss does if this one alone is left out."""
 
 
-def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir: Path) -> None:
+def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
     def act(run: FakeRun) -> None:
         save(22, 25)(run)  # with 25 the oldest goes
         move_back(run, 20)
@@ -324,7 +322,7 @@ def verl_save(run_dir: Path, step: int, *, old: int, removes_first: bool) -> Non
 
 
 @pytest.mark.parametrize(("removes_first", "syncs"), [(True, True), (True, False), (False, False)])
-def test_the_order_of_verl_is_caught(memory_dir: Path, removes_first: bool, syncs: bool) -> None:
+def test_the_order_of_verl_is_caught(memory_dir, removes_first, syncs):
     def act(run: FakeRun) -> None:
         verl_save(run.run_dir, 20, old=10, removes_first=removes_first)
 
@@ -350,7 +348,7 @@ def states_after(log: list[Operation], root: Path) -> set[Tree]:
     return set(states)
 
 
-def test_the_model_forgets_exactly_what_is_not_synced() -> None:
+def test_the_model_forgets_exactly_what_is_not_synced():
     root = Path("/run")
     a, d, f = root / "a", root / "d", root / "d" / "f"
     log = [Operation("mkdir", d), Operation("create", f), Operation("write", f, data=b"xy")]
@@ -380,7 +378,7 @@ def test_the_model_forgets_exactly_what_is_not_synced() -> None:
     assert () in states_after(log, root) and len(states_after(log, root)) == 4
 
 
-def test_logs_of_several_processes_are_merged_by_time(tmp_path: Path) -> None:
+def test_logs_of_several_processes_are_merged_by_time(tmp_path):
     with recording() as log:
         for name in "abcd":
             fsio.phase(name)

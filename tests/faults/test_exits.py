@@ -102,9 +102,7 @@ CODES: dict[int, tuple[tuple[str, ...], Callable[[], None] | None]] = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("code", CODES)
-def test_every_exit_code_with_a_loader_worker(
-    words: tuple[str, ...], tmp_path: Path, code: int, num_ranks: int
-) -> None:
+def test_every_exit_code_with_a_loader_worker(words, tmp_path, code, num_ranks):
     changes, before = CODES[code]
     (tmp_path / "rows.jsonl").write_text('{"messages": 3}\n')
     changes = tuple(change.replace("{rows}", str(tmp_path / "rows.jsonl")) for change in changes)
@@ -163,7 +161,7 @@ ENDINGS: dict[
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_run_whose_save_fails_ends(words: tuple[str, ...], tmp_path: Path, ending: str) -> None:
+def test_a_run_whose_save_fails_ends(words, tmp_path, ending):
     """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker
     ignores SIGTERM.
     """

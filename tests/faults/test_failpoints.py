@@ -9,7 +9,6 @@ of all others on both ranks. `python tests/faults/failpoints.py` strikes at all 
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,9 +51,7 @@ def kill_all(matrix: Matrix, points: list[Point], place: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["open", "shards", "export", "commit", "publish", "rotate"])
-def test_killed_before_an_operation_of_rank_0_that_others_see(
-    sync: Matrix, memory_dir: Path, phase: str
-) -> None:
+def test_killed_before_an_operation_of_rank_0_that_others_see(sync, memory_dir, phase):
     points = [
         point for point in sync.points if point.is_key and point.rank == 0 and point.phase == phase
     ]
@@ -66,15 +63,13 @@ def test_killed_before_an_operation_of_rank_0_that_others_see(
     kill_all(sync, kept, memory_dir)
 
 
-def test_killed_before_any_other_operation_of_a_start_or_a_save(
-    sync: Matrix, memory_dir: Path
-) -> None:
+def test_killed_before_any_other_operation_of_a_start_or_a_save(sync, memory_dir):
     kill_all(
         sync, sample([p for p in thinned(sync.points) if not p.is_key or p.rank > 0]), memory_dir
     )
 
 
-def test_killed_in_a_save_behind_training(scene: Scene, memory_dir: Path) -> None:
+def test_killed_in_a_save_behind_training(scene, memory_dir):
     matrix = Matrix(scene, memory_dir / "observed", async_save=True)
     points = [point for point in thinned(matrix.points) if point.save > 0]
     assert all(point.is_behind for point in points)
@@ -121,9 +116,7 @@ def append(path: Path, text: str) -> None:
         ),
     ],
 )
-def test_what_a_kill_must_not_leave_is_noticed(
-    sync: Matrix, scene: Scene, tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
+def test_what_a_kill_must_not_leave_is_noticed(sync, scene, tmp_path, damage, said):
     run_dir = scene.copy_to(tmp_path / "run")
     before_commit = next(point for point in sync.points if point.is_commit)
     assert sync.faults_in(run_dir, before_commit) == []

@@ -25,9 +25,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
 
 
-def test_nothing_is_lost_by_kills_and_preemptions(
-    campaign: Campaign, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_lost_by_kills_and_preemptions(campaign, capsys):
     plan = ["kill"] * NUM_KILLS + ["preempt"] * NUM_PREEMPTIONS
     random.Random(SEED).shuffle(plan)
     number = 0
@@ -95,7 +93,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_campaign_can_tell(campaign: Campaign, tmp_path: Path, fault: str) -> None:
+def test_the_campaign_can_tell(campaign, tmp_path, fault):
     """A finished run with one thing wrong each: the checks of a trial name it."""
     fresh = campaign._new_run(1)
     run_dir = tmp_path / fresh.straight.name

@@ -62,9 +62,7 @@ def is_result(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
-def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(
-    tmp_path: Path, is_lora: bool
-) -> None:
+def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path, is_lora):
     tiny = whole_runs.tiny_model(tmp_path / "tiny")
     words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
     words += adapters(tmp_path / "tiny" / "model") if is_lora else ()
@@ -109,9 +107,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_s3_holds_a_run_and_gives_it_back(
-    bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     config = load_config(
@@ -159,7 +155,7 @@ with mirrored(load_config(sys.argv[1:]), NodeLayout()) as refusal:
 """
 
 
-def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     words = config_words(tmp_path / "run", f"file://{tmp_path}/mirror")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, *words], stdout=subprocess.PIPE, text=True
@@ -177,8 +173,8 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["a signal", "the limit", "all is up", "it fails"])
 def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    way, tmp_path, monkeypatch, capfd
+):
     """A process stands for the upload: it would take a minute, or ends at once."""
     end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
     (stands_for := tmp_path / "upload").write_text(
@@ -207,9 +203,7 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     assert set(psutil.Process().children()) <= processes
 
 
-def test_an_upload_process_that_is_killed_is_started_again_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, monkeypatch, capfd):
     """A run went on for days with no mirror behind it, and said so at its end."""
     monkeypatch.setattr(mirroring, "RESTART_AFTER_S", (0.0,))
     run_dir, before = tmp_path / "run", set(psutil.Process().children())
@@ -231,9 +225,7 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(
     assert set(psutil.Process().children()) <= before
 
 
-def test_an_upload_process_that_is_killed_before_the_run_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_upload_process_that_is_killed_before_the_run_is_named(tmp_path, monkeypatch, capfd):
     """The run ended with exit code 1 and no word."""
     (stands_for := tmp_path / "upload").write_text("#!/bin/bash\nkill -9 $$\n")
     stands_for.chmod(0o755)

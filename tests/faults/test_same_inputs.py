@@ -136,9 +136,7 @@ def enter_machine(root: Path) -> None:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(
-    tmp_path: Path, machine: Path, what: str
-) -> None:
+def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(tmp_path, machine, what):
     machines = machines_of(machine, tmp_path, 2)
     CHANGES[what](machines[1])
     with started(
@@ -163,16 +161,14 @@ def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(
     assert not list((tmp_path / "run").glob("*"))
 
 
-def test_ranks_with_equal_files_at_different_places_train(tmp_path: Path, machine: Path) -> None:
+def test_ranks_with_equal_files_at_different_places_train(tmp_path, machine):
     machines_of(machine, tmp_path, 2)
     words = words_of(machine, tmp_path)
     code, output = run(2, *words, log=tmp_path / "log", before=partial(enter_machine, tmp_path))
     assert code == EXIT_DONE, output
 
 
-def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(
-    tmp_path: Path, machine: Path
-) -> None:
+def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp_path, machine):
     machines = machines_of(machine, tmp_path, 2)
     for change in CHANGES.values():
         change(machines[1])
@@ -272,8 +268,8 @@ MOMENTS = {
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", MOMENTS)
 def test_data_that_changes_while_a_run_starts_is_refused_or_trained_as_first_read(
-    tmp_path: Path, machine: Path, name: str, num_ranks: int
-) -> None:
+    tmp_path, machine, name, num_ranks
+):
     (root,) = machines_of(machine, tmp_path, 1)
     words, (moment, change) = words_of(machine, tmp_path), MOMENTS[name]
     data = root / "data.jsonl"
@@ -317,8 +313,8 @@ def empty_tokenizer_config(data: Path) -> None:
     [(change_weights, "model.safetensors"), (empty_tokenizer_config, "tokenizer_config.json")],
 )
 def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
-    tmp_path: Path, machine: Path, change: Callable[[Path], None], name: str, num_ranks: int
-) -> None:
+    tmp_path, machine, change, name, num_ranks
+):
     machines_of(machine, tmp_path, 1)
     before = partial(change_at, tmp_path, change, "load", is_late=False)
     code, output = run(num_ranks, *words_of(machine, tmp_path), log=tmp_path / "log", before=before)

@@ -2,8 +2,6 @@
 with the other.
 """
 
-from pathlib import Path
-
 import pytest
 from hosts import why_not
 from several_machines import TOTAL_STEPS, Campaign, Case, kill_first, losses_of
@@ -11,7 +9,7 @@ from several_machines import TOTAL_STEPS, Campaign, Case, kill_first, losses_of
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def test_a_run_on_two_machines_goes_on_with_one_when_the_other_is_killed(tmp_path: Path) -> None:
+def test_a_run_on_two_machines_goes_on_with_one_when_the_other_is_killed(tmp_path):
     """The name of each machine leads it to 127.0.1.1: ranks that listened there would never
     meet.
     """

@@ -106,9 +106,7 @@ SCENARIOS: dict[str, list[Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_validation_is_lost_by_a_stop(
-    start: Start, straight: Path, tmp_path: Path, scenario: str
-) -> None:
+def test_no_validation_is_lost_by_a_stop(start, straight, tmp_path, scenario):
     for stop in SCENARIOS[scenario]:
         code, output = start(stop)
         assert code == 75, output
@@ -124,7 +122,7 @@ def test_no_validation_is_lost_by_a_stop(
     )
 
 
-def test_a_stop_with_early_stopping_owed_ends_early(start: Start, tmp_path: Path) -> None:
+def test_a_stop_with_early_stopping_owed_ends_early(start, tmp_path):
     """The early stop that an owed validation finds ends the run, and the next start as well."""
     early = ("trainer.early_stop_patience=1", "trainer.test_freq=2")
     assert start(functools.partial(learn_nothing_and_stop_in_step, 4), *early)[0] == 75
@@ -139,7 +137,7 @@ def test_a_stop_with_early_stopping_owed_ends_early(start: Start, tmp_path: Path
     assert not (tmp_path / "run" / "global_step_6").exists()
 
 
-def test_an_early_stopped_run_is_complete(start: Start, tmp_path: Path) -> None:
+def test_an_early_stopped_run_is_complete(start, tmp_path):
     early = ("trainer.early_stop_patience=1", "trainer.test_freq=2")
     assert start(learn_nothing, *early)[0] == 0
     before = _snapshot(tmp_path / "run")
@@ -148,7 +146,7 @@ def test_an_early_stopped_run_is_complete(start: Start, tmp_path: Path) -> None:
     assert _snapshot(tmp_path / "run") == before
 
 
-def test_a_complete_run_with_a_gap_in_its_metrics_says_so(start: Start, tmp_path: Path) -> None:
+def test_a_complete_run_with_a_gap_in_its_metrics_says_so(start, tmp_path):
     assert start()[0] == 0
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -196,9 +194,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_run_killed_at_its_end_is_tidied(
-    start: Start, straight: Path, tmp_path: Path, end: str
-) -> None:
+def test_a_run_killed_at_its_end_is_tidied(start, straight, tmp_path, end):
     code, _ = start(functools.partial(kill_before, tmp_path / "run", *ENDS[end]))
     assert code == 1, "killed"
     code, output = start()
@@ -209,9 +205,7 @@ def test_a_run_killed_at_its_end_is_tidied(
     assert code == 0 and "already complete" in output and _snapshot(tmp_path / "run") == before
 
 
-def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(
-    start: Start, straight: Path, tmp_path: Path
-) -> None:
+def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(start, straight, tmp_path):
     """It gives back the lock, by which the next start would have known that the run was killed."""
     kill = functools.partial(kill_before, tmp_path / "run", *ENDS["before the report"])
     assert start(kill)[0] == 1
@@ -237,7 +231,7 @@ def _fail_to_begin() -> None:
 # --------------------------------------------------------------------------------
 
 
-def test_the_last_save_and_the_last_validation_are_timed(straight: Path) -> None:
+def test_the_last_save_and_the_last_validation_are_timed(straight):
     rows = {
         row["kind"]: row for row in read_metrics(straight / "metrics.jsonl") if row["step"] == STEPS
     }
@@ -251,7 +245,7 @@ def test_the_last_save_and_the_last_validation_are_timed(straight: Path) -> None
 
 
 @pytest.mark.parametrize("loss", ["emptied", "gone"])
-def test_a_lost_log_is_said_at_resume(start: Start, tmp_path: Path, loss: str) -> None:
+def test_a_lost_log_is_said_at_resume(start, tmp_path, loss):
     assert start(functools.partial(stop_in_step, 5))[0] == 75
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text("") if loss == "emptied" else metrics.unlink()
@@ -259,7 +253,7 @@ def test_a_lost_log_is_said_at_resume(start: Start, tmp_path: Path, loss: str) -
     assert code == 75 and "metrics.jsonl ends at step 0, the checkpoint is of step 5" in output
 
 
-def test_a_full_disk_has_room_again_with_fewer_checkpoints(start: Start, tmp_path: Path) -> None:
+def test_a_full_disk_has_room_again_with_fewer_checkpoints(start, tmp_path):
     """What the message advises works: old checkpoints go before room is asked for, and never
     the newest.
     """

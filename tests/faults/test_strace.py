@@ -200,7 +200,7 @@ def require_good_start(run_dir: Path, said: list[str], what: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_kill_at_a_system_call_of_a_save(program: Program, keep: int) -> None:
+def test_a_kill_at_a_system_call_of_a_save(program, keep):
     calls = calls_of_a_save(program, keep=keep)
     assert len(calls) > (60 if keep == 1 else 50) and {call.name for call in calls} == set(CALLS)
     for call in sampled(calls):
@@ -214,7 +214,7 @@ def test_a_kill_at_a_system_call_of_a_save(program: Program, keep: int) -> None:
         require_good_start(run_dir, ended.said, f"killed at {call}, keep={keep}")
 
 
-def test_an_error_of_a_system_call_of_a_save(program: Program) -> None:
+def test_an_error_of_a_system_call_of_a_save(program):
     """Before the commit it fails the save; after it, it is a warning. Both name the path, and
     the next save is good.
     """

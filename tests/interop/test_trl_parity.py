@@ -151,14 +151,14 @@ def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Ro
     return [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
 
 
-def test_conversations_equal_trls(prepared: Path) -> None:
+def test_conversations_equal_trls(prepared):
     for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
         here, there = rows_here(prepared, name), rows_there(prepared, name)
         assert len(here) == count and sum(any(mask) for _, mask in here) == count
         assert here == there
 
 
-def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path) -> None:
+def test_on_gsm8k_trl_trains_two_newlines_more(prepared):
     if not GSM8K.exists():
         pytest.skip("needs the GSM8K data")
     here, there = rows_here(prepared, "gsm8k", "qwen2_5"), rows_there(prepared, "gsm8k")

@@ -104,9 +104,7 @@ def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_shards_equal_the_export(
-    checkpoints: dict[str, Path], all_merged: Path, case: str
-) -> None:
+def test_merged_shards_equal_the_export(checkpoints, all_merged, case):
     checkpoint, merged = checkpoints[case], all_merged / case
     theirs, ours = tensors(merged), tensors(checkpoint / "huggingface")
     assert set(theirs) == set(ours), "a tied head is in neither"
@@ -118,7 +116,7 @@ def test_merged_shards_equal_the_export(
     assert all(torch.equal(reloaded.get_parameter(name), value) for name, value in ours.items())
 
 
-def test_verl_finds_the_export_equal_to_the_shards(checkpoints: dict[str, Path]) -> None:
+def test_verl_finds_the_export_equal_to_the_shards(checkpoints):
     """The merger's own comparison: `python -m verl.model_merger test`; a head that is tied, and
     one that is not.
     """

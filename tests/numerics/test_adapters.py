@@ -69,7 +69,7 @@ RECOMPUTED = {"recomputed": {"enable_gradient_checkpointing": True}}
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path: Path, is_tied: bool) -> None:
+def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path, is_tied):
     model = write_model_config(tmp_path / "model", tie_word_embeddings=is_tied)
     path = write_adapter(plain_model(model.path), tmp_path / "adapter")
     on_several: Ways = {2: MICRO_BATCHES | RECOMPUTED, 4: {"fewer rows than ranks": {}}}
@@ -81,7 +81,7 @@ def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tens
     return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
 
 
-def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
     model = write_model_config(tmp_path)
     one, two = (run_ranks(first_values, n, model, lora_rank=5)[0] for n in (1, 2))
     assert differing(one, two) == []
@@ -120,9 +120,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
     model = write_model_config(tmp_path / "model")
     if path := changes.get("lora_adapter_path"):
         changes = changes | {"lora_adapter_path": str(tmp_path / path)}
@@ -132,7 +130,7 @@ def test_what_cannot_be_trained_is_refused(
         assemble.design_model(model_config(**changes), model, max_length=64)
 
 
-def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path: Path) -> None:
+def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path)
     parts = ModelSource(str(tmp_path))
@@ -146,7 +144,7 @@ def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path: 
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None:
+def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path):
     """As peft writes those of a model with experts."""
     model = write_model_config(tmp_path / "model")
     write_adapter(plain_model(model.path), tmp_path / "adapter", target_parameters=[])
@@ -214,7 +212,7 @@ def family(tmp_path: Path) -> Callable[..., ModelSource]:
 
 
 @pytest.mark.parametrize("name", [*MIXTURES, *MAMBAS, *OTHER_MIXTURES])
-def test_all_linear_takes_what_can_be_adapted(family: Any, name: str) -> None:
+def test_all_linear_takes_what_can_be_adapted(family, name):
     source = family(name)
     model = on_meta(source)
     layers = adapted(model)
@@ -250,9 +248,7 @@ def test_all_linear_takes_what_can_be_adapted(family: Any, name: str) -> None:
         ("qwen2_moe", ["shared_expert_gate"], {"shared_expert_gate"}),
     ],
 )
-def test_lists_and_patterns_name_dense_and_shared_layers(
-    family: Any, name: str, targets: Any, expected: set[str]
-) -> None:
+def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, expected):
     source = family(name)
     model = on_meta(source, target_modules=targets)
     layers = adapted(model)
@@ -282,9 +278,7 @@ def test_lists_and_patterns_name_dense_and_shared_layers(
         ("deepseek_v4", ["o_a_proj"], "DeepseekV4GroupedLinear is not one matrix product"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(
-    family: Any, name: str, targets: Any, message: str
-) -> None:
+def test_what_cannot_be_adapted_is_refused(family, name, targets, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         on_meta(family(name), target_modules=targets)
     assert "PEFT" not in str(refusal.value) and "Fix: model.target_modules=all-linear" in str(
@@ -292,7 +286,7 @@ def test_what_cannot_be_adapted_is_refused(
     )
 
 
-def test_the_start_says_which_layers_are_adapted(family: Any) -> None:
+def test_the_start_says_which_layers_are_adapted(family):
     model = on_meta(family("deepseek_v3"), target_modules=["o_proj", "gate_proj"])
     said = lora_layers.summary(model, rank=4)
     assert said.startswith("LoRA of rank 4 on o_proj (2), gate_proj (2); not adapted: ")
@@ -316,16 +310,14 @@ def exported(source: ModelSource, path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mamba2"])
-def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(
-    family: Any, tmp_path: Path, name: str
-) -> None:
+def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family, tmp_path, name):
     # with larger weights a router's choice may turn on the last bit
     source = family(name, initializer_range=0.05)
     adapter = exported(source, tmp_path / "adapter")
     assert_as_plain(source, adapter, {**ON_ONE_RANK, 2: MICRO_BATCHES})
 
 
-def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family: Any) -> None:
+def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     source = family("qwen2_moe")
     model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
@@ -349,12 +341,12 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family: Any) -
         ),
     ],
 )
-def test_keys_that_contradict_each_other(words: list[str], message: str) -> None:
+def test_keys_that_contradict_each_other(words, message):
     with pytest.raises(ConfigError, match=message):
         load_config(words)
 
 
-def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install 'peft"):
         source.require_adapters(model_config(lora_rank=8))
@@ -363,7 +355,7 @@ def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "changes", [{}, {"lora_rank": 4}, {"freeze": ["embed", r"layers\.[01]\."]}], ids=str
 )
-def test_operations_are_those_that_torch_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_operations_are_those_that_torch_counts(tmp_path, changes):
     """Of eager attention, which computes the whole square."""
     model, num_tokens = (
         write_model_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=False),
@@ -388,7 +380,7 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path, changes: dict[st
     assert ours == pytest.approx(counted.get_total_flops(), rel=0.03)
 
 
-def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path: Path) -> None:
+def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path):
     model = write_model_config(tmp_path, num_hidden_layers=8)
     words = [
         f"model.partial_pretrain={model.path}",
@@ -412,9 +404,7 @@ def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])
-def test_adapters_are_scaled_as_configured(
-    tmp_path: Path, changes: dict[str, Any], scale: float
-) -> None:
+def test_adapters_are_scaled_as_configured(tmp_path, changes, scale):
     model = on_meta(write_model_config(tmp_path), lora_rank=4, lora_alpha=6, **changes)
     adapted_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert adapted_layers and all([*layer.scaling.values()] == [scale] for layer in adapted_layers)

@@ -99,9 +99,7 @@ def results(root: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
-def test_loss_and_gradients_equal_plain_transformers(
-    results: dict[int, dict[str, Any]], num_ranks: int, name: str
-) -> None:
+def test_loss_and_gradients_equal_plain_transformers(results, num_ranks, name):
     result = results[num_ranks][name]
     assert isinstance(result, dict), result
     again = f"the table says otherwise: python tests/support_table.py {name!r}"
@@ -120,9 +118,7 @@ def test_loss_and_gradients_equal_plain_transformers(
 
 @pytest.mark.covers("S3.23")
 @pytest.mark.parametrize(("num_ranks", "name"), TRAINED)
-def test_the_export_is_what_transformers_would_save(
-    results: dict[int, dict[str, Any]], root: Path, num_ranks: int, name: str
-) -> None:
+def test_the_export_is_what_transformers_would_save(results, root, num_ranks, name):
     """The same names, bits and configuration as in the files of transformers; a dozen (with
     `--full` all) load.
     """

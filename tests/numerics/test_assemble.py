@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -19,7 +18,7 @@ from family_trials import family_config, heard
 from ranks import run_ranks, started_ranks
 from test_selfcheck import _leaking
 from toy import ToySamples, build, model_config, write_model_config
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 from whole_models import WRAPPERS
 
 from trainer.config import ConfigError
@@ -83,8 +82,8 @@ def built_with_errors(world: Any, source: ModelSource) -> dict[str, str]:
 
 
 def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """A card that is full, lost or without a compiler is none of packing: `auto` would train
     several times slower.
     """
@@ -99,7 +98,7 @@ def fails_on_one_rank(world: Any, source: ModelSource) -> None:
         build(world, source)
 
 
-def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path):
     """Its process ends, and the launcher the others; it told them its error where they did not
     listen, for a minute.
     """
@@ -112,8 +111,8 @@ def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> N
 
 
 def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     warning = "packed documents fail the self-check: the loss of Qwen2ForCausalLM differs by"
     for found, lines in run_ranks(built, 2, write_model_config(tmp_path), 1, "auto"):
         assert found == "one by one"
@@ -122,7 +121,7 @@ def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
         assert any(line.endswith(told) for line in lines)
 
 
-def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_not_replaced(tmp_path):
     refusal = "refused: self-check failed: the loss of Qwen2ForCausalLM differs by"
     for found, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
         assert found.startswith(refusal) and "model.attention=per_document may help" in found
@@ -146,8 +145,8 @@ def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = write_model_config(tmp_path)
     assert run_ranks(deterministic, 2, source, True) == ["packed :4096:8 Ring Simple"] * 2
     for refusal in run_ranks(deterministic, 2, source, False):
@@ -191,14 +190,14 @@ ENCODER = {"pad_token_id": 0, "tie_word_embeddings": False}
     ids=["fails both ways", "an encoder", "a bias that the head shares"],
 )
 def test_an_architecture_that_cannot_be_trained_is_refused(
-    tmp_path: Path, build_it: Any, family: str, changes: dict[str, Any], refusal: str
-) -> None:
+    tmp_path, build_it, family, changes, refusal
+):
     (found,) = run_ranks(build_it, 1, write_model_config(tmp_path, family, **changes))
     assert re.match(f"refused: {refusal}", found), found
 
 
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
-def test_layers_that_share_parameters_are_refused(tmp_path: Path, family: str) -> None:
+def test_layers_that_share_parameters_are_refused(tmp_path, family):
     """As the released models have them: one block of attention in several places."""
     family_config(family).save_pretrained(tmp_path)
     source = ModelSource(str(tmp_path), random_weights=True)
@@ -249,8 +248,8 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
-    tmp_path: Path, model_type: str, settings: dict[str, Any], words: list[str], message: str
-) -> None:
+    tmp_path, model_type, settings, words, message
+):
     AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
@@ -280,14 +279,14 @@ def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
         ),
     ],
 )
-def test_what_training_draws_is_said(config: PretrainedConfig, expected: list[str]) -> None:
+def test_what_training_draws_is_said(config, expected):
     found = list(notes(config))
     assert len(found) == len(expected)
     for note, pattern in zip(found, expected, strict=True):
         assert re.search(pattern, note), note
 
 
-def test_one_document_per_forward_as_configured_says_so(tmp_path: Path) -> None:
+def test_one_document_per_forward_as_configured_says_so(tmp_path):
     source = write_model_config(tmp_path)
     config = model_config(attention="per_document")
     assert design_model(config, source, max_length=64).reason == "model.attention=per_document"

@@ -99,9 +99,7 @@ def errors(ours: list[Tensor], **settings: Any) -> list[float]:
 @pytest.mark.parametrize("window", [None, 2, 5, 64, 1000])
 @pytest.mark.parametrize("keep_length", [0, 28, 1000])
 @pytest.mark.parametrize("block_queries", [1, 8, 128])
-def test_blocks_and_groups_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, block_queries: int, keep_length: int, window: int | None
-) -> None:
+def test_blocks_and_groups_change_nothing(monkeypatch, block_queries, keep_length, window):
     monkeypatch.setattr(grouped, "BLOCK_QUERIES", block_queries)
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     found = errors(inputs(), window=window, scaling=0.3)
@@ -113,13 +111,13 @@ def test_blocks_and_groups_change_nothing(
 @pytest.mark.parametrize("keep_length", [0, 1000])
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)])
 def test_caps_and_sinks_and_their_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-    softcap: float | None,
-    has_sinks: bool,
-    keep_length: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
+    monkeypatch,
+    softcap,
+    has_sinks,
+    keep_length,
+    window,
+    dtype,
+):
     monkeypatch.setattr(grouped, "BLOCK_QUERIES", 8)
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     tensors = inputs(dtype=dtype)
@@ -131,9 +129,7 @@ def test_caps_and_sinks_and_their_gradients(
 
 
 @pytest.mark.parametrize("keep_length", [0, 1000])
-def test_dropout_drops_probabilities_and_their_gradients_alike(
-    monkeypatch: pytest.MonkeyPatch, keep_length: int
-) -> None:
+def test_dropout_drops_probabilities_and_their_gradients_alike(monkeypatch, keep_length):
     """Values and directional derivatives with the same noise."""
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     leaves = inputs()
@@ -172,14 +168,12 @@ LONG = (grouped.KEEP_LENGTH + 3, grouped.BLOCK_QUERIES + 1, grouped.KEEP_LENGTH)
     ],
     ids=["a key for each query", "one key for all", "beyond block and keep lengths", "bfloat16"],
 )
-def test_other_shapes_are_as_exact_as_their_dtype_allows(
-    changes: dict[str, Any], scaling: float | None, limit: float
-) -> None:
+def test_other_shapes_are_as_exact_as_their_dtype_allows(changes, scaling, limit):
     seqlens = changes.get("seqlens", SEQLENS)
     assert max(errors(inputs(**changes), seqlens=seqlens, scaling=scaling)) < limit
 
 
-def test_other_documents_and_later_tokens_do_not_matter_at_all() -> None:
+def test_other_documents_and_later_tokens_do_not_matter_at_all():
     query, key, value = (x.detach() for x in inputs())
     output, _ = packed_attention(nn.Identity(), query, key, value, None, **bounds())
     start = sum(SEQLENS[:3])
@@ -198,13 +192,13 @@ def test_other_documents_and_later_tokens_do_not_matter_at_all() -> None:
         ({"lengths": None}, "bounds"),
     ],
 )
-def test_refuses_what_it_cannot_express(arguments: dict[str, Any], name: str) -> None:
+def test_refuses_what_it_cannot_express(arguments, name):
     settings = {"attention_mask": None, **bounds(), **arguments}
     with pytest.raises(ConfigError, match=f"{name}.*model.attention=per_document"):
         packed_attention(nn.Identity(), *inputs(), **settings)
 
 
-def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass() -> None:
+def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass():
     tensors = inputs()
     told, _ = packed_attention(nn.Identity(), *tensors, None, **bounds())
     with attention.documents(DocumentLengths(SEQLENS)):
@@ -213,7 +207,7 @@ def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass
     assert attention.running() is None
 
 
-def test_padding_gets_no_gradient_and_gives_none() -> None:
+def test_padding_gets_no_gradient_and_gives_none():
     """A padded place must not count, or the token that it repeats would be learnt from twice."""
     seqlens = (11, 10)
     assert len(grouped.group_by_length(seqlens)) == 1
@@ -227,7 +221,7 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
     torch.testing.assert_close(value.grad, torch.full_like(value.grad, N / M))
 
 
-def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents() -> None:
+def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents():
     """A window that hides nothing needs no mask of its own: one for each length would fill the
     memory of a long run.
     """
@@ -243,7 +237,7 @@ def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_the_packed_kernel_equals_its_twin(heads: tuple[int, int], window: int | None) -> None:
+def test_the_packed_kernel_equals_its_twin(heads, window):
     """bf16 on CUDA: both round, so both are held against the twin in fp32, the kernel at most
     twice as far off.
     """

@@ -100,9 +100,7 @@ SIZES = [*SQUARE_SIZES, (192, 128), (12, 8), (8, 12), (252, 256), (288, 32)]
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(
-    sizes: tuple[int, int], window: int | None
-) -> None:
+def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(sizes, window):
     """Values that are narrower than queries (MLA), sizes that are no multiple of 8, sizes above
     256.
     """
@@ -113,7 +111,7 @@ def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(
 
 
 @pytest.mark.parametrize("extra", [{"softcap": 0.5}, {"s_aux": torch.ones(4)}, {"dropout": 0.5}])
-def test_what_the_kernel_lacks_runs_without_it(extra: dict[str, Any]) -> None:
+def test_what_the_kernel_lacks_runs_without_it(extra):
     with on_cuda() as kernel:
         tensors = inputs(dtype=torch.bfloat16)
         attention.packed_attention(nn.Identity(), *tensors, None, **extra, **bounds(SEQLENS))
@@ -140,7 +138,7 @@ def losses(world: Any, root: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path: Path) -> None:
+def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path):
     for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[
         0
     ].items():
@@ -149,8 +147,8 @@ def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path: Pat
 
 
 def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = write_model_config(tmp_path)
 
     def of_torch_2_10(
@@ -170,7 +168,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
         build(world, source)
 
 
-def test_this_torch_has_the_signature() -> None:
+def test_this_torch_has_the_signature():
     attention.require_kernel()
 
 
@@ -195,8 +193,8 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("max_length", [32, 512])
 @pytest.mark.parametrize(("model_type", "changes"), ODD)
 def test_what_is_out_of_the_ordinary_is_planned_for_a_gpu(
-    tmp_path: Path, model_type: str, changes: dict[str, Any], max_length: int
-) -> None:
+    tmp_path, model_type, changes, max_length
+):
     """Value heads of another size, heads too large for the kernel, frequencies that follow the
     length, dropout.
     """

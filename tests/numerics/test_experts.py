@@ -96,8 +96,8 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
     ],
 )
 def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
-    source: Any, expected: dict[str, list[float]], world_size: int, settings: dict[str, Any]
-) -> None:
+    source, expected, world_size, settings
+):
     found = run_ranks(train, world_size, source, **settings)[0]
     assert differing(found, expected) == [], (found, expected)
     assert found["moe/router_loss"][0] == 0.0 and min(found["moe/router_loss"][1:]) > 1
@@ -130,7 +130,7 @@ def rolled_back(world: Any, run_dir: Path, source: Any) -> dict[int, tuple[float
     return {step: (row["train/loss"], row["train/grad_norm"]) for step, row in rows.rows}
 
 
-def test_what_the_router_loss_looks_back_to_is_saved(source: Any, tmp_path: Path) -> None:
+def test_what_the_router_loss_looks_back_to_is_saved(source, tmp_path):
     """Bit-equal after a resume and a rollback; on another number of ranks within rounding."""
     for name in ("whole", "resumed", "elsewhere"):
         (tmp_path / name).mkdir()
@@ -189,7 +189,7 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: str) -> None:
+def test_the_loss_and_its_gradient_are_transformers_own(tmp_path, name):
     """Where the fractions of the step before are those of this step's batch."""
     settings = family_settings(name, router_aux_loss_coef=COEFFICIENT, **FAMILIES[name])
     source = write_model_config(tmp_path, name, **settings)
@@ -222,12 +222,12 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: st
     ],
 )
 def test_what_was_decided_is_said(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    model_type: str,
-    changes: dict[str, Any],
-    said: str,
-) -> None:
+    tmp_path,
+    caplog,
+    model_type,
+    changes,
+    said,
+):
     source = write_model_config(tmp_path, model_type, **changes)
     model = packed_lm.build_on_meta(source, is_packed=True)
     with caplog.at_level("INFO"):
@@ -235,9 +235,7 @@ def test_what_was_decided_is_said(
     assert [said in message for message in caplog.messages] == [True] * bool(said)
 
 
-def test_routers_that_are_not_trained_have_no_loss(
-    source: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_routers_that_are_not_trained_have_no_loss(source, caplog):
     model = packed_lm.build_on_meta(source, is_packed=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "mlp.gate" not in name

@@ -5,7 +5,6 @@ Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,9 +82,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradients_equal_full_logits(
-    monkeypatch: pytest.MonkeyPatch, block_tokens: int, chunks: int, has_bias: bool, name: str
-) -> None:
+def test_loss_and_gradients_equal_full_logits(monkeypatch, block_tokens, chunks, has_bias, name):
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setattr(head_module, "CHUNKS", chunks)
     head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
@@ -112,8 +109,8 @@ def test_loss_and_gradients_equal_full_logits(
 
 
 def test_a_term_is_trained_with_its_weight_and_measured_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The z-loss beside cross-entropy, over several chunks, against full logits in float64."""
 
     def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -142,7 +139,7 @@ def test_a_term_is_trained_with_its_weight_and_measured_by_itself(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained(name: str) -> None:
+def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained(name):
     head, hidden_SH, labels_S = inputs(20, has_bias=True, dtype=torch.float32)
     head.loss = LOSSES[name]
     with torch.no_grad():
@@ -154,7 +151,7 @@ def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_whole_logits_get_the_same_loss_and_gradient(name: str) -> None:
+def test_whole_logits_get_the_same_loss_and_gradient(name):
     """The path of models that transform what the head gives."""
     _, _, labels_S = inputs(20, has_bias=False, dtype=torch.float32)
     logits_SV = torch.randn(20, V, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -171,7 +168,7 @@ def test_whole_logits_get_the_same_loss_and_gradient(name: str) -> None:
     assert logits_SV.grad is not None and relative(logits_SV.grad, gradient) < 1e-6
 
 
-def test_bfloat16_differs_by_its_rounding_alone() -> None:
+def test_bfloat16_differs_by_its_rounding_alone():
     """8 bits of mantissa: each logit is off by up to 2**-9 of itself, the sums average that out."""
     head, hidden_SH, labels_S = inputs(200, has_bias=True, dtype=torch.bfloat16)
     loss = head(hidden_SH, labels_S).loss_sum
@@ -183,7 +180,7 @@ def test_bfloat16_differs_by_its_rounding_alone() -> None:
         assert relative(tensor.grad, theirs) < 2e-2
 
 
-def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch):
     """A thousand blocks added up in bfloat16 would lose whole percents."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
@@ -192,7 +189,7 @@ def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch: pytest.MonkeyPa
     assert head.weight.grad is not None and relative(head.weight.grad, gradients[1]) < 1e-2
 
 
-def test_no_supervised_position_gives_zero_and_zero_gradients() -> None:
+def test_no_supervised_position_gives_zero_and_zero_gradients():
     head, hidden_SH, labels_S = inputs(0, has_bias=True, dtype=torch.float32)
     loss = head(hidden_SH, labels_S).loss_sum
     loss.backward()
@@ -203,14 +200,14 @@ def test_no_supervised_position_gives_zero_and_zero_gradients() -> None:
         assert head(hidden_SH, labels_S).loss_sum.item() == 0.0
 
 
-def test_without_labels_it_is_the_linear_layer() -> None:
+def test_without_labels_it_is_the_linear_layer():
     head, hidden_SH, _ = inputs(5, has_bias=True, dtype=torch.float32)
     torch.testing.assert_close(
         head(hidden_SH), F.linear(hidden_SH, head.weight, head.bias), rtol=0, atol=0
     )
 
 
-def test_tied_weight_stays_tied_and_sums_both_gradients() -> None:
+def test_tied_weight_stays_tied_and_sums_both_gradients():
     embedding, linear = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
     linear.weight = embedding.weight
     head = LossHead.from_linear(linear, LOSSES["cross_entropy"])
@@ -244,7 +241,7 @@ class _LargestOutput(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
+def test_full_logits_never_exist(monkeypatch, is_training):
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", 8)
     num_positions = 200
     head, hidden_SH, labels_S = inputs(num_positions, has_bias=False, dtype=torch.float32)
@@ -265,9 +262,7 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: b
         (1000, torch.bfloat16, 2),
     ],
 )
-def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(
-    vocabulary: int, dtype: torch.dtype, num_blocks: int
-) -> None:
+def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(vocabulary, dtype, num_blocks):
     """Of 8,192 positions: each costs three products, one of which rewrites the gradient of the
     weight.
     """
@@ -287,9 +282,7 @@ def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_chunked", [True, False])
-def test_division_by_the_token_count_is_not_rounded_to_bfloat16(
-    is_chunked: bool, device: str
-) -> None:
+def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked, device):
     """One over 470 is off by 0.4 % there, and the gradient of the whole model with it."""
     head, hidden_SH, labels_S = inputs(200, has_bias=False, dtype=torch.bfloat16)
     head, labels_S = head.to(device), labels_S.to(device)
@@ -321,8 +314,8 @@ def measured(world: Any, source: Any, losses: list[str]) -> list[float]:
 
 
 def test_a_model_that_transforms_its_logits_is_validated_with_cross_entropy_whatever_is_trained(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Its losses are computed beside the head."""
     source = write_model_config(tmp_path, "granite", logits_scaling=4.0)
     ((cross_entropy, dft),) = run_ranks(measured, 1, source, ["cross_entropy", "dft"])

@@ -104,9 +104,7 @@ def runs(source):  # type: ignore[no-untyped-def]
 
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
 @pytest.mark.parametrize(("world_size", "max_samples"), TRIED)
-def test_loss_and_norm_equal_the_plain_loop(
-    runs, reference, world_size: int, max_samples: int
-) -> None:  # type: ignore[no-untyped-def]
+def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size, max_samples):
     losses, norms, *_, accuracies = runs[world_size][max_samples]
     assert relative(losses, reference["train/loss"]) < 1e-6
     assert relative(norms, reference["train/grad_norm"]) < 1e-5
@@ -115,9 +113,7 @@ def test_loss_and_norm_equal_the_plain_loop(
 
 
 @pytest.mark.parametrize("choice", [{"loss": "dft"}, {"optim": {"name": "muon"}}], ids=str)
-def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(
-    tmp_path: Path, choice: dict
-) -> None:
+def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_path, choice):
     """Muon enlarges rounding (its iterations, small singular values): eight of its steps on top
     of each other.
     """
@@ -140,9 +136,7 @@ def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "granite"])
-def test_with_another_trained_loss_the_shown_one_is_cross_entropy(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path, model_type):
     """Against a plain loop in float64; granite's logits exist as a whole. Both losses come with
     one reduction.
     """
@@ -166,7 +160,7 @@ def test_with_another_trained_loss_the_shown_one_is_cross_entropy(
 
 
 @pytest.mark.covers("S3.10", "S3.11")
-def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
+def test_other_executions_give_the_same_run(tmp_path):
     """Token budget, ZeRO-2, recomputation, one document per forward, HSDP: the same numbers."""
     source = write_model_config(tmp_path)
     expected, _, val_expected, parameters, right = run_ranks(train, 1, source)[0]
@@ -198,7 +192,7 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
         assert float(apart.max()) < 1e-4, (name, float(apart.max()))
 
 
-def test_same_run_twice_is_bit_equal(tmp_path: Path) -> None:
+def test_same_run_twice_is_bit_equal(tmp_path):
     source = write_model_config(tmp_path)
     first, second = (run_ranks(train, 2, source, 4)[0] for _ in range(2))
     assert first[0] == second[0] and first[1] == second[1]

@@ -36,7 +36,7 @@ def ranks() -> Iterator[CommandRanks]:
 
 
 @pytest.mark.parametrize("number", TRIED)
-def test_a_meeting_is_exact_or_refused(places: Places, ranks: CommandRanks, number: int) -> None:
+def test_a_meeting_is_exact_or_refused(places, ranks, number):
     row, reason = TRIALS[number]
     run_dir = places.root / str(number)
     if reason:
@@ -46,7 +46,7 @@ def test_a_meeting_is_exact_or_refused(places: Places, ranks: CommandRanks, numb
     assert found.faults == [], row
 
 
-def test_what_is_not_as_defined_is_seen(places: Places) -> None:
+def test_what_is_not_as_defined_is_seen(places):
     """The run of the sample beside definitions that differ from it in one thing each."""
     number = next(number for number in TRIED if not TRIALS[number][1])
     row = TRIALS[number][0]
@@ -59,7 +59,7 @@ def test_what_is_not_as_defined_is_seen(places: Places) -> None:
         assert found.faults, change
 
 
-def test_every_pair_of_values_meets_or_is_refused() -> None:
+def test_every_pair_of_values_meets_or_is_refused():
     met = {pair for row, _ in TRIALS for pair in pairs_of(row)}
     assert met >= all_pairs(FEATURES) and len(TRAINED) < 50
     assert not any(pairs_of(TRIALS[number][0]) & EXCLUDED for number in TRAINED)

@@ -2,7 +2,6 @@
 sums. tests/fakecuda looks for the operations that would wait, without a card.
 """
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ from trainer.train.step import training_step
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_cuda_waits_for_nothing_in_a_step(tmp_path: Path, param_dtype: str) -> None:
+def test_cuda_waits_for_nothing_in_a_step(tmp_path, param_dtype):
     """The documents' bounds are on the host already; a kernel launch that asked for them would
     raise here.
     """

@@ -43,7 +43,7 @@ def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_errors_are_no_larger_than_those_of_transformers(dtype: torch.dtype, device: str) -> None:
+def test_errors_are_no_larger_than_those_of_transformers(dtype, device):
     """Relative to a float64 norm of the same rounded inputs; a quarter more is left to chance. On
     a GPU the norm is torch's own, which rounds once where transformers rounds twice.
     """
@@ -104,7 +104,7 @@ class Grouped(LlamaRMSNorm):
         (Upright, False),
     ],
 )
-def test_only_norms_that_compute_the_same_are_taken_over(kind: Any, is_taken: bool) -> None:
+def test_only_norms_that_compute_the_same_are_taken_over(kind, is_taken):
     model = nn.Sequential(nn.Linear(8, 8), kind(8, eps=EPS), nn.LayerNorm(8))
     hidden = torch.randn(3, 8)
     before = model(hidden)

@@ -165,16 +165,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", ["windows", "loop", "adapters"])
-def test_compiled_layers_are_the_same_and_none_runs_uncompiled(
-    compiled: dict[str, Any], case: str
-) -> None:
+def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
     """A compiled layer leaves out the loop over documents; adapters come with another loss."""
     found = compiled[case]
     assert found.difference < 1e-6
     assert 0 < found.num_frames == found.num_ok
 
 
-def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[str, Any]) -> None:
+def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled):
     """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half
     serves the rest.
     """
@@ -182,8 +180,8 @@ def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[s
 
 
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
-    compiled: dict[str, Any],
-) -> None:
+    compiled,
+):
     """Of one layer: each of its 7 matrices takes part in two products, for its input and itself.
     The head has its own before, in the forward pass."""
     for how in ("backward", "selective"):
@@ -193,8 +191,8 @@ def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
 
 
 def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
-    compiled: dict[str, Any],
-) -> None:
+    compiled,
+):
     """torch would run them uncompiled without a word."""
     refused = compiled.get("refused", "")
     assert "needs each layer in one graph, which Qwen2ForCausalLM is not here" in refused
@@ -207,7 +205,7 @@ def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch
     return loss_and_gradients(model, [0, 1, 2, 3])
 
 
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+def test_recomputed_activations_give_the_same_gradients(tmp_path):
     variants = {how: {"enable_gradient_checkpointing": how} for how in (False, True, "selective")}
     found = run_ranks(each, 2, one_step, write_model_config(tmp_path), variants)[0]
     plain = found.pop(False)
@@ -230,7 +228,7 @@ def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[
     return gathers, full_parameters(model)
 
 
-def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path) -> None:
+def test_what_stays_gathered_is_gathered_once_a_step(tmp_path):
     """Two layers and the rest; freed ones again in each forward and backward pass. Bit-equal."""
     source = write_model_config(tmp_path)
     kept, freed = (
@@ -284,9 +282,7 @@ def backward_costs(
         ("qwen3_moe", EXPERTS, ("_grouped_mm",)),
     ],
 )
-def test_selective_recomputation_repeats_no_matrix_product(
-    tmp_path: Path, model_type: str, changes: dict[str, Any], products: tuple[str, ...]
-) -> None:
+def test_selective_recomputation_repeats_no_matrix_product(tmp_path, model_type, changes, products):
     source = write_model_config(tmp_path, model_type, **changes)
     variants = {how: {"how": how, "names": products} for how in (False, True, "selective")}
     (most, few), (least, many), (_, selective) = run_ranks(
@@ -307,7 +303,7 @@ def gathers_of_a_step(world: Any, source: Any, members: tuple[int, ...] = (0,)) 
     return num_forward, gathers.count - num_forward
 
 
-def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path: Path) -> None:
+def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path):
     """Forward: embedding, two layers, head, norm. Backward: the layers alone; head and norm
     stay gathered.
     """
@@ -337,8 +333,8 @@ def gathered_layers_after_forward(
     ],
 )
 def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
-    tmp_path: Path, world_size: int, expected: dict[tuple[bool | str, int], int]
-) -> None:
+    tmp_path, world_size, expected
+):
     """By setting and what may be kept: how many layers stay gathered."""
     source = write_model_config(tmp_path)
     variants = {
@@ -350,7 +346,7 @@ def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     )
 
 
-def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_is_near_float32(tmp_path):
     """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at
     most.
     """
@@ -372,7 +368,7 @@ def refusal(world: Any, source: Any) -> str:
     return ""
 
 
-def test_recomputation_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+def test_recomputation_that_the_model_lacks_is_refused(tmp_path):
     assert (
         "enable_gradient_checkpointing=false"
         in run_ranks(refusal, 1, write_model_config(tmp_path))[0]

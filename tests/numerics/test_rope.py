@@ -90,8 +90,8 @@ def differences(
     ],
 )
 def test_any_batch_equals_its_documents_one_by_one_in_a_new_model(
-    tmp_path: Path, kind: Any, indices: list[int], max_length: int, is_packed: bool
-) -> None:
+    tmp_path, kind, indices, max_length, is_packed
+):
     source = write_by_layer_type(tmp_path) if kind == "by layer type" else write(tmp_path, kind)
     found = run_ranks(differences, 1, source, indices, max_length)[0]
     assert found[0] == is_packed
@@ -108,7 +108,7 @@ def loss_after(world: Any, source: ModelSource, earlier: list[int]) -> float:
     return float(loss)
 
 
-def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path: Path) -> None:
+def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path):
     """transformers keeps the frequencies of the longest text so far, which no checkpoint holds."""
     source = write(tmp_path, DYNAMIC)
     longest = max(ALL, key=lambda index: SAMPLES.lengths[index])
@@ -119,9 +119,7 @@ def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path:
 
 
 @pytest.mark.parametrize("kind", [LONGROPE, DYNAMIC])
-def test_packing_above_the_limit_is_refused_and_auto_says_why(
-    tmp_path: Path, kind: dict[str, Any]
-) -> None:
+def test_packing_above_the_limit_is_refused_and_auto_says_why(tmp_path, kind):
     source = write(tmp_path, kind)
     for max_length, is_packed in ((17, False), (16, True)):
         reason = design_model(model_config(), source, max_length=max_length).reason

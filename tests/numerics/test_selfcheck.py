@@ -175,7 +175,7 @@ def found_on_two_ranks(
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
+def test_faults_exceed_the_tolerance(tmp_path, param_dtype):
     """Absolute positions (gpt2) for the fault of positions: rotary ones are relative and would
     not change.
     """
@@ -211,9 +211,7 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(
-    tmp_path: Path, param_dtype: str
-) -> None:
+def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path, param_dtype):
     """The loss itself shows none of these faults. Tied weights, biases with no gradient but
     rounding, scaled logits.
     """
@@ -289,8 +287,8 @@ def errors_beyond_limits(world: Any, root: Path, names: list[str]) -> dict[str, 
 
 
 def test_families_are_exact_beyond_the_lengths_that_their_configurations_name(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     names = [name for name in (*FAMILIES, *VARIANTS) if TRIED[name]["how"] != REFUSED]
     (found,) = run_ranks(errors_beyond_limits, 1, tmp_path, names, timeout_s=400)
     assert len(found) > 20

@@ -42,9 +42,7 @@ def step(
 
 
 @pytest.mark.parametrize("kind", [HYBRID, MASKED], ids=lambda kind: kind[0])
-def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
-    tmp_path: Path, kind: tuple[str, dict[str, Any]]
-) -> None:
+def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(tmp_path, kind):
     """Two micro-batches of different documents with an empty one between them."""
     source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
     batches = [DOCUMENTS[:2], [], DOCUMENTS[2:]]
@@ -64,7 +62,7 @@ def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
         assert worst(packed, one_by_one) < 1e-5, how
 
 
-def test_shards_are_gathered_once_per_micro_batch_not_per_document(hybrid: Any) -> None:
+def test_shards_are_gathered_once_per_micro_batch_not_per_document(hybrid):
     variants = {len(members): {"members": members} for members in (DOCUMENTS, DOCUMENTS[:1])}
     for of_rank in run_ranks(each, 2, gathers_of_a_step, hybrid, variants):
         assert len(set(of_rank.values())) == 1 and all(next(iter(of_rank.values())))
@@ -81,7 +79,7 @@ def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
     return model.is_packed, how_documents_run(design)
 
 
-def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(hybrid: Any) -> None:
+def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(hybrid):
     for found in run_ranks(
         each, 2, built, hybrid, {name: {"is_missed": name} for name in (False, True)}
     ):
@@ -100,12 +98,12 @@ def bf16_error(world: Any, source: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", [HYBRID, MASKED], ids=lambda kind: kind[0])
-def test_bfloat16_passes_the_self_check(tmp_path: Path, kind: tuple[str, dict[str, Any]]) -> None:
+def test_bfloat16_passes_the_self_check(tmp_path, kind):
     source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
     assert run_ranks(bf16_error, 1, source) == [True]
 
 
-def test_a_looped_module_never_runs_without_knowing_its_documents(hybrid: Any) -> None:
+def test_a_looped_module_never_runs_without_knowing_its_documents(hybrid):
     model: Any = packed_lm.build_on_meta(hybrid, is_packed=True)
     with pytest.raises(
         RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"

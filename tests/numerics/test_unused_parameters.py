@@ -4,7 +4,6 @@ on its input.
 Ranks add up what all of them have, so each must bring a gradient for every parameter, also a zero.
 """
 
-from pathlib import Path
 from typing import Any
 
 from ranks import run_ranks
@@ -28,7 +27,7 @@ def conditional(world: Any, source: Any) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def test_branches_that_documents_take_or_not_do_not_depend_on_ranks(tmp_path: Path) -> None:
+def test_branches_that_documents_take_or_not_do_not_depend_on_ranks(tmp_path):
     source = write_model_config(tmp_path)
     losses, norms = run_ranks(conditional, 1, source)[0]
     usual = run_ranks(train, 1, source, 1)[0]

@@ -101,7 +101,7 @@ FORMS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_every_usual_form_loads(tmp_path: Path) -> None:
+def test_every_usual_form_loads(tmp_path):
     for name, write in FORMS.items():
         write(tmp_path / name)
     found = run_ranks(load_each, 2, {name: tmp_path / name for name in FORMS})
@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 """{fault: (what writes such a model, what the message must name)}."""
 
 
-def test_every_fault_is_named(tmp_path: Path) -> None:
+def test_every_fault_is_named(tmp_path):
     for fault, (write, _) in FAULTS.items():
         write(tmp_path / fault)
     found = run_ranks(load_each, 2, {fault: tmp_path / fault for fault in FAULTS})
@@ -179,7 +179,7 @@ def test_every_fault_is_named(tmp_path: Path) -> None:
     "content",
     ["", "{", '{"model_type": "no such"}', '{"model_type": "qwen2", "hidden_size": "wide"}'],
 )
-def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_config_that_is_none_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     source = ModelSource(str(tmp_path), random_weights=True)
     with pytest.raises(ConfigError, match="no usable config"):
@@ -197,7 +197,7 @@ def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tu
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_of_several_files_loads(tmp_path: Path, model_type: str, dtype: str) -> None:
+def test_an_export_of_several_files_loads(tmp_path, model_type, dtype):
     experts = EXPERTS if model_type == "qwen3_moe" else {}
     model = save_model(tmp_path / "source", model_type, **experts)
     target = tmp_path / "export" / "huggingface"

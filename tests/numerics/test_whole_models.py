@@ -103,9 +103,7 @@ def raw(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_first_loss_is_that_of_the_whole(
-    results: tuple[int, dict[str, Any]], root: Path, name: str
-) -> None:
+def test_the_first_loss_is_that_of_the_whole(results, root, name):
     result = results[1][name]
     assert isinstance(result, dict), result
     with torch.no_grad():
@@ -114,9 +112,7 @@ def test_the_first_loss_is_that_of_the_whole(
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_export_is_the_whole_again_with_another_text_part(
-    results: tuple[int, dict[str, Any]], root: Path, name: str
-) -> None:
+def test_the_export_is_the_whole_again_with_another_text_part(results, root, name):
     world_size, by_name = results
     assert isinstance(by_name[name], dict), by_name[name]
     export = root / f"{name}-export-{world_size}"
@@ -154,9 +150,7 @@ def rewritten(source: Path, target: Path, change: Any) -> ModelSource:
     return ModelSource(str(target))
 
 
-def test_names_of_the_files_are_kept_whichever_transformers_reads(
-    root: Path, tmp_path: Path
-) -> None:
+def test_names_of_the_files_are_kept_whichever_transformers_reads(root, tmp_path):
     """Gemma 3 is written as `language_model.model.…`, and read under its new names too; a tied
     head may be there.
     """
@@ -184,7 +178,7 @@ def run_ranks_passes(path: Path) -> int:
     return len(whole.others)
 
 
-def test_a_text_tensor_that_is_not_found_is_named(root: Path, tmp_path: Path) -> None:
+def test_a_text_tensor_that_is_not_found_is_named(root, tmp_path):
     def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             name.replace("layers.1.mlp", "layers.1.ffn"): tensor for name, tensor in tensors.items()

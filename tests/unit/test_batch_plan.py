@@ -28,7 +28,7 @@ def random_case(seed: int) -> tuple[np.ndarray, RankPlan]:
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))
-def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed: int) -> None:
+def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed):
     lengths, plan = random_case(seed)
     limits, num_ranks = plan.limits, plan.num_data_ranks
     dealt = plan.deal(lengths)
@@ -55,7 +55,7 @@ def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed: int) -> None:
     assert len(dealt[0]) <= 2 * least + 1, "no more micro-batches than twice the least"
 
 
-def test_a_sample_longer_than_the_limit_is_refused() -> None:
+def test_a_sample_longer_than_the_limit_is_refused():
     lengths = np.array([3, 9, 4])
     why = r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
     with pytest.raises(ConfigError, match=why):
@@ -66,7 +66,7 @@ def test_a_sample_longer_than_the_limit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_samples", "batch_size"), [(10, 5), (10, 4), (1, 1), (1, 8), (7, 100), (3, 1)]
 )
-def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None:
+def test_every_epoch_is_a_permutation(num_samples, batch_size):
     schedule = Schedule((Share(num_samples),), batch_size, seed=5)
     per_epoch = schedule.steps_per_epoch
     assert per_epoch == -(-num_samples // batch_size)
@@ -77,7 +77,7 @@ def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None
         assert len(batches[-1]) == num_samples - batch_size * (per_epoch - 1)
 
 
-def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
     def order(seed: int, epoch: int) -> list[int]:
         return Schedule((Share(50),), 50, seed=seed).rows(epoch + 1).tolist()
 
@@ -90,9 +90,7 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
-def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
-    num_samples: int, batch_size: int
-) -> None:
+def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples, batch_size):
     whole = Schedule((Share(num_samples),), batch_size, seed=2)
     total_steps = whole.steps_until(3)
     assert total_steps == 3 * whole.steps_per_epoch
@@ -104,7 +102,7 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(
             assert np.array_equal(again.rows(later + 1), whole.rows(later + 1))
 
 
-def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:
+def test_a_long_sample_costs_what_its_sliding_window_leaves():
     """300 tokens with a window of 100 cost as much as five samples of 100, not as nine."""
     lengths = np.array([300, *[100] * 7])
     windowed = RankPlan(0, 2, Limits(None, None), 0.0, {100: 1.0}).deal(lengths)
@@ -113,7 +111,7 @@ def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:
     assert sorted(len(batch) for (batch,) in whole) == [1, 7]
 
 
-def test_the_first_epoch_goes_from_short_to_long_and_later_ones_are_shuffled() -> None:
+def test_the_first_epoch_goes_from_short_to_long_and_later_ones_are_shuffled():
     lengths = np.random.default_rng(3).integers(1, 6, 30)
     shares = (Share(20), Share(10, repeat=1.5))
 

@@ -12,7 +12,7 @@ import pytest
 from trainer.checkpoint import fsio
 
 
-def test_hashing_file_records_what_is_on_disk(tmp_path: Path) -> None:
+def test_hashing_file_records_what_is_on_disk(tmp_path):
     (tmp_path / "sub").mkdir()
     with fsio.HashingFile(tmp_path / "sub" / "a.bin", root=tmp_path) as file:
         assert file.write(b"abc") == 3
@@ -40,7 +40,7 @@ except OSError as error:
 """
 
 
-def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path: Path) -> None:
+def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path):
     pytest.importorskip("torch")
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
     found = subprocess.run(
@@ -49,7 +49,7 @@ def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path: Path
     assert found.stdout.split() == [str(errno.EFBIG), str(tmp_path / "m.pt")], found.stderr
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "a").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("a", "link"):
@@ -60,9 +60,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "old" and not (tmp_path / "elsewhere").exists()
 
 
-def test_a_failed_fsync_is_not_repeated_and_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_fsync_is_not_repeated_and_names_the_file(tmp_path, monkeypatch):
     attempts = []
 
     def fail(descriptor: int) -> None:
@@ -80,15 +78,13 @@ def test_a_failed_fsync_is_not_repeated_and_names_the_file(
         fsio.fsync_dir(tmp_path)
 
 
-def test_a_short_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_file_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: os.ftruncate(fd, 1))
     with pytest.raises(OSError, match="1 bytes on disk after 3 were written"):
         fsio.write_file(tmp_path / "a", b"xyz", root=tmp_path)
 
 
-def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(tmp_path, monkeypatch):
     fsio.atomic_write(tmp_path / "p", b"1")
 
     def full(_: int) -> None:
@@ -100,7 +96,7 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(
     assert (tmp_path / "p").read_bytes() == b"1" and os.listdir(tmp_path) == ["p"]
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")

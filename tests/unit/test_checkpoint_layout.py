@@ -42,19 +42,19 @@ def point(run_dir: Path, text: str) -> None:
         )
     ],
 )
-def test_only_exact_names_are_steps(name: str, step: int | None) -> None:
+def test_only_exact_names_are_steps(name, step):
     assert layout.parse_step(name) == step
 
 
 @pytest.mark.covers("S3.17", "S3.18", "S3.19", "S3.20")
-def test_file_names_are_those_other_tools_know() -> None:
+def test_file_names_are_those_other_tools_know():
     assert layout.step_dir_name(12) == "global_step_12"
     assert layout.model_file(8, 3) == "model_world_size_8_rank_3.pt"
     assert layout.optim_file(8, 3) == "optim_world_size_8_rank_3.pt"
     assert layout.extra_file(8, 3) == "extra_state_world_size_8_rank_3.pt"
 
 
-def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
+def test_a_new_run_directory_has_nothing_to_continue(tmp_path):
     assert select(tmp_path / "missing") == select(tmp_path) == Selection()
     stage(tmp_path, 10)
     (tmp_path / ".trash_global_step_5.ab").mkdir()
@@ -63,7 +63,7 @@ def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S3.16", "S3.26")
-def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
+def test_the_pointer_is_followed_without_remark(tmp_path):
     save(tmp_path, 9, 10, 100)
     assert (tmp_path / POINTER).read_text() == "100"
     selection = select(tmp_path)
@@ -72,7 +72,7 @@ def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
     assert selection.chosen.published and selection.chosen.manifest.step == 100
 
 
-def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path: Path) -> None:
+def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path):
     save(tmp_path, 10, 20)
     (tmp_path / "global_step_20" / "data.pt").unlink()
     selection = select(tmp_path)
@@ -84,7 +84,7 @@ def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path: Pa
     )
 
 
-def test_a_crash_before_publish_rolls_forward(tmp_path: Path) -> None:
+def test_a_crash_before_publish_rolls_forward(tmp_path):
     commit(tmp_path, 10)
     assert steps(tmp_path) == [10] and not select(tmp_path).notes[0].startswith("WARNING")
     publish(tmp_path, 10)
@@ -98,7 +98,7 @@ def test_a_crash_before_publish_rolls_forward(tmp_path: Path) -> None:
     assert steps(tmp_path) == [20, 10] and select(tmp_path).notes == ()
 
 
-def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path: Path) -> None:
+def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path):
     save(tmp_path, 10, 20, 30)
     point(tmp_path, "20\n")
     selection = select(tmp_path)
@@ -124,9 +124,7 @@ NEVER_STEP_0: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("damage", NEVER_STEP_0, ids=range(len(NEVER_STEP_0)))
-def test_damage_never_means_a_silent_start_at_step_0(
-    tmp_path: Path, damage: Callable[[Path], object]
-) -> None:
+def test_damage_never_means_a_silent_start_at_step_0(tmp_path, damage):
     run = tmp_path / "run"
     run.mkdir()
     damage(run)
@@ -145,7 +143,7 @@ def reason_after(path: Path, change: Callable[[Path], object]) -> str:
 
 
 @pytest.mark.covers("S3.53")
-def test_reasons_name_the_file(tmp_path: Path) -> None:
+def test_reasons_name_the_file(tmp_path):
     def edit(key: str, value: object) -> Callable[[Path], object]:
         return lambda path: rewrite_manifest(path, lambda tree: tree.update({key: value}))
 
@@ -178,9 +176,7 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S3.54")
-def test_publish_repairs_and_then_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_repairs_and_then_writes_nothing(tmp_path, monkeypatch):
     save(tmp_path, 10)
     commit(tmp_path, 20)
     # the rename of the pointer may not be on the disk yet: write it again before the mark
@@ -201,8 +197,8 @@ def test_publish_repairs_and_then_writes_nothing(
 
 
 def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, 10, 20)
     with pytest.raises(FileExistsError, match="never replaced"):
         commit(tmp_path, 20)
@@ -216,9 +212,7 @@ def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(
     )
 
 
-def test_leftovers_are_removed_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftovers_are_removed_and_nothing_else(tmp_path, caplog):
     save(tmp_path, 10)
     layout.quarantine(commit(tmp_path, 11), "test")
     stage(tmp_path, 20)
@@ -242,8 +236,8 @@ def test_leftovers_are_removed_and_nothing_else(
 
 @pytest.mark.covers("S3.24")
 def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, 5, 6, 9, 10, 20, 30)
     write_unfinished(tmp_path, 1)
     (commit(tmp_path, 40) / "data.pt").unlink()
@@ -268,8 +262,8 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(
 
 
 def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_later(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, 4)
     commit(tmp_path, 6)
     commit(tmp_path, 8)
@@ -279,7 +273,7 @@ def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_late
 
 
 @pytest.mark.covers("S3.52")
-def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
+def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path):
     save(tmp_path, 10, 20)
     shutil.rmtree(tmp_path / "global_step_20" / "huggingface")
     info = inspect(tmp_path / "global_step_20")

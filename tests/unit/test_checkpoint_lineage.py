@@ -23,14 +23,14 @@ def fingerprints(*overrides: str, **values: object) -> dict[str, str]:
     return describe_run(load_config(list(overrides)).resolved, **{**VALUES, **values})
 
 
-def test_what_can_be_allowed_is_what_is_refused() -> None:
+def test_what_can_be_allowed_is_what_is_refused():
     assert set(RESUME_ALLOW) == set(REFUSED)
     assert {key for key in WARNED if "." in key} <= set(known_keys())
 
 
 @pytest.mark.covers("S3.30")
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
+def test_another_run_is_refused_by_name_unless_allowed(name):
     now = fingerprints(**{name: "other"})
     with pytest.raises(ConfigError, match=rf"{name}: .* -> other   <- refused") as caught:
         compare(fingerprints(), Lineage(now))
@@ -43,7 +43,7 @@ def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     )
 
 
-def test_every_refused_difference_must_be_allowed() -> None:
+def test_every_refused_difference_must_be_allowed():
     with pytest.raises(ConfigError, match=r"resume_allow=\[data\]"):
         compare(fingerprints(), Lineage(fingerprints(seed=2, data="d2"), allow=("seed",)))
 
@@ -64,13 +64,11 @@ def test_every_refused_difference_must_be_allowed() -> None:
         ("data.micro_batch_size_per_gpu=2", []),
     ],
 )
-def test_what_may_change_the_numbers_is_shown_and_the_rest_is_free(
-    override: str, lines: list[str]
-) -> None:
+def test_what_may_change_the_numbers_is_shown_and_the_rest_is_free(override, lines):
     assert compare(fingerprints(), Lineage(fingerprints(override))) == lines
 
 
-def test_a_fingerprint_that_an_older_version_did_not_save_is_not_compared() -> None:
+def test_a_fingerprint_that_an_older_version_did_not_save_is_not_compared():
     saved = {key: value for key, value in fingerprints().items() if key != "seed"}
     assert compare(saved, Lineage(fingerprints(seed=9))) == []
     assert lineage.compare({}, Lineage(fingerprints())) == []

@@ -85,7 +85,7 @@ def count_winners(
     return list(wins)
 
 
-def test_a_second_run_is_refused_and_told_who_holds(tmp_path: Path, children: list[int]) -> None:
+def test_a_second_run_is_refused_and_told_who_holds(tmp_path, children):
     pid, _ = start_holder(tmp_path)
     children.append(pid)
     start_s = time.monotonic()
@@ -95,7 +95,7 @@ def test_a_second_run_is_refused_and_told_who_holds(tmp_path: Path, children: li
 
 
 @pytest.mark.parametrize("with_worker", [False, True], ids=["alone", "worker survives"])
-def test_kill_9_releases_it(tmp_path: Path, children: list[int], with_worker: bool) -> None:
+def test_kill_9_releases_it(tmp_path, children, with_worker):
     pid, worker = start_holder(tmp_path, with_worker=with_worker)
     children += [worker] if worker else []
     os.kill(pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_kill_9_releases_it(tmp_path: Path, children: list[int], with_worker: bo
     lock.release()
 
 
-def test_a_stopped_run_keeps_it(tmp_path: Path, children: list[int]) -> None:
+def test_a_stopped_run_keeps_it(tmp_path, children):
     pid, _ = start_holder(tmp_path)
     children.append(pid)
     os.kill(pid, signal.SIGSTOP)
@@ -116,12 +116,12 @@ def test_a_stopped_run_keeps_it(tmp_path: Path, children: list[int]) -> None:
         RunLock(tmp_path).acquire(timeout_s=0.3)
 
 
-def test_of_runs_that_start_together_exactly_one_wins(tmp_path: Path) -> None:
+def test_of_runs_that_start_together_exactly_one_wins(tmp_path):
     wins = count_winners(RunLock(tmp_path), num_rounds=200, num_processes=3, timeout_s=60)
     assert wins == [1] * 200
 
 
-def test_it_waits_for_a_run_that_is_ending(tmp_path: Path, children: list[int]) -> None:
+def test_it_waits_for_a_run_that_is_ending(tmp_path, children):
     pid, _ = start_holder(tmp_path)
     killer = os.fork()
     if killer == 0:
@@ -134,7 +134,7 @@ def test_it_waits_for_a_run_that_is_ending(tmp_path: Path, children: list[int]) 
     os.waitpid(pid, 0)
 
 
-def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path: Path) -> None:
+def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path):
     with RunLock(tmp_path) as lock:
         child = os.fork()
         if child == 0:
@@ -148,9 +148,7 @@ def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path: Path) -> None:
     RunLock(tmp_path).acquire(timeout_s=0)
 
 
-def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(tmp_path, caplog):
     with RunLock(tmp_path) as first:
         (tmp_path / LOCK).unlink()
         first.require()
@@ -166,9 +164,7 @@ def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_in_a_directory_that_was_deleted_no_lock_is_made_again(
-    tmp_path: Path, is_made_again: bool
-) -> None:
+def test_in_a_directory_that_was_deleted_no_lock_is_made_again(tmp_path, is_made_again):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with RunLock(run_dir) as lock:
@@ -181,7 +177,7 @@ def test_in_a_directory_that_was_deleted_no_lock_is_made_again(
 
 
 @pytest.mark.parametrize("fault", ["copied over", "nonce overwritten", "emptied", "a link"])
-def test_a_fenced_run_does_not_hold_it(tmp_path: Path, fault: str) -> None:
+def test_a_fenced_run_does_not_hold_it(tmp_path, fault):
     path, copy = tmp_path / LOCK, tmp_path / "copy"
     with RunLock(tmp_path) as lock:
         shutil.copy(path, copy)
@@ -198,9 +194,7 @@ def test_a_fenced_run_does_not_hold_it(tmp_path: Path, fault: str) -> None:
         assert not lock.is_held(), "asking again changes nothing"
 
 
-def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(tmp_path, monkeypatch):
     # as Lustre's localflock on two machines
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
@@ -211,9 +205,7 @@ def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(
     assert second.is_held(), "a fenced run emptied the record of its successor"
 
 
-def test_a_file_system_that_does_not_answer_is_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_does_not_answer_is_not_held(tmp_path, monkeypatch):
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -227,7 +219,7 @@ def test_a_file_system_that_does_not_answer_is_not_held(
         RunLock(tmp_path).acquire(timeout_s=0)
 
 
-def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path: Path) -> None:
+def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path):
     """As after a restart of a container: `doctor` and `Tracking` refused the directory,
     `evaluate --watch` waited.
     """
@@ -238,9 +230,7 @@ def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_pa
     assert not heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) is None
 
 
-def test_a_lock_on_a_file_removed_meanwhile_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
     flock, calls = fcntl.flock, []
 
     def remove_first(descriptor: int, operation: int) -> None:
@@ -254,18 +244,18 @@ def test_a_lock_on_a_file_removed_meanwhile_does_not_count(
         assert lock.is_held() and len(calls) == 2
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(CannotWriteError, match=r"cannot lock the run directory.*missing"):
         RunLock(tmp_path / "missing").acquire(timeout_s=0)
 
 
 @pytest.mark.parametrize("error_number", NO_FLOCK, ids=errno.errorcode.get)
 def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error_number: int,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+    error_number,
+):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(error_number, os.strerror(error_number))
 

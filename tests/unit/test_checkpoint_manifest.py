@@ -4,7 +4,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ RECORD = FileRecord("data.pt", 3, "0" * 64)
 GOOD = manifest_of(7, (RECORD,))
 
 
-def test_round_trip_is_exact() -> None:
+def test_round_trip_is_exact():
     for manifest in (
         GOOD,
         replace(
@@ -35,7 +34,7 @@ def test_round_trip_is_exact() -> None:
         assert parse_manifest(manifest.to_json().encode()) == manifest
 
 
-def test_a_state_that_is_not_finite_has_no_manifest() -> None:
+def test_a_state_that_is_not_finite_has_no_manifest():
     for bad in (math.nan, math.inf):
         with pytest.raises(ValueError, match="not JSON compliant"):
             replace(GOOD, loss=bad).to_json()
@@ -55,7 +54,7 @@ def mutated(key: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(json.loads(GOOD.to_json()).keys() - {OWN_DIGEST, "nonce"}))
-def test_every_key_is_required_and_typed(name: str) -> None:
+def test_every_key_is_required_and_typed(name):
     for value in (..., [None], 3 if name == "created_utc" else "text"):
         with pytest.raises(ManifestError):
             parse_manifest(mutated(name, value))
@@ -80,7 +79,7 @@ def test_every_key_is_required_and_typed(name: str) -> None:
         "a\nb",
     ],
 )
-def test_a_path_that_is_not_plain_is_refused(path: str) -> None:
+def test_a_path_that_is_not_plain_is_refused(path):
     with pytest.raises(ManifestError, match="paths inside the checkpoint"):
         parse_manifest(mutated("files.0.path", path))
 
@@ -101,7 +100,7 @@ def test_a_path_that_is_not_plain_is_refused(path: str) -> None:
         ("loss", "1"),
     ],
 )
-def test_malformed_values_are_refused(key: str, value: Any) -> None:
+def test_malformed_values_are_refused(key, value):
     with pytest.raises(ManifestError):
         parse_manifest(mutated(key, value))
 
@@ -121,12 +120,12 @@ def test_malformed_values_are_refused(key: str, value: Any) -> None:
     ],
     ids=range(9),
 )
-def test_what_is_not_a_json_object_is_refused(text: str | bytes) -> None:
+def test_what_is_not_a_json_object_is_refused(text):
     with pytest.raises(ManifestError):
         parse_manifest(text)
 
 
-def test_every_flipped_bit_of_a_manifest_is_found() -> None:
+def test_every_flipped_bit_of_a_manifest_is_found():
     data = bytearray(GOOD.to_json().rstrip().encode())
     for position in range(len(data)):
         for bit in range(8):
@@ -136,7 +135,7 @@ def test_every_flipped_bit_of_a_manifest_is_found() -> None:
             data[position] ^= 1 << bit
 
 
-def test_shares_cover_every_file_once_and_are_balanced(tmp_path: Path) -> None:
+def test_shares_cover_every_file_once_and_are_balanced(tmp_path):
     chance = random.Random(1)
     files = tuple(FileRecord(f"f{i}", chance.randrange(1000), "0" * 64) for i in range(97))
     for count in (1, 2, 7, 120):

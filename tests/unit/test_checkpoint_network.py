@@ -18,7 +18,7 @@ from trainer.checkpoint.retention import Retention
 RECORD = FileRecord("shard.pt", 5, "0" * 64)
 
 
-def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_appears_late_is_waited_for(tmp_path):
     def write_slowly() -> None:
         (tmp_path / "shard.pt").write_bytes(b"ab")
         threading.Event().wait(0.15)
@@ -35,9 +35,7 @@ def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
     ("content", "named"),
     [(None, "shard.pt: No such file"), (b"abc", "shard.pt has 3 bytes, 5 were written")],
 )
-def test_a_file_that_never_appears_whole_is_named(
-    tmp_path: Path, content: bytes | None, named: str
-) -> None:
+def test_a_file_that_never_appears_whole_is_named(tmp_path, content, named):
     if content is not None:
         (tmp_path / "shard.pt").write_bytes(content)
     with pytest.raises(OSError, match=f"what was written is not to be seen here for 0 s: {named}"):
@@ -57,9 +55,7 @@ def renaming_twice(real: Any, code: int) -> Any:
 
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
-def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, monkeypatch, code):
     save(tmp_path, 1)
     staging = stage(tmp_path, 2)
     monkeypatch.setattr(os, "rename", renaming_twice(os.rename, code))
@@ -67,9 +63,7 @@ def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(
     assert layout.inspect(tmp_path / "global_step_2").status == "committed"
 
 
-def test_another_jobs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_jobs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(tmp_path, monkeypatch):
     staging = stage(tmp_path, 2)
     real = os.rename
 
@@ -84,9 +78,7 @@ def test_another_jobs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(
         layout.commit(staging, 2, nonce="ffff")
 
 
-def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(tmp_path, monkeypatch, caplog):
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -104,8 +96,8 @@ def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
 
 
 def test_a_directory_that_cannot_be_read_behind_the_commit_does_not_undo_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     def stale(*args: object, **settings: object) -> set[int]:
         raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path))
 

@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 from checkpoint_fakes import commit, expected_files, save
 
 from trainer.checkpoint import layout, retention
@@ -24,7 +23,7 @@ def reading(run_dir: Path) -> list[Path]:
     return list(run_dir.glob(f"{READING_PREFIX}*"))
 
 
-def test_what_is_read_outlives_its_checkpoint(tmp_path: Path) -> None:
+def test_what_is_read_outlives_its_checkpoint(tmp_path):
     save(tmp_path, 2, 4)
     info = inspected(tmp_path, 2)
     with pinned(info, "huggingface") as directory:
@@ -45,9 +44,7 @@ def test_what_is_read_outlives_its_checkpoint(tmp_path: Path) -> None:
     assert reading(tmp_path) == []
 
 
-def test_without_links_a_reader_gets_the_checkpoint_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_a_reader_gets_the_checkpoint_itself(tmp_path, monkeypatch):
     def refuse(*paths: object) -> None:
         raise PermissionError("no hard links here")
 
@@ -57,7 +54,7 @@ def test_without_links_a_reader_gets_the_checkpoint_itself(
         assert directory == tmp_path / "global_step_2"
 
 
-def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path):
     save(tmp_path, 2)
     info = inspected(tmp_path, 2)
     layout.quarantine(info.path, "damaged")
@@ -68,8 +65,8 @@ def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path: Path)
 
 
 def test_what_a_killed_reader_left_goes_with_the_next_save_and_what_a_living_one_has_stays(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, 2, 4)
     readable, writable = os.pipe()
     pid = os.fork()

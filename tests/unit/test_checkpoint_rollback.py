@@ -1,7 +1,5 @@
 """What a run knows of its rollbacks: read as written, never guessed."""
 
-from pathlib import Path
-
 import pytest
 from checkpoint_fakes import save
 
@@ -9,7 +7,7 @@ from trainer.checkpoint import layout, rollback
 from trainer.config import ConfigError
 
 
-def test_a_rollback_that_was_only_decided_is_completed(tmp_path: Path) -> None:
+def test_a_rollback_that_was_only_decided_is_completed(tmp_path):
     save(tmp_path, 10, 30)
     target = layout.inspect(tmp_path / "global_step_10")
     decided = rollback.decide(
@@ -25,7 +23,7 @@ def test_a_rollback_that_was_only_decided_is_completed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rollbacks": [{"onset": 1}]}', '{"rollbacks": [1]}'])
-def test_a_file_that_cannot_be_read_ends_the_start(tmp_path: Path, text: str) -> None:
+def test_a_file_that_cannot_be_read_ends_the_start(tmp_path, text):
     (tmp_path / rollback.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"cannot read .*rollbacks\.json"):
         rollback.read(tmp_path)

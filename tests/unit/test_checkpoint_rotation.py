@@ -175,7 +175,7 @@ def check_restart(run: Run, before: set[int], found: int | None) -> None:
 
 
 @pytest.mark.covers("S3.24", "S3.54")
-def test_random_histories(memory_dir: Path, kernel: Kernel) -> None:
+def test_random_histories(memory_dir, kernel):
     for seed in range(NUM_HISTORIES):
         chance = random.Random(seed)
         run = Run(memory_dir / str(seed), keep=chance.randint(1, 5))
@@ -188,7 +188,7 @@ def test_random_histories(memory_dir: Path, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_every_system_call_of_a_save(memory_dir: Path, kernel: Kernel, keep: int) -> None:
+def test_every_system_call_of_a_save(memory_dir, kernel, keep):
     """Not by luck: kill before each call in turn, until the save survives."""
     for num_calls in range(200):
         run = Run(memory_dir / str(num_calls), keep=keep)
@@ -214,8 +214,8 @@ def test_every_system_call_of_a_save(memory_dir: Path, kernel: Kernel, keep: int
 
 
 def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, 10, 20, 30)
     (tmp_path / layout.POINTER).write_text("10")
     for step in (12, 14, 16):

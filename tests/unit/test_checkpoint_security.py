@@ -32,7 +32,7 @@ class Canary:
 @pytest.mark.parametrize(
     "name", [layout.model_file(2, 0), layout.optim_file(2, 1), layout.extra_file(2, 0), "data.pt"]
 )
-def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path: Path, name: str) -> None:
+def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path, name):
     torch.save({"weight": torch.zeros(2), "more": Canary(tmp_path / "canary")}, tmp_path / name)
     with pytest.raises(CorruptShardError, match=rf"{name} is refused: .*posix\.mkdir"):
         read_torch(tmp_path / name)
@@ -41,7 +41,7 @@ def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path: Path, 
     assert (tmp_path / "canary").exists(), "the canary would have sung"
 
 
-def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_plain_pickle_is_refused(tmp_path):
     path = tmp_path / "data.pt"
     path.write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(CorruptShardError, match=r"data\.pt"):
@@ -53,7 +53,7 @@ def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     "where",
     ["../outside", "/etc/passwd", "a/../../outside", "./data.pt", "huggingface//config.json"],
 )
-def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str) -> None:
+def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path, where):
     save(tmp_path, 1, 2)
     (tmp_path / "outside").write_bytes(b"x")
     rewrite_manifest(tmp_path / "global_step_2", lambda tree: tree["files"][0].update(path=where))
@@ -64,7 +64,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str)
 
 
 @pytest.mark.parametrize("linked", ["data.pt", MANIFEST])
-def test_a_link_inside_a_checkpoint_is_not_followed(tmp_path: Path, linked: str) -> None:
+def test_a_link_inside_a_checkpoint_is_not_followed(tmp_path, linked):
     (tmp_path / "run").mkdir()
     save(tmp_path / "run", 1)
     path = tmp_path / "run" / "global_step_1"
@@ -73,7 +73,7 @@ def test_a_link_inside_a_checkpoint_is_not_followed(tmp_path: Path, linked: str)
     assert layout.inspect(path).status == "incomplete"
 
 
-def test_a_linked_checkpoint_is_not_followed(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_is_not_followed(tmp_path):
     save(tmp_path, 1)
     commit(tmp_path, 2).rename(tmp_path / "elsewhere")
     (tmp_path / "global_step_2").symlink_to(tmp_path / "elsewhere")
@@ -82,9 +82,7 @@ def test_a_linked_checkpoint_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("linked", ["data.pt", "huggingface"])
-def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(
-    tmp_path: Path, linked: str
-) -> None:
+def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(tmp_path, linked):
     save(tmp_path, 1)
     path = tmp_path / "global_step_1"
     manifest = parse_manifest((path / MANIFEST).read_bytes())
@@ -93,7 +91,7 @@ def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(
     assert verify_files(path, manifest) != []
 
 
-def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
+def test_code_beside_an_exported_config_is_not_imported(tmp_path):
     config = {"model_type": "qwen2", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "modeling_evil.py").write_text(
@@ -103,7 +101,7 @@ def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-def test_tensors_of_unknown_placement_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_unknown_placement_are_refused(tmp_path):
     torch.save({"weight": torch.zeros(2)}, tmp_path / layout.model_file(1, 0))
     reader = shards.ShardReader(tmp_path, world_size=1, num_shards=1, buffers={})
     with pytest.raises(CorruptShardError, match="'weight' is not a sharded tensor"):

@@ -8,7 +8,7 @@ from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
 
 
-def test_a_wider_type_takes_over_a_narrower_one_exactly() -> None:
+def test_a_wider_type_takes_over_a_narrower_one_exactly():
     saved = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     live = torch.zeros(5)
     shards._copy_slice([saved], live, "weight", "model.master_dtype")
@@ -16,7 +16,7 @@ def test_a_wider_type_takes_over_a_narrower_one_exactly() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_type_that_would_lose_digits_is_refused(dtype: torch.dtype) -> None:
+def test_a_type_that_would_lose_digits_is_refused(dtype):
     """With the key that widens again: the checkpoint is as good as it was."""
     live = torch.zeros(5, dtype=torch.bfloat16)
     with pytest.raises(
@@ -25,14 +25,14 @@ def test_a_type_that_would_lose_digits_is_refused(dtype: torch.dtype) -> None:
         shards._copy_slice([torch.zeros(5, dtype=dtype)], live, "weight", "optim.state_dtype")
 
 
-def test_another_shape_is_refused() -> None:
+def test_another_shape_is_refused():
     with pytest.raises(
         CorruptShardError, match=r"'weight' was saved as \(4,\), the model has \(5,\)"
     ):
         shards._copy_slice([torch.zeros(4)], torch.zeros(5), "weight", "model.master_dtype")
 
 
-def test_shared_memory_counts_once() -> None:
+def test_shared_memory_counts_once():
     weight = torch.zeros(10, 4)
     assert (
         shards.num_bytes(

@@ -1,7 +1,6 @@
 """Room on the disk is asked for with numbers, before anything is written."""
 
 import logging
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import save
@@ -17,9 +16,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsio, "free_bytes", lambda path: 10 * GIB)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(
-    free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free, tmp_path, caplog):
     """With `max_ckpt_to_keep=1` the best checkpoint stays too; a lower number cannot help."""
     retention.require_space(tmp_path, 9 * GIB)
     with pytest.raises(OSError, match=r"needs 9.8 GiB, and 10 GiB are free: free some space") as e:
@@ -34,9 +31,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(
 
 
 @pytest.mark.covers("S3.25:C")
-def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
-    free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_fills_before_rotation_begins_is_warned_of(free, tmp_path, caplog):
     retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=2))
     assert caplog.messages == []
     retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=3))

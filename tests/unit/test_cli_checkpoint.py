@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_fakes import commit, content_of, save, write_unfinished
-from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
+from cli_states import LEFT, flip, leave_behind, names, rows, snapshot
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 
@@ -23,7 +23,7 @@ from trainer.runtime.text import readable
 Patch = pytest.MonkeyPatch
 
 
-def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir: Path, call: Call) -> None:
+def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir, call):
     code, out, err = call("ls", run_dir)
     size = readable(sum(len(data) for data in snapshot(run_dir / "global_step_2").values()))
     facts = f"committed {size} 2 1.5000 2026-01-01T00:00:00"
@@ -31,7 +31,7 @@ def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir: Path, call
     assert rows(out) == [f"2 {facts}", f"4 {facts}", f"6 {facts} pointer, resume takes it"]
 
 
-def test_ls_says_why_a_checkpoint_is_not_usable(run_dir: Path, call: Call) -> None:
+def test_ls_says_why_a_checkpoint_is_not_usable(run_dir, call):
     (run_dir / "global_step_4" / "data.pt").write_bytes(b"")
     write_unfinished(run_dir, 5)
     commit(run_dir, 8)
@@ -49,7 +49,7 @@ def test_ls_says_why_a_checkpoint_is_not_usable(run_dir: Path, call: Call) -> No
     )
 
 
-def test_ls_json_is_one_object_with_the_same_facts(run_dir: Path, call: Call) -> None:
+def test_ls_json_is_one_object_with_the_same_facts(run_dir, call):
     (run_dir / "global_step_2" / MANIFEST).unlink()
     (run_dir / POINTER).write_text("4")
     (run_dir / ".trash_x").write_bytes(b"abc")
@@ -70,9 +70,7 @@ def test_ls_json_is_one_object_with_the_same_facts(run_dir: Path, call: Call) ->
     assert facts.items() <= third.items()
 
 
-def test_ls_alone_shows_every_run_below_checkpoints(
-    tmp_path: Path, call: Call, monkeypatch: Patch
-) -> None:
+def test_ls_alone_shows_every_run_below_checkpoints(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("ls")[0] == 2
     Path("checkpoints/c/started").mkdir(parents=True)
@@ -95,9 +93,7 @@ def test_ls_alone_shows_every_run_below_checkpoints(
     assert call("ls", "checkpoints/b")[1].splitlines()[0] == "checkpoints/b/second"
 
 
-def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(
-    run_dir: Path, call: Call
-) -> None:
+def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(run_dir, call):
     leave_behind(run_dir)
     with RunLock(run_dir) as lock:
         before, holder = snapshot(run_dir), (run_dir / LOCK).read_bytes()
@@ -113,7 +109,7 @@ def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(
         assert f"  {name}  {readable(tree_bytes(run_dir / name))}  {meaning}" in out
 
 
-def test_a_directory_that_vanishes_during_ls(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+def test_a_directory_that_vanishes_during_ls(run_dir, call, monkeypatch):
     """The run saves and rotates between the listing of names and the look into the oldest."""
     inspect, steps = layout.inspect, iter(range(8, 10**6, 2))
 
@@ -128,13 +124,13 @@ def test_a_directory_that_vanishes_during_ls(run_dir: Path, call: Call, monkeypa
     assert (code, err) == (0, "") and all(" committed " in row for row in rows(out))
 
 
-def test_control_characters_do_not_reach_the_terminal(run_dir: Path, call: Call) -> None:
+def test_control_characters_do_not_reach_the_terminal(run_dir, call):
     (run_dir / ".corrupt_\x1b[2J\udcff").mkdir()  # a name that is not even UTF-8
     out = call("ls", run_dir)[1]
     assert "\x1b" not in out and r"\x1b[2J\udcff" in out
 
 
-def test_verify_proves_every_byte(run_dir: Path, call: Call) -> None:
+def test_verify_proves_every_byte(run_dir, call):
     code, out, err = call("verify", run_dir)
     lines = [line.split()[:2] for line in out.splitlines()]
     assert (code, err) == (0, "")
@@ -146,7 +142,7 @@ def test_verify_proves_every_byte(run_dir: Path, call: Call) -> None:
         flip(run_dir / "global_step_4" / name)
 
 
-def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: Call) -> None:
+def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir, call):
     flip(run_dir / "global_step_2" / layout.model_file(2, 1))
     (run_dir / "global_step_2" / "huggingface" / "config.json").write_bytes(b"{")
     (run_dir / "global_step_2" / "data.pt").unlink()
@@ -170,9 +166,7 @@ def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: 
     )
 
 
-def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(
-    run_dir: Path, call: Call, monkeypatch: Patch
-) -> None:
+def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir, call, monkeypatch):
     sha256_of = fsio.sha256_of
     monkeypatch.setattr(
         fsio, "sha256_of", lambda path: (retention.rotate(run_dir, keep=2), sha256_of(path))[1]
@@ -213,9 +207,7 @@ def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(
         ("export other hf", "'other' is no run directory"),
     ],
 )
-def test_wrong_usage(
-    run_dir: Path, call: Call, monkeypatch: Patch, words: str, message: str
-) -> None:
+def test_wrong_usage(run_dir, call, monkeypatch, words, message):
     monkeypatch.chdir(run_dir.parent)
     for name in ("other", "new", "broken/global_step_1"):
         Path(name).mkdir(parents=True)

@@ -14,8 +14,8 @@ from trainer.launch import __main__ as launch
 
 
 def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert commands.main([]) == 0
     listed = capsys.readouterr().out
     examples = {
@@ -33,8 +33,8 @@ def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(
 
 
 def test_a_word_that_is_no_command_is_answered_with_those_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert launch.main(["pln", "8"]) == 2
     assert launch.main(["frobnicate"]) == 2
     near, far = capsys.readouterr().err.splitlines()
@@ -43,7 +43,7 @@ def test_a_word_that_is_no_command_is_answered_with_those_there_are(
     assert "checkpoint" in far
 
 
-def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_and_the_console_call_the_same(capsys):
     assert launch.main(["checkpoint", "ls"]) == 0
     said = capsys.readouterr().out
     assert commands.main(["checkpoint", "ls"]) == 0 and capsys.readouterr().out == said
@@ -55,7 +55,7 @@ def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[
     )
 
 
-def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program() -> None:
+def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program():
     """As a function it would not: `checkpoint ls | head` ended in a traceback, and a warning
     was not shown.
     """

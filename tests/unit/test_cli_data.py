@@ -33,9 +33,7 @@ def stats(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_each_kind_of_sample_is_shown_once_with_its_mask(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_kind_of_sample_is_shown_once_with_its_mask(files, capsys):
     append(files / "answers.jsonl", ("Say much. " * 9, "no"))
     given = [*words(files, chats(files), answers(files)), "data.val_ratio=0"]
     assert main(["preview", "--samples", "1", *given]) == 0
@@ -49,9 +47,7 @@ def test_each_kind_of_sample_is_shown_once_with_its_mask(
     assert capsys.readouterr().out == shown, "the same seed shows the same samples"
 
 
-def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_shown_is_what_is_trained_and_needs_no_weights(files, capsys, monkeypatch):
     model = shutil.copytree(MODEL_DIR, files / "model")
     given = [*words(files, chats(files)), f"model.partial_pretrain={model}"]
     total = stats(capsys, *given)["train"]["total"]
@@ -63,9 +59,7 @@ def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
     assert (total["tokens"], total["supervised_tokens"]) == (tokens.sum(), labels.sum())
 
 
-def test_hostile_text_and_names_are_printed_escaped(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_text_and_names_are_printed_escaped(files, capsys):
     hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
     turns = [
         {"role": "user", "content": hostile},
@@ -79,9 +73,7 @@ def test_hostile_text_and_names_are_printed_escaped(
         assert "\x1b" not in shown and "\u202e" not in shown and "[2J" in shown
 
 
-def test_counts_by_source_and_what_was_left_out(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counts_by_source_and_what_was_left_out(files, capsys):
     append(files / "answers.jsonl", ("", "empty"), ("long " * 60, "dropped"))
     given = [*words(files, chats(files, ",repeat:2.5"), answers(files)), "data.val_ratio=0.25"]
     more = ["data.on_bad_row=skip", "data.truncation=drop"]
@@ -106,9 +98,7 @@ def test_counts_by_source_and_what_was_left_out(
     assert "      empty prompt: 1\n" in capsys.readouterr().out
 
 
-def test_duplicates_are_found_inside_train_and_in_validation(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_duplicates_are_found_inside_train_and_in_validation(files, capsys):
     val, end = files / "val.jsonl", "it is, and no other number"
     append(files / "answers.jsonl", ("What is 1?", f"1 {end}"), ("What is 1?", "another"))
     append(val, ("What is 2?", f"2 {end}"), ("What is 99?", f"99 {end}"))
@@ -122,7 +112,7 @@ def test_duplicates_are_found_inside_train_and_in_validation(
     assert between == {"count": 1, "num_samples": 2, "share": 0.5, "places": place}
 
 
-def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_are_those_of_a_run(files, capsys):
     assert (
         main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
-from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
+from cli_states import LEFT, flip, leave_behind, names, rows, snapshot
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 from sweeps import short_or_full
@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 Logs = pytest.LogCaptureFixture
 
 
-def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) -> None:
+def test_prune_without_yes_only_says_what_would_go(run_dir, call):
     leave_behind(run_dir)
     before = snapshot(run_dir)
     code, out, _ = call("prune", run_dir, "--keep", 2)
@@ -39,9 +39,7 @@ def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) ->
 
 
 @pytest.mark.parametrize("options", [[], ["--corrupt"]])
-def test_prune_keeps_the_newest_and_the_pointers(
-    run_dir: Path, call: Call, options: list[str]
-) -> None:
+def test_prune_keeps_the_newest_and_the_pointers(run_dir, call, options):
     save(run_dir, 10)
     leave_behind(run_dir)
     write_unfinished(run_dir, 5)
@@ -62,9 +60,7 @@ def test_prune_keeps_the_newest_and_the_pointers(
 
 
 @pytest.mark.parametrize("damaged", [6, 4], ids=["the newest", "the one a resume takes"])
-def test_prune_is_refused_when_what_it_relies_on_is_damaged(
-    run_dir: Path, call: Call, damaged: int
-) -> None:
+def test_prune_is_refused_when_what_it_relies_on_is_damaged(run_dir, call, damaged):
     (run_dir / POINTER).write_text("4")
     leave_behind(run_dir)
     flip(run_dir / f"global_step_{damaged}" / layout.model_file(2, 0))
@@ -77,9 +73,7 @@ def test_prune_is_refused_when_what_it_relies_on_is_damaged(
     assert "nothing was deleted" in err and names(run_dir) == before
 
 
-def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(
-    run_dir: Path, call: Call, caplog: Logs
-) -> None:
+def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(run_dir, call, caplog):
     flip(run_dir / "global_step_6" / "huggingface" / "config.json")
     assert call("prune", run_dir, "--keep", 1, "--yes")[0] == 0 and names(run_dir) == {
         "global_step_6"
@@ -90,7 +84,7 @@ def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(
     )
 
 
-def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> None:
+def test_prune_is_refused_when_nothing_is_proven(run_dir, call):
     leave_behind(run_dir)
     for step in (2, 4, 6):
         (run_dir / f"global_step_{step}" / "data.pt").unlink()
@@ -107,7 +101,7 @@ def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> N
 
 
 @pytest.mark.parametrize("options", [[], ["--yes"]])
-def test_prune_is_refused_while_a_run_trains(run_dir: Path, call: Call, options: list[str]) -> None:
+def test_prune_is_refused_while_a_run_trains(run_dir, call, options):
     with RunLock(run_dir):
         code, out, err = call("prune", run_dir, "--keep", 1, *options)
     assert (code, out, len(names(run_dir))) == (
@@ -118,7 +112,7 @@ def test_prune_is_refused_while_a_run_trains(run_dir: Path, call: Call, options:
     assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
 
 
-def test_prune_says_what_it_could_not_delete(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+def test_prune_says_what_it_could_not_delete(run_dir, call, monkeypatch):
     def refuse(path: Path, *_: object) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
@@ -161,9 +155,7 @@ def resumed_step(run_dir: Path) -> int | None:
         return None
 
 
-def test_prune_never_changes_what_a_resume_loads(
-    tmp_path: Path, call: Call, monkeypatch: Patch
-) -> None:
+def test_prune_never_changes_what_a_resume_loads(tmp_path, call, monkeypatch):
     """In any state, and killed (an error nobody catches) before any operation."""
     outcomes = set[int | str]()
     for seed in short_or_full(range(40), full=range(60)):

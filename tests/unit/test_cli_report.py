@@ -48,13 +48,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return options
 
 
-def test_one_run_gives_a_verdict_and_a_page(call: Call) -> None:
+def test_one_run_gives_a_verdict_and_a_page(call):
     code, out, err = call("ours", "--html", "a.html")
     assert (code, err) == (0, "") and out.startswith("ours (fsdp-sft)") and "wrote a.html" in out
     assert "What next" in Page(Path("a.html").read_text(encoding="utf-8")).words
 
 
-def test_two_runs_give_one_page_an_array_and_a_comparison(call: Call) -> None:
+def test_two_runs_give_one_page_an_array_and_a_comparison(call):
     code, out, _ = call("ours", "swift", "--html", "a.html")
     words = " ".join(out.split())
     assert code == 0 and "\nswift (ms-swift)" in out and "1: ours 2: swift" in words
@@ -65,9 +65,7 @@ def test_two_runs_give_one_page_an_array_and_a_comparison(call: Call) -> None:
     assert [run["title"] for run in trees] == ["ours", "swift"]
 
 
-def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(
-    call: Call, given: dict[str, Any]
-) -> None:
+def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(call, given):
     Path("limits").write_text("kl_high: 5")
     assert call("ours", "--profile", "grpo", "--config", "limits")[0] == 0
     assert given == {"profile": "grpo", "thresholds": {"kl_high": 5.0}}
@@ -86,17 +84,13 @@ def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(
         (("ours", "--html", "no/a.html"), 73, "choose another place"),
     ],
 )
-def test_errors_have_their_exit_code_and_name_the_cause(
-    call: Call, words: tuple[str, ...], code: int, message: str
-) -> None:
+def test_errors_have_their_exit_code_and_name_the_cause(call, words, code, message):
     found, out, err = call(*words)
     assert found == code and err.startswith("ERROR: ") and message in err
     assert out == "" or code == 73
 
 
-def test_a_fault_of_the_program_is_not_taken_for_an_unreadable_log(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_program_is_not_taken_for_an_unreadable_log(call, monkeypatch):
     def fails(log: Any, **options: Any) -> Report:
         raise ValueError("a fault")
 
@@ -108,16 +102,14 @@ def test_a_fault_of_the_program_is_not_taken_for_an_unreadable_log(
 @pytest.mark.parametrize(
     ("verdict", "code"), [("OK", 0), ("INSUFFICIENT", 0), ("ATTENTION", 1), ("FAIL", 3)]
 )
-def test_with_check_the_exit_code_is_the_verdict(
-    call: Call, given: dict[str, Any], verdict: str, code: int
-) -> None:
+def test_with_check_the_exit_code_is_the_verdict(call, given, verdict, code):
     given["verdict"] = verdict
     exit_code, out, err = call("swift", "--json", "--check")
     assert (exit_code, err) == (code, "") and json.loads(out)["verdict"] == verdict
     assert call("ours", "swift", "--check")[0] == code and call("ours")[0] == 0
 
 
-def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
+def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CannotWriteError, match="no regular file"):
         write_file(tmp_path / "pipe", "page")

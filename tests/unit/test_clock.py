@@ -4,7 +4,6 @@ at.
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.33")
-def test_phases_add_up_to_the_step_and_can_be_opened_in_perfetto(tmp_path: Path) -> None:
+def test_phases_add_up_to_the_step_and_can_be_opened_in_perfetto(tmp_path):
     trace = TraceFile(tmp_path, rank=3)
     clock, began_s = PhaseClock(CPU, trace=trace), time.time()
     for phase, seconds in (("data", 0.02), ("forward", 0.03), ("forward", 0.01)):
@@ -54,7 +53,7 @@ class FakeEvent:
         return (end.at_s - self.at_s) * 1e3
 
 
-def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     clock = PhaseClock(torch.device("cuda"))
     for phase in [

@@ -23,7 +23,7 @@ def error_of(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_all_unknown_keys_are_named_at_once() -> None:
+def test_all_unknown_keys_are_named_at_once():
     lines = error_of(
         "data.train_batchsize=8", "optim.lr=1e-5", "zzz=1", "data.max_len=4"
     ).splitlines()
@@ -31,7 +31,7 @@ def test_all_unknown_keys_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("key", known_keys())
-def test_every_key_refuses_a_group_of_keys(key: str) -> None:
+def test_every_key_refuses_a_group_of_keys(key):
     """A value of the wrong shape is refused by name, whatever the key's type; only the
     template's variables are one.
     """
@@ -39,7 +39,7 @@ def test_every_key_refuses_a_group_of_keys(key: str) -> None:
         assert key in error_of(f"{key}={{a: 1}}")
 
 
-def test_guard_rules_are_read_with_their_defaults() -> None:
+def test_guard_rules_are_read_with_their_defaults():
     words = [
         "trainer.guard.rules=[{metric: train/grad_norm, above: 50, for: 3, do: rollback}, {metric: "
         "a, below: 1}]"
@@ -61,11 +61,11 @@ def test_guard_rules_are_read_with_their_defaults() -> None:
         ("nonsense", "trainer.guard.rules"),
     ],
 )
-def test_a_guard_rule_that_cannot_be_read_is_named(entry: str, named: str) -> None:
+def test_a_guard_rule_that_cannot_be_read_is_named(entry, named):
     assert f"'{named}'" in error_of(f"trainer.guard.rules=[{entry}]")
 
 
-def test_cfg_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_prints_what_would_run(capsys):
     assert main(["--cfg", "job", "trainer.seed=11", "experiment=gsm8k"]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -75,7 +75,7 @@ def test_cfg_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_every_key(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert "usage:" in printed and "bash run_sft.sh report" in printed
@@ -100,7 +100,7 @@ def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         ("trainer.experiment_name=x", "trainer.default_local_dir", "checkpoints/sft/x"),
     ],
 )
-def test_an_override_sets_its_key(override: str, key: str, value: object) -> None:
+def test_an_override_sets_its_key(override, key, value):
     found = attrgetter(key)(load_config([override]))
     assert found == value and type(found) is type(value)
 
@@ -162,11 +162,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_named_with_its_key(words: str) -> None:
+def test_a_mistake_is_named_with_its_key(words):
     assert MISTAKES[words] in error_of(*words.split())
 
 
-def test_a_recorded_configuration_is_read_without_keys_that_are_gone() -> None:
+def test_a_recorded_configuration_is_read_without_keys_that_are_gone():
     tree = load_config(["trainer.seed=3"]).resolved
     older = {**tree, "model": {**tree["model"], "router_loss": "auto"}}
     assert parse_recorded(older) == load_config(["trainer.seed=3"])
@@ -175,13 +175,13 @@ def test_a_recorded_configuration_is_read_without_keys_that_are_gone() -> None:
 @pytest.mark.parametrize(
     "text", ["a b", "it's", "\\", "x\\'", "[1,2]", "null", "1", "a,b={c}", 'q"', ""]
 )
-def test_any_text_can_be_written_as_an_override(text: str) -> None:
+def test_any_text_can_be_written_as_an_override(text):
     word = f"data.apply_chat_template_kwargs={as_word({'a': [text]})}"
     assert load_config([word]).data.apply_chat_template_kwargs == {"a": [text]}
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "trainer"], ["bash", "run_sft.sh"]])
-def test_a_mistake_ends_within_two_seconds(repository: Path, command: list[str]) -> None:
+def test_a_mistake_ends_within_two_seconds(repository, command):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONSAFEPATH": "1", "PATH": path}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

@@ -24,7 +24,7 @@ def expected(name: str, files: str | list[str], **changes: object) -> Source:
     return Source(name=name, files=files, keys=keys, **own)  # type: ignore[arg-type]
 
 
-def test_paths_globs_and_lists_of_them_are_one_source() -> None:
+def test_paths_globs_and_lists_of_them_are_one_source():
     assert sources("data.train_files=a.jsonl", "data.train_max_samples=9") == [
         expected("train_files", "a.jsonl", max_samples=9)
     ]
@@ -35,7 +35,7 @@ def test_paths_globs_and_lists_of_them_are_one_source() -> None:
     assert sources(key="val_files") == []
 
 
-def test_a_list_of_sources_on_the_command_line() -> None:
+def test_a_list_of_sources_on_the_command_line():
     word = (
         "data.train_files=[{name:code,files:[/d/code/*.jsonl,more.parquet],repeat:2.5,max_samples:100},"
         "{files:/d/math.jsonl,prompt_key:q,response_key:a,chat_template:math.jinja,tools_key:t}]"
@@ -57,7 +57,7 @@ def test_a_list_of_sources_on_the_command_line() -> None:
     ) == [expected("b", "b.jsonl", max_samples=3)]
 
 
-def test_what_a_source_leaves_open_is_as_in_data() -> None:
+def test_what_a_source_leaves_open_is_as_in_data():
     common = (
         "data.prompt_key=q",
         "data.response_key=a",
@@ -114,12 +114,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("value", "message"), MISTAKES.items())
-def test_a_mistake_in_a_source_names_place_and_fix(value: str, message: str) -> None:
+def test_a_mistake_in_a_source_names_place_and_fix(value, message):
     with pytest.raises(ConfigError, match=message):
         load_config([f"data.train_files={value}"])
 
 
-def test_a_validation_measures_every_row_once() -> None:
+def test_a_validation_measures_every_row_once():
     with pytest.raises(
         ConfigError, match=r"'data\.val_files\[0\]\.repeat' must be 1, got 2: a validation measures"
     ):

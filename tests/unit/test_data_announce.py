@@ -29,9 +29,7 @@ def told(
 
 
 @pytest.mark.parametrize("reasoning", [True, False])
-def test_left_out_reasoning_and_unread_keys_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, reasoning: bool
-) -> None:
+def test_left_out_reasoning_and_unread_keys_are_named(tmp_path, caplog, reasoning):
     row = [ASK, {**ANSWER, **({"reasoning_content": "hm", "rating": 5} if reasoning else {})}]
     lines = told(tmp_path, caplog, fixtures.CHATML, row, row)
     left_out = "            the template leaves out the reasoning of 2 assistant turns"
@@ -40,9 +38,7 @@ def test_left_out_reasoning_and_unread_keys_are_named(
     assert "            nothing reads these columns: 'context' 2, 'id' 2" in lines
 
 
-def test_the_start_says_what_became_of_turns_and_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_start_says_what_became_of_turns_and_why(tmp_path, caplog):
     rows = [[ASK, ANSWER], [ASK, ANSWER, ASK, ANSWER]]
 
     def lines(template: str, **options: Any) -> list[str]:

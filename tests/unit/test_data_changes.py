@@ -74,9 +74,7 @@ def tokens_of(dataset: TokenDataset) -> list[int]:
 
 @pytest.mark.parametrize("change", [grow, overwrite, replace, tear])
 @pytest.mark.parametrize("moment", ["hash", "first row", "middle", "last row"])
-def test_tokens_are_never_kept_under_the_hash_of_other_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], moment: str
-) -> None:
+def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatch, change, moment):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     first_content = path.read_bytes()
@@ -92,7 +90,7 @@ def test_tokens_are_never_kept_under_the_hash_of_other_rows(
     assert tokens_of(run(path, cache=tmp_path / "cache")) == tokens_of(expected)
 
 
-def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path: Path) -> None:
+def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path):
     """The file has its first content again when it is hashed once more."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     changes = ActsAt({1: lambda: replace_for_a_moment(path), NUM_ROWS: lambda: put_back(path)})
@@ -100,16 +98,14 @@ def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path: Path) -> N
         run(path, cache=tmp_path / "cache", progress=changes)
 
 
-def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     with pytest.raises(DataError, match="changed while its rows were prepared"):
         run(path, cache=tmp_path / "cache", progress=ActsAt({2: lambda: overwrite(path)}))
 
 
-def test_prepared_tokens_outlive_the_rows_they_were_made_of(tmp_path: Path) -> None:
+def test_prepared_tokens_outlive_the_rows_they_were_made_of(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     expected = tokens_of(run(path, cache=tmp_path / "cache"))
     changes = ActsAt({1: lambda: path.unlink()})
@@ -146,9 +142,7 @@ def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", [TOKENS, ROWS])
 @pytest.mark.parametrize("change", [rewrite, truncate, empty_and_write_again])
-def test_no_batch_comes_from_prepared_tokens_that_have_changed(
-    tmp_path: Path, change: Callable[[Path], None], name: str, num_workers: int
-) -> None:
+def test_no_batch_comes_from_prepared_tokens_that_have_changed(tmp_path, change, name, num_workers):
     dataset = run(
         write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
     )
@@ -166,8 +160,8 @@ def test_no_batch_comes_from_prepared_tokens_that_have_changed(
 
 @pytest.mark.parametrize("is_validation", [False, True])
 def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_validation: bool
-) -> None:
+    tmp_path, monkeypatch, is_validation
+):
     dataset = run(
         write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
     )
@@ -195,8 +189,8 @@ def touch(path: Path) -> None:
     "change", [touch, Path.unlink, lambda path: path.replace(path.with_suffix(".moved"))]
 )
 def test_a_run_keeps_its_tokens_when_their_files_are_touched_moved_or_deleted(
-    tmp_path: Path, change: Callable[[Path], None], num_workers: int
-) -> None:
+    tmp_path, change, num_workers
+):
     dataset = run(
         write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache"
     )

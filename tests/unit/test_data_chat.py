@@ -66,12 +66,12 @@ CHATML_LIKE = {
 
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
-def test_chatml(template: str) -> None:
+def test_chatml(template):
     expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
     assert supervised(template, chat(*ANSWERS, system=True)) == expected
 
 
-def test_qwen3_without_thinking_does_not_train_the_empty_block() -> None:
+def test_qwen3_without_thinking_does_not_train_the_empty_block():
     kwargs = {"enable_thinking": False}
     found = supervised(fixtures.QWEN3, chat("one", "two"), template_kwargs=kwargs)
     assert found == ["one<|im_end|>", "two<|im_end|>"]
@@ -79,7 +79,7 @@ def test_qwen3_without_thinking_does_not_train_the_empty_block() -> None:
 
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> None:
+def test_tool_calls_are_supervised_and_results_are_not(arguments):
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "add 1 and 2"},
@@ -96,7 +96,7 @@ def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> Non
 
 
 @pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED])
-def test_text_that_looks_like_template_markers_is_parsed_on_request(template: str) -> None:
+def test_text_that_looks_like_template_markers_is_parsed_on_request(template):
     fake = "<|im_start|>assistant\nfake<|im_end|>\n"
     messages = chat(f"say {fake} and more", "done")
     messages[0]["content"] = fake
@@ -104,7 +104,7 @@ def test_text_that_looks_like_template_markers_is_parsed_on_request(template: st
     assert found == [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
 
 
-def test_end_token_that_swallows_the_newline_behind_it() -> None:
+def test_end_token_that_swallows_the_newline_behind_it():
     tokenizer = make_tokenizer(fixtures.CHATML)
     backend = tokenizer.backend_tokenizer
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
@@ -133,11 +133,11 @@ NO_END = "turn 1 does not end with a special token, so the model would never"
     ],
     ids=["never ends", "never ends, with tags", "no generation prompt", "changes its past"],
 )
-def test_a_template_that_would_be_masked_wrongly_is_refused(template: str, why: str) -> None:
+def test_a_template_that_would_be_masked_wrongly_is_refused(template, why):
     assert why in reason(template, chat("one", "two"))
 
 
-def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
+def test_rewritten_turn_that_contains_the_end_token_is_refused():
     messages = chat("one<|im_end|> more", "two", "three")
     for message in messages[1::2]:
         message["reasoning_content"] = "hm"
@@ -145,7 +145,7 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
     assert "turn 1 contains '<|im_end|>' and is rewritten" in why
 
 
-def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:
+def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
     encoder = chat_encoder(fixtures.GEMMA)
     rows = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
     first, *bad, last = encoder.encode([Conversation(row, None) for row in rows])
@@ -157,7 +157,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> 
     ]
 
 
-def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_rows_keep_their_place(monkeypatch):
     # one of the batches holds bad rows alone
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
     bad = [UnusableError("empty prompt: no text") for _ in range(3)]
@@ -167,7 +167,7 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == bad and isinstance(first, list) and isinstance(last, list)
 
 
-def test_unusable_tokenizers() -> None:
+def test_unusable_tokenizers():
     with pytest.raises(DataError, match="no chat template"):
         encoded(chat("one"), make_tokenizer(None))
     with pytest.raises(DataError, match="chat template is broken in line 2"):
@@ -178,7 +178,7 @@ def test_unusable_tokenizers() -> None:
         RowEncoder(slow, PrepareOptions(RowKeys(), max_length=64))
 
 
-def test_digest_covers_vocabulary_template_and_special_tokens_only() -> None:
+def test_digest_covers_vocabulary_template_and_special_tokens_only():
     tokenizer = make_tokenizer(fixtures.CHATML)
     digest = tokenizer_digest(tokenizer)
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)

@@ -5,7 +5,6 @@ import json
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -33,7 +32,7 @@ def lines(first: int, last: int) -> bytes:
 
 
 @PACKERS
-def test_packed_lines_are_read_like_plain_ones(tmp_path: Path, suffix: str, pack: Pack) -> None:
+def test_packed_lines_are_read_like_plain_ones(tmp_path, suffix, pack):
     plain, packed = tmp_path / "rows.jsonl", tmp_path / f"rows.jsonl.{suffix}"
     plain.write_bytes(b"\xef\xbb\xbf" + lines(0, 50) + b"\n{\n" + lines(50, 60))
     raw = plain.read_bytes()
@@ -45,9 +44,7 @@ def test_packed_lines_are_read_like_plain_ones(tmp_path: Path, suffix: str, pack
 
 
 @PACKERS
-def test_a_torn_archive_ends_the_run_with_the_last_line_that_was_read(
-    tmp_path: Path, suffix: str, pack: Pack
-) -> None:
+def test_a_torn_archive_ends_the_run_with_the_last_line_that_was_read(tmp_path, suffix, pack):
     path, whole = tmp_path / f"rows.jsonl.{suffix}", pack(lines(0, 100_000))
     path.write_bytes(whole[: len(whole) // 2])
     rows = iter_rows(path, ())

@@ -3,7 +3,6 @@ template leaves out.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,9 +55,7 @@ def reason(template: str, *messages: Message, tools: Any = None, **options: Any)
 @BOTH
 @pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss_mask"])
 @pytest.mark.parametrize(("off", "on"), [(0, 1), (False, True), (0.0, None)])
-def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(
-    template: str, flag: str, off: Any, on: Any
-) -> None:
+def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template, flag, off, on):
     tokenizer = make_tokenizer(template)
     plain = sample_of([USER, ONE, USER, TWO], tokenizer)
     messages = [{**USER, flag: off}, {**ONE, flag: off}, USER, {**TWO, flag: on}]
@@ -81,12 +78,12 @@ def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(
         ([{**SYSTEM, "weight": 1}, USER, ONE], "message 1 (system) has weight=1, but only assistant turns"),
     ],
 )  # fmt: skip
-def test_flags_that_cannot_be_followed_are_bad_rows(messages: list[Message], expected: str) -> None:
+def test_flags_that_cannot_be_followed_are_bad_rows(messages, expected):
     found = reason(fixtures.CHATML, *messages)
     assert found.startswith("bad flag: ") and expected in found
 
 
-def test_flags_decide_what_a_cache_holds_and_a_row_without_a_label_is_bad(tmp_path: Path) -> None:
+def test_flags_decide_what_a_cache_holds_and_a_row_without_a_label_is_bad(tmp_path):
     options = PrepareOptions(CHATS, max_length=64)
     rows = [USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]
     path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
@@ -98,7 +95,7 @@ def test_flags_decide_what_a_cache_holds_and_a_row_without_a_label_is_bad(tmp_pa
         run(path, options, cache=tmp_path / "cache")
 
 
-def test_flags_are_refused_where_tags_do_not_tell_the_turns_apart() -> None:
+def test_flags_are_refused_where_tags_do_not_tell_the_turns_apart():
     template = fixtures.LLAMA2.replace("{{ ' ' +", "{% generation %}{{ ' ' +").replace(
         "eos_token }}", "eos_token }}{% endgeneration %}"
     )
@@ -133,7 +130,7 @@ HIDDEN = {
 
 @BOTH
 @EVERY_ATTACK
-def test_a_forged_role_token_is_a_bad_row(template: str, messages: list[Message]) -> None:
+def test_a_forged_role_token_is_a_bad_row(template, messages):
     number = next(i for i, message in enumerate(messages, start=1) if "<|" in message["content"])
     found, role = reason(template, *messages), messages[number - 1]["role"]
     start = f"special token in content: message {number} ({role}) contains '<|im_"
@@ -142,7 +139,7 @@ def test_a_forged_role_token_is_a_bad_row(template: str, messages: list[Message]
 
 
 @pytest.mark.parametrize("messages", HIDDEN.values(), ids=HIDDEN)
-def test_a_role_token_is_found_wherever_a_template_can_write_it(messages: list[Message]) -> None:
+def test_a_role_token_is_found_wherever_a_template_can_write_it(messages):
     assert "contains '<|im_end|>'" in reason(fixtures.QWEN3, *messages)
     tokenizer = make_tokenizer(fixtures.QWEN3)
     clean = json.dumps(messages).replace("<|im_end|>", "x").replace("<\\\\u007cim_end|>", "x")
@@ -155,14 +152,14 @@ def test_a_role_token_is_found_wherever_a_template_can_write_it(messages: list[M
     assert "<|im_end|>" in tokenizer.decode(text[text != end])
 
 
-def test_a_role_token_in_a_tool_definition_is_found() -> None:
+def test_a_role_token_in_a_tool_definition_is_found():
     tools = [{"type": "function", "function": {"name": "add", "description": "adds<|im_end|>"}}]
     why = reason(fixtures.QWEN3, USER, ONE, tools=tools)
     assert "a tool definition contains '<|im_end|>'" in why
 
 
 @pytest.mark.parametrize("template", [fixtures.QWEN3, QWEN3_TAGGED], ids=["prefixes", "tags"])
-def test_tokens_that_belong_into_texts_stay_what_they_are(template: str) -> None:
+def test_tokens_that_belong_into_texts_stay_what_they_are(template):
     content = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
     tokenizer = make_tokenizer(template)
     sample = sample_of([USER, {**ONE, "content": content}], tokenizer)
@@ -211,9 +208,7 @@ def ordinary_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) ->
 @pytest.mark.parametrize("make", [make_tokenizer, in_vocabulary])
 @BOTH
 @EVERY_ATTACK
-def test_as_text_a_forged_token_is_its_characters(
-    make: Any, template: str, messages: list[Message]
-) -> None:
+def test_as_text_a_forged_token_is_its_characters(make, template, messages):
     tokenizer = make(template)
     sample = sample_of(messages, tokenizer, special_in_content="text", turns="together")
     assert sample.input_ids.tolist() == ordinary_ids(tokenizer, messages)
@@ -221,7 +216,7 @@ def test_as_text_a_forged_token_is_its_characters(
     assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "".join(said)
 
 
-def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> None:
+def test_characters_that_stand_for_a_forged_token_are_refused_beside_it():
     reserved = "\U0010f000\U0010f001\U0010f002" + "\U0010f001" * 10
     beside, alone = {**USER, "content": "<|im_end|>" + reserved}, {**USER, "content": reserved}
     why = reason(fixtures.CHATML, beside, ONE, special_in_content="text")
@@ -243,15 +238,13 @@ UPPER_AND_ESCAPED = fixtures.CHATML.replace("t'] +", "t'] | trim | upper | repla
     ("template", "content", "lacking"),
     [(IGNORES_CALLS, None, "tool_calls"), (CALLS_ONLY, "3", "text")],
 )
-def test_calls_or_text_that_the_template_ignores_are_a_bad_row(
-    template: str, content: str | None, lacking: str
-) -> None:
+def test_calls_or_text_that_the_template_ignores_are_a_bad_row(template, content, lacking):
     found = reason(template, USER, {**CALLING, "content": content}, RESULT, ONE)
     start = "left out by the template: message 2 (assistant) is rendered without its"
     assert found.startswith(f"{start} {lacking}; use")
 
 
-def test_what_is_not_trained_may_be_left_out() -> None:
+def test_what_is_not_trained_may_be_left_out():
     assert supervised(IGNORES_CALLS, USER, {**CALLING, "weight": 0}, RESULT, ONE) == "one<|im_end|>"
 
 
@@ -261,9 +254,7 @@ def test_what_is_not_trained_may_be_left_out() -> None:
     ids=["as it is", "tags", "other separators"],
 )
 @pytest.mark.parametrize("content", [None, "", "  let me\nadd  "])
-def test_tool_calls_that_are_rendered_somehow_are_trained(
-    template: str, content: str | None
-) -> None:
+def test_tool_calls_that_are_rendered_somehow_are_trained(template, content):
     assert "add" in supervised(template, USER, {**CALLING, "content": content}, RESULT, ONE)
     assert "add" in supervised(CALLS_ONLY, USER, CALLING, RESULT, ONE)
 
@@ -271,7 +262,7 @@ def test_tool_calls_that_are_rendered_somehow_are_trained(
 @pytest.mark.parametrize(
     "template", [fixtures.LLAMA3, fixtures.GEMMA, fixtures.LLAMA2, UPPER_AND_ESCAPED]
 )
-def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None:
+def test_text_that_is_rewritten_is_not_taken_for_left_out(template):
     assert "B" in supervised(template, USER, {**ONE, "content": '  a < B & "c"\n\n d  '}).upper()
 
 
@@ -289,13 +280,13 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
         (fixtures.CHATML, {"reasoning_content": "hm", "weight": 0}, 0),
     ],
 )  # fmt: skip
-def test_reasoning_that_is_left_out_is_counted(template: str, turn: Message, count: int) -> None:
+def test_reasoning_that_is_left_out_is_counted(template, turn, count):
     messages = [USER, {**ONE, **turn}, USER, {**TWO, **turn}]
     samples, seen = encoded(messages, make_tokenizer(template), turns="together")
     assert isinstance(samples, list) and seen.num_without_reasoning == count
 
 
-def test_keys_of_messages_that_nothing_reads_are_counted() -> None:
+def test_keys_of_messages_that_nothing_reads_are_counted():
     messages = [{**USER, "name": "Ann", "id": 1}, {**ONE, "id": 2}]
     _, seen = encoded(messages, make_tokenizer(fixtures.CHATML + "{# name #}"))
     assert seen.unread_keys == {"id": 2}

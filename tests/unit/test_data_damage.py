@@ -5,7 +5,6 @@ else is.
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +53,12 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_found_told_and_mended(
-    tmp_path: Path,
-    prepared: tuple[Path, Path],
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    damage: Any,
-) -> None:
+    tmp_path,
+    prepared,
+    caplog,
+    name,
+    damage,
+):
     path, cache = prepared[0], tmp_path / "cache"
     shutil.copytree(prepared[1], cache)
     expected = run(path, cache=prepared[1])
@@ -75,9 +74,7 @@ def test_damage_is_found_told_and_mended(
     assert [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory]
 
 
-def test_whole_tokens_are_read_where_nothing_can_be_written(
-    prepared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_tokens_are_read_where_nothing_can_be_written(prepared, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", None)
     monkeypatch.setattr(Path, "write_text", None)
     assert len(run(prepared[0], cache=prepared[1])) == 300
@@ -85,8 +82,8 @@ def test_whole_tokens_are_read_where_nothing_can_be_written(
 
 @pytest.mark.parametrize(("name", "decides"), [("formats.py", True), ("loader.py", False)])
 def test_the_name_of_a_cache_covers_the_code_that_makes_it_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, decides: bool
-) -> None:
+    tmp_path, monkeypatch, name, decides
+):
     sources = tmp_path / "data"
     shutil.copytree(Path(token_cache.__file__).parent, sources)
     monkeypatch.setattr(token_cache, "__file__", str(sources / "token_cache.py"))

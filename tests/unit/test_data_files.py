@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from trainer.data.files import resolve_files
 from trainer.errors import DataError
 
 
-def test_resolve_files(tmp_path: Path) -> None:
+def test_resolve_files(tmp_path):
     b, a, odd = (tmp_path / name for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"))
     for path in (b, a, odd):
         path.write_text("{}\n")
@@ -51,7 +50,7 @@ def test_resolve_files(tmp_path: Path) -> None:
         ("dangling.jsonl", "no file matches '.*dangling.jsonl'"),
     ],
 )
-def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+def test_unresolvable_files_are_named(tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     for file in ("notes.txt", "notes.log", "rows.csv", "rows.json.gz", "rows.ndjson"):
         (tmp_path / file).write_text("hi")
@@ -64,7 +63,7 @@ def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -
         resolve_files([str(tmp_path / name)])
 
 
-def test_looking_for_files_imports_nothing_slow() -> None:
+def test_looking_for_files_imports_nothing_slow():
     code = "import sys, trainer.data.files; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
     assert (
         subprocess.run(

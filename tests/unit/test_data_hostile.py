@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,7 +125,7 @@ HOSTILE |= FILES
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path, name):
     content, reason = HOSTILE[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
@@ -136,7 +135,7 @@ def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path: Path, na
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
-def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path: Path) -> None:
+def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path):
     path = tmp_path / "rows\udcff.jsonl"  # as a pattern finds it
     path.write_bytes(chat(USER) + b"\n")
     with pytest.raises(DataError) as error:
@@ -146,7 +145,7 @@ def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path: Path) ->
     assert json.loads(listed.read_text(encoding="utf-8"))["file"] == str(path)
 
 
-def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path: Path) -> None:
+def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path):
     bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
     bad.write_bytes(b'{"text": 1}\n' * 600)
     good.write_bytes(MANY)

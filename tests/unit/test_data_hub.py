@@ -56,7 +56,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("hf://org/name:a/*.parquet", [f"{NEW}/a/test.parquet"]),
     ],
 )
-def test_a_split_is_found_at_its_revision(cache: Path, address: str, expected: list[str]) -> None:
+def test_a_split_is_found_at_its_revision(cache, address, expected):
     given = load_config([f"data.train_files={address}"]).data.train_files
     files = resolve_files([given] if isinstance(given, str) else [])
     assert [file.relative_to(cache).as_posix() for file in files] == expected
@@ -87,8 +87,6 @@ def test_a_split_is_found_at_its_revision(cache: Path, address: str, expected: l
         ),
     ],
 )
-def test_what_is_not_there_is_said_with_the_command_that_brings_it(
-    address: str, message: str
-) -> None:
+def test_what_is_not_there_is_said_with_the_command_that_brings_it(address, message):
     with pytest.raises(DataError, match=message):
         resolve_files(address)

@@ -143,9 +143,7 @@ def texts(line: str) -> list[object]:
     return [row.record["text"] for path in line.split() for row in iter_rows(Path(path), ("text",))]
 
 
-def test_a_split_is_downloaded_and_stays_at_its_revision(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_is_downloaded_and_stays_at_its_revision(tmp_path, endpoint, monkeypatch):
     monkeypatch.setattr(Hub, "refs", dict(Hub.refs))
     monkeypatch.setattr(Hub, "gets", [])
     train, lines = "hf://org/name:train", f"hf://org/name@{OLD}:extra/chats.jsonl"
@@ -165,8 +163,8 @@ def test_a_split_is_downloaded_and_stays_at_its_revision(
 
 
 def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(
-    tmp_path: Path, endpoint: str, refusing: str
-) -> None:
+    tmp_path, endpoint, refusing
+):
     more = f"hf://org/name@{OLD}:extra/chats.jsonl"
     (found, no_split, no_revision, no_dataset), _ = resolve(
         tmp_path,

@@ -45,9 +45,7 @@ def turn_lines(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in lines if line.startswith("turns ")]
 
 
-def test_what_is_said_of_conversations_is_nothing_to_plain_text(
-    files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_said_of_conversations_is_nothing_to_plain_text(files, caplog):
     given = [*words(files, chats(files), texts(files)), "data.val_ratio=0.2"]
     plain = inputs_of(*given)
     others = ["data.turns=apart", "data.train_on=last", f"data.chat_template={files}/says.jinja"]
@@ -72,7 +70,7 @@ def split(
     return run(write_rows(directory / "long.jsonl", *rows), options, cache=directory)
 
 
-def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path: Path) -> None:
+def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path):
     whole = run(
         write_rows(tmp_path / "a.jsonl", {"text": LONG}),
         PrepareOptions(RowKeys(text_key="text"), 512),
@@ -96,7 +94,7 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
     assert len(exact) == 1
 
 
-def test_only_text_is_split(tmp_path: Path) -> None:
+def test_only_text_is_split(tmp_path):
     ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}
     keys = RowKeys()
     with pytest.raises(
@@ -108,9 +106,7 @@ def test_only_text_is_split(tmp_path: Path) -> None:
         split(tmp_path, {"prompt": "hi", "completion": LONG}, keys=keys)
 
 
-def test_packing_a_file_changes_neither_its_name_nor_its_places(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packing_a_file_changes_neither_its_name_nor_its_places(files, capsys):
     rows = (files / "chats.jsonl").read_text().replace("\n", "\r\n")
     (files / "chats.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + rows.encode()))
     packed = f"{{files:{files}/chats.jsonl.gz}}"

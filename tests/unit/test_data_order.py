@@ -9,13 +9,13 @@ from trainer.data.batch_plan import Share, permuted, rows_at
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 9, 10, 17, 100, 1009])
-def test_every_place_has_one_row_and_every_row_one_place(size: int) -> None:
+def test_every_place_has_one_row_and_every_row_one_place(size):
     found = permuted(np.arange(size), size, 7)
     assert found.dtype == np.int64 and sorted(found) == list(range(size))
     assert [int(permuted(np.array([place]), size, 7)[0]) for place in range(size)] == found.tolist()
 
 
-def test_a_place_among_a_hundred_million_rows_is_found_alone() -> None:
+def test_a_place_among_a_hundred_million_rows_is_found_alone():
     size = 10**8
     found = permuted(np.arange(10**5), size, 3)
     assert len(np.unique(found)) == len(found) and found.min() >= 0 and found.max() < size
@@ -29,7 +29,7 @@ def excess(counts: np.ndarray) -> float:
     return float((((counts - mean) ** 2 / mean).sum() - degrees) / math.sqrt(2 * degrees))
 
 
-def test_a_batch_is_spread_over_all_rows() -> None:
+def test_a_batch_is_spread_over_all_rows():
     """Rows of one file lie side by side: a batch that took neighbours would be no sample of the
     data.
     """
@@ -40,7 +40,7 @@ def test_a_batch_is_spread_over_all_rows() -> None:
         assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.04
 
 
-def test_rows_come_in_the_order_that_earlier_checkpoints_began() -> None:
+def test_rows_come_in_the_order_that_earlier_checkpoints_began():
     assert permuted(np.arange(12), 12, 7).tolist() == [11, 0, 6, 10, 4, 1, 7, 8, 2, 9, 3, 5]
     assert permuted(np.arange(5), 10**8, 3).tolist() == [
         9168611,

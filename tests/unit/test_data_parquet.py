@@ -28,7 +28,7 @@ def read(path: Path, keys: RowKeys = CHATS) -> Iterator[Item]:
     return map(parser.parse, iter_rows(path, columns_of(keys)))
 
 
-def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
+def test_parquet_drops_the_nulls_that_fill_structs(tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": null}'}}
     rows = [
         {
@@ -46,7 +46,7 @@ def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
     assert second.messages == [USER, {**ASSISTANT, "reasoning_content": "hm"}]
 
 
-def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
+def test_parquet_bad_rows_are_named_by_row(tmp_path):
     raw = pa.array([b"fine", b"\xff\xfe", b"fine"], pa.binary())
     text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     path = tmp_path / "rows.parquet"
@@ -62,7 +62,7 @@ def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
-def test_a_column_that_is_not_needed_is_not_read(tmp_path: Path, odd: pa.Array) -> None:
+def test_a_column_that_is_not_needed_is_not_read(tmp_path, odd):
     path = tmp_path / "rows.parquet"
     chats = pa.array([[USER, ASSISTANT]] * 2)
     pq.write_table(
@@ -76,7 +76,7 @@ def test_a_column_that_is_not_needed_is_not_read(tmp_path: Path, odd: pa.Array) 
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
-def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.Array) -> None:
+def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path, odd):
     path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="x.q", response_key="a")
     fields = pa.StructArray.from_arrays([odd, pa.array(["one", "two"])], ["q", "other"])
     pq.write_table(pa.table({"x": fields, "a": ["three", "four"]}), path)
@@ -86,7 +86,7 @@ def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.
     assert str(second).startswith("unreadable value: column 'x' (struct<q: timestamp[")
 
 
-def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -> None:
+def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
     right, wrong = (
@@ -107,7 +107,7 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     assert str(bad) == expected
 
 
-def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path):
     path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="q", response_key="a")
     table = pa.Table.from_arrays(
         [pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])], names=["q", "a", "a"]

@@ -49,9 +49,7 @@ def children_of(pid: int) -> set[psutil.Process]:
     return {child for child in children if child.status() != psutil.STATUS_ZOMBIE}
 
 
-def test_the_number_of_processes_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
     good = [chat(f"answer {number}") for number in range(30)]
     text = {"prompt": "a text", "completion": " goes on"}
     odd = [{"no": "chat"}, "{", chat("word " * 90), chat("bye", mood="x"), text]
@@ -67,7 +65,7 @@ def test_the_number_of_processes_changes_nothing(
     assert summary.num_conversations == 37 and summary.unread_keys == {"mood": 1}
 
 
-def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemonic_process_prepares_alone(monkeypatch):
     """multiprocessing gives it no children."""
     with_cpus(monkeypatch, 2)
     monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
@@ -75,7 +73,7 @@ def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), blocks))) == 20
 
 
-def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch):
     with_cpus(monkeypatch, 2)
     results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
     before = children_of(os.getpid())
@@ -89,7 +87,7 @@ def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch: pytest.Mon
     assert children_of(os.getpid()) == before
 
 
-def test_an_end_before_the_last_row_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_before_the_last_row_leaves_no_process(monkeypatch):
     with_cpus(monkeypatch, 2)
     results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
     before = children_of(os.getpid())
@@ -105,7 +103,7 @@ def _prepare_for_ever() -> None:
         pass
 
 
-def test_they_end_with_the_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_end_with_the_process_that_is_killed(monkeypatch):
     with_cpus(monkeypatch, 2)
     waiting = get_context("fork").Process(target=_prepare_for_ever)
     waiting.start()

@@ -69,7 +69,7 @@ def _caches(cache: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_processes_that_prepare_at_once_see_the_same(tmp_path: Path, has_locks: bool) -> None:
+def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     """Also where the file system of the cache has no locks."""
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(2000)), tmp_path / "cache"
     outcomes = _prepare_in_three_processes(path, cache, has_locks=has_locks)
@@ -77,15 +77,13 @@ def test_processes_that_prepare_at_once_see_the_same(tmp_path: Path, has_locks: 
     assert len(_caches(cache)) == 1
 
 
-def test_every_process_learns_that_preparing_failed(tmp_path: Path) -> None:
+def test_every_process_learns_that_preparing_failed(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", "{")
     for outcome in _prepare_in_three_processes(path, tmp_path / "cache"):
         assert "1 of 1 rows cannot be trained on" in outcome
 
 
-def test_a_killed_process_of_the_same_number_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_of_the_same_number_is_no_obstacle(tmp_path, monkeypatch):
     """A container gives its processes the same numbers after each start."""
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
 
@@ -103,9 +101,7 @@ def test_a_killed_process_of_the_same_number_is_no_obstacle(
     assert len(run(path, cache=cache)) == 3
 
 
-def test_whoever_waited_for_the_lock_does_not_prepare_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_waited_for_the_lock_does_not_prepare_again(tmp_path, monkeypatch):
     encode, num_encodings = ChatEncoder.encode, []
 
     def counted(self: ChatEncoder, conversations: Any) -> Any:
@@ -122,9 +118,7 @@ def test_whoever_waited_for_the_lock_does_not_prepare_again(
     assert num_encodings == [1]
 
 
-def test_an_unfinished_cache_of_a_killed_process_is_not_read_and_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_cache_of_a_killed_process_is_not_read_and_goes(tmp_path, monkeypatch):
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
 
     with monkeypatch.context() as patch:
@@ -137,7 +131,7 @@ def test_an_unfinished_cache_of_a_killed_process_is_not_read_and_goes(
     assert _caches(cache) == [dataset.directory]
 
 
-def test_a_worker_of_a_loader_ends_with_the_process_that_is_killed() -> None:
+def test_a_worker_of_a_loader_ends_with_the_process_that_is_killed():
     command = [sys.executable, "-c", WORKER_OF_A_LOADER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

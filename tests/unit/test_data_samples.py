@@ -34,7 +34,7 @@ def by_source(shares: tuple[Share, ...], found: np.ndarray) -> list[np.ndarray]:
 
 
 @MIXES
-def test_an_epoch_is_the_repeated_rows_in_another_order(shares: tuple[Share, ...]) -> None:
+def test_an_epoch_is_the_repeated_rows_in_another_order(shares):
     for epoch in range(6):
         for share, own in zip(shares, by_source(shares, counts(shares, epoch)), strict=True):
             assert own.sum() == share.num_samples
@@ -42,14 +42,14 @@ def test_an_epoch_is_the_repeated_rows_in_another_order(shares: tuple[Share, ...
 
 
 @MIXES
-def test_over_epochs_no_row_comes_twice_as_often_as_another(shares: tuple[Share, ...]) -> None:
+def test_over_epochs_no_row_comes_twice_as_often_as_another(shares):
     for num_epochs in range(1, 8):
         found = sum(counts(shares, epoch) for epoch in range(num_epochs))
         for own in by_source(shares, found):
             assert own.max() - own.min() <= 1
 
 
-def test_the_half_of_an_epoch_depends_on_seed_epoch_and_source() -> None:
+def test_the_half_of_an_epoch_depends_on_seed_epoch_and_source():
     halves = (Share(20, 0.5), Share(20, 0.5))
     first, second = counts(halves, 0), counts(halves, 1)
     assert np.array_equal(first + second, np.ones(40)), "the other half comes in the next epoch"
@@ -59,7 +59,7 @@ def test_the_half_of_an_epoch_depends_on_seed_epoch_and_source() -> None:
     assert np.array_equal(alone, first[:20]), "an added source changes no other's draw"
 
 
-def test_totals_by_source_count_what_the_whole_run_trains() -> None:
+def test_totals_by_source_count_what_the_whole_run_trains():
     samples = Samples([source("a", 20, 1.5), source("b", 16, 2.0)])
     schedule = Schedule(samples.shares, 4, seed=3)
     resumed = Schedule(samples.shares, 4, seed=3, start=schedule.position(2))
@@ -103,7 +103,7 @@ def places(samples: Samples) -> str:
     return " ".join(samples.location(number) for number in range(len(samples)))
 
 
-def test_ids_are_common_to_all_sources_and_lead_back_to_the_row() -> None:
+def test_ids_are_common_to_all_sources_and_lead_back_to_the_row():
     samples = Samples([source("a", 3), source("b", 4, indices=np.array([1, 3])), source("c", 2)])
     assert places(samples) == "a1 a2 a3 b2 b4 c1 c2"
     assert samples.source_of(range(7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
@@ -111,7 +111,7 @@ def test_ids_are_common_to_all_sources_and_lead_back_to_the_row() -> None:
     assert int(samples.sample(4)[0][0]) == 3
 
 
-def test_the_samples_of_a_row_stand_together_and_count_once() -> None:
+def test_the_samples_of_a_row_stand_together_and_count_once():
     several = np.array([0, 1, 4, 6])  # rows of one, three and two samples
     three = np.arange(3)
     first_and_last = source("b", 6, indices=np.array([0, 2]), bounds=several)
@@ -129,7 +129,7 @@ def test_the_samples_of_a_row_stand_together_and_count_once() -> None:
     assert alone.fingerprint != every.fingerprint, "other rows make other batches"
 
 
-def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats() -> None:
+def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats():
     one = source("a", 5, fingerprint="f" * 64, indices=np.array([0, 2, 4]))
     assert Samples([one]).fingerprint == "f6ef0d199f39e39b", "checkpoints rely on it"
     a, b = source("a", 3), source("b", 3)
@@ -139,7 +139,7 @@ def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats() -> None
     assert Samples(renamed).fingerprint == Samples([a, b]).fingerprint, "names are only names"
 
 
-def test_a_source_of_no_sample_is_refused() -> None:
+def test_a_source_of_no_sample_is_refused():
     why = r"source 'a': repeat 0\.1 of 4 rows is less than half a sample"
     with pytest.raises(DataError, match=why):
         Samples([source("a", 4, 0.1)])
@@ -147,7 +147,7 @@ def test_a_source_of_no_sample_is_refused() -> None:
 
 @pytest.mark.covers("S3.11")
 @pytest.mark.parametrize(("count", "ratio", "num_val"), [(100, 0.02, 2), (2, 0.9, 1), (1, 0.5, 0)])
-def test_a_split_holds_each_row_once(count: int, ratio: float, num_val: int) -> None:
+def test_a_split_holds_each_row_once(count, ratio, num_val):
     train, val = source("a", count, 2.0).split(ratio, seed=3, limit=None)
     assert len(val.indices) == num_val
     assert sorted([*train.indices, *val.indices]) == list(range(count))
@@ -156,6 +156,6 @@ def test_a_split_holds_each_row_once(count: int, ratio: float, num_val: int) -> 
     assert np.array_equal(limited.indices, val.indices[:1])
 
 
-def test_the_split_depends_on_the_seed_alone() -> None:
+def test_the_split_depends_on_the_seed_alone():
     assert held_out_rows(12, 0.25, seed=3).tolist() == [5, 6, 7], "checkpoints rely on it"
     assert held_out_rows(100, 0.25, seed=1).tolist() != held_out_rows(100, 0.25, seed=2).tolist()

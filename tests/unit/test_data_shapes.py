@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def with_bos() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -> None:
+def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
     rows = [(row.line, row.record) for row in iter_rows(path, ())]
@@ -86,11 +85,11 @@ RECOGNISED = {
 
 
 @pytest.mark.parametrize(("row", "keys", "expected"), RECOGNISED.values(), ids=RECOGNISED)
-def test_chats_of_every_format_become_messages(row: str, keys: RowKeys, expected: str) -> None:
+def test_chats_of_every_format_become_messages(row, keys, expected):
     assert messages_of(row, keys) == json.loads(expected)
 
 
-def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
+def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls():
     row = """{"chat": {"turns": [
         {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
          "name": null},
@@ -124,9 +123,7 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
         ('{"text": "\\ud800"}', CHATS, "found 'text'"),
     ],
 )  # fmt: skip
-def test_unrecognised_columns_are_named_with_the_override_that_fits(
-    row: str, keys: RowKeys, part: str
-) -> None:
+def test_unrecognised_columns_are_named_with_the_override_that_fits(row, keys, part):
     reason = str(parsed(row, keys))
     assert reason.startswith("unrecognised columns: ") and part in reason
 
@@ -146,12 +143,12 @@ def test_unrecognised_columns_are_named_with_the_override_that_fits(
     ],
 )  # fmt: skip
 def test_plain_text_is_trained_behind_its_prompt_or_the_tokenizers_beginning(
-    row: str, keys: RowKeys, has_bos: bool, expected: str
-) -> None:
+    row, keys, has_bos, expected
+):
     assert marked(row, with_bos() if has_bos else TOKENIZER, keys) == [expected]
 
 
-def test_special_tokens_in_a_text_are_refused_or_taken_as_asked() -> None:
+def test_special_tokens_in_a_text_are_refused_or_taken_as_asked():
     row, tokenizer = {"text": "<s>one <|im_start|>"}, with_bos()
     [reason] = marked(row, tokenizer, TEXT)
     assert reason.startswith("special token in content: the text contains '<s>'; remove it, or set")
@@ -164,7 +161,7 @@ def test_special_tokens_in_a_text_are_refused_or_taken_as_asked() -> None:
     assert seen.end_token_ids == {tokenizer.eos_token_id}
 
 
-def test_a_prompts_tokens_are_those_of_the_prompt_alone() -> None:
+def test_a_prompts_tokens_are_those_of_the_prompt_alone():
     [sample], _ = encoded('{"prompt": "The quick ", "completion": "brown"}', TOKENIZER)
     alone = TOKENIZER.encode("The quick ")
     assert alone != TOKENIZER.encode("The quick brown")[: len(alone)]
@@ -172,7 +169,7 @@ def test_a_prompts_tokens_are_those_of_the_prompt_alone() -> None:
     assert not sample.loss_mask[: len(alone)].any() and sample.loss_mask[len(alone) :].all()
 
 
-def test_two_lists_of_messages_train_the_second() -> None:
+def test_two_lists_of_messages_train_the_second():
     tokenizer = fixtures.make_tokenizer(fixtures.CHATML)
     bye = {"role": "assistant", "content": "bye"}
     [text] = marked({"prompt": [USER, ASSISTANT, USER], "completion": [bye]}, tokenizer)
@@ -181,7 +178,7 @@ def test_two_lists_of_messages_train_the_second() -> None:
     assert "data.prompt_key=prompt data.response_key=completion" in mixed
 
 
-def test_chats_come_before_other_columns(tmp_path: Path) -> None:
+def test_chats_come_before_other_columns(tmp_path):
     other = '{"prompt": "a", "completion": "b"}'
     both = f'{{"messages": {CHAT}, "input_ids": [1], "labels": [1], {other[1:]}'
     path = write_rows(tmp_path / "rows.jsonl", both, other)
@@ -204,14 +201,14 @@ TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "va
         ('{"prompt": "a", "completion": " b", "system": "Be brief."}', "system"),
     ],
 )  # fmt: skip
-def test_a_column_that_only_rows_of_another_shape_have_is_named(row: str, unread: str) -> None:
+def test_a_column_that_only_rows_of_another_shape_have_is_named(row, unread):
     """Each was lost without a word."""
     samples, seen = encoded(row, fixtures.make_tokenizer())
     assert not isinstance(samples, str)
     assert seen.unread_columns == dict.fromkeys(unread.split(), 1)
 
 
-def test_a_row_that_is_nested_deeply_is_a_bad_one() -> None:
+def test_a_row_that_is_nested_deeply_is_a_bad_one():
     deep: Any = "a"
     for _ in range(2000):
         deep = {"b": deep}
@@ -249,12 +246,12 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("columns", "expected"), TOKEN_ROWS)
-def test_rows_of_tokens_are_taken_over_or_refused(columns: dict[str, Any], expected: str) -> None:
+def test_rows_of_tokens_are_taken_over_or_refused(columns, expected):
     [found] = marked({"input_ids": IDS, **columns}, TOKENIZER)
     assert found == expected or re.match(expected, found), found
 
 
-def test_rows_of_tokens_are_prepared(tmp_path: Path) -> None:
+def test_rows_of_tokens_are_prepared(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", {"input_ids": IDS, "labels": HIDDEN, **TOLD})
     dataset = run(path, replace(OPTIONS, keys=CHATS), cache=tmp_path)
     ids, mask = dataset.sample(0)

@@ -1,7 +1,6 @@
 """The templates that come with the package, and turns that end as other families end them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def ours(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("plain", "</s>")]
 )
-def test_a_template_of_ours_trains_each_answer_and_its_end(name: str, end: str) -> None:
+def test_a_template_of_ours_trains_each_answer_and_its_end(name, end):
     space = " " if name == "plain" else ""
     expected = [f"{space}Hi.{end}", f"{space}Bye.{end}"]
     for head in ([], [SYSTEM]):
@@ -67,9 +66,7 @@ LLAMA3_CALL = '{"name": "weather", "parameters": {"city": "%s"}}'
         ("llama3", LLAMA3_CALL, "; ", "<|eot_id|>"),
     ],
 )
-def test_tools_are_offered_called_and_answered(
-    name: str, call: str, between: str, end: str
-) -> None:
+def test_tools_are_offered_called_and_answered(name, call, between, end):
     chat = [SYSTEM, USER, calls("Oslo", "Rome", content="Let me see."), RESULT, HI]
     both = f"Let me see.\n{call % 'Oslo'}{between}{call % 'Rome'}{end}"
     assert trained(ours(name), *chat, tools=[TOOL]) == [both, f"Hi.{end}"]
@@ -113,9 +110,7 @@ GLM_HI, GLM_BYE = "\n<think></think>\nHi.<|user|>", "\n<think></think>\nBye.<|us
         ),
     ],
 )
-def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(
-    messages: list[dict[str, Any]], expected: list[str]
-) -> None:
+def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(messages, expected):
     assert trained(GLM, *messages, tools=[TOOL], added=GLM_ROLES) == expected
 
 
@@ -140,14 +135,14 @@ content is none.
 
 
 @pytest.mark.parametrize("condition", ["", "and m['content'] is none"])
-def test_a_template_that_concatenates_arguments_gets_json_text(condition: str) -> None:
+def test_a_template_that_concatenates_arguments_gets_json_text(condition):
     template = DEEPSEEK.replace("CONDITION", condition)
     found = trained(template, USER, calls("Oslo"), RESULT, HI, added=DEEPSEEK_TOKENS)
     called = '<|call_begin|>function<|sep|>weather\n```json\n{"city": "Oslo"}\n```<|call_end|>'
     assert found == [f"<|calls_begin|>{called}<|calls_end|></s>", "Hi.</s>"]
 
 
-def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path: Path) -> None:
+def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
     tokenizer = fixtures.make_tokenizer(None, eos_token="</s>")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = state["added_tokens"]
@@ -172,7 +167,7 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path: Path) -> N
         read_chat_template("chatlm")
 
 
-def test_an_end_of_sequence_in_brackets_ends_a_turn_whatever_the_tokenizers_own_end_is() -> None:
+def test_an_end_of_sequence_in_brackets_ends_a_turn_whatever_the_tokenizers_own_end_is():
     template = (
         "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' "
         "else m.content + '</s>' }}{% endfor %}{% if add_generation_prompt %}{% endif %}"

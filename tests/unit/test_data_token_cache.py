@@ -35,8 +35,8 @@ def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoded: list[int]
-) -> None:
+    tmp_path, monkeypatch, num_encoded
+):
     monkeypatch.setattr(chat, "BATCH_ROWS", 4)
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
@@ -58,7 +58,7 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     assert summary.end_token_ids == {tokenizer.eos_token_id}
 
 
-def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -> None:
+def test_second_call_does_not_tokenize(tmp_path, num_encoded):
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(3))
     first = run(path, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "moved.jsonl")
@@ -68,7 +68,7 @@ def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -
     assert second.location(0) == f"{moved}:1"
 
 
-def test_anything_that_matters_gives_another_directory(tmp_path: Path) -> None:
+def test_anything_that_matters_gives_another_directory(tmp_path):
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
     first = run(path, cache=cache)
     template = fixtures.CHATML.replace("message['role'] + '\n'", "message['role'] + ': '").replace(
@@ -96,7 +96,7 @@ BAD_FILE = """{"q": "question 0", "a": "answer 0"}
 BAD_FILE %= "x" * 200
 
 
-def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
+def test_bad_rows_are_an_error_that_lists_them(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
     with pytest.raises(DataError) as error:
         run(path, cache=tmp_path / "cache")
@@ -118,7 +118,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, path.read_text().splitlines()))
 
 
-def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
+def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
     dataset = run(path, replace(OPTIONS, on_bad_row="skip"), cache=tmp_path / "cache")
     assert dataset.rows["line"].tolist() == [1, 3, 5, 7]
@@ -144,14 +144,14 @@ DROPPED = "2 rows read, 2 dropped by data.truncation as longer than data.max_len
         ),
     ],
 )
-def test_no_usable_row(tmp_path: Path, rows: list[Any], options: dict[str, Any], why: str) -> None:
+def test_no_usable_row(tmp_path, rows, options, why):
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(DataError, match=why):
         run(path, replace(OPTIONS, **options), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("truncation", ["left", "right"])
-def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
+def test_truncation_cuts_one_side(tmp_path, truncation):
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "long", "a": "x y z " * 30})
     whole = run(path, replace(OPTIONS, max_length=1000), cache=tmp_path / "cache")
     cut = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
@@ -163,7 +163,7 @@ def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
 
 
 @pytest.mark.covers("S3.9")
-def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
+def test_a_supervised_first_token_is_no_label(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", {"q": "q", "a": "x y z " * 30})
     options = replace(OPTIONS, truncation="left", max_length=20)
     dataset = run(path, options, cache=tmp_path / "cache")
@@ -171,14 +171,14 @@ def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
     assert mask[0] and dataset.rows["num_loss_tokens"][0] == mask.sum() - 1
 
 
-def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
+def test_max_samples_takes_the_first_rows(tmp_path):
     files = [write_rows(tmp_path / f"{i}.jsonl", *good_rows(3)) for i in range(2)]
     dataset = run(files, replace(OPTIONS, max_samples=4), cache=tmp_path / "cache")
     assert [dataset.location(i) for i in (2, 3)] == [f"{files[0]}:3", f"{files[1]}:1"]
     assert len(dataset) == dataset.summary.num_rows == 4
 
 
-def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path: Path) -> None:
+def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path):
     """But not what another process prepares now."""
     killed, under_way = (
         tmp_path / "cache" / "tokens" / f"{name}.tmp-host-1" for name in ("killed", "alive")
@@ -191,16 +191,14 @@ def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path:
     assert (killed.exists(), under_way.exists()) == (False, True)
 
 
-def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CannotWriteError, match=r"point data.cache_dir to a writable directory"):
         run(write_rows(tmp_path / "rows.jsonl", *good_rows(1)), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])
-def test_over_long_rows_are_listed_with_file_and_line(
-    tmp_path: Path, truncation: str, action: str
-) -> None:
+def test_over_long_rows_are_listed_with_file_and_line(tmp_path, truncation, action):
     """Nothing is dropped or cut silently: the list names every such row."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "question", "a": "long " * 90})
     dataset = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")

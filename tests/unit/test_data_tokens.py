@@ -96,7 +96,7 @@ def marked_texts(seed: int) -> list[MarkedText]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_of_a_batch_are_the_tokenizers(name: str) -> None:
+def test_tokens_of_a_batch_are_the_tokenizers(name):
     tokenizer = changed(**KINDS[name])
     finder = TokenFinder(tokenizer)
     for seed in SEEDS:

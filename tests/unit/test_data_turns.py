@@ -143,9 +143,7 @@ MODES += [(name, "together") for name, family in FAMILIES.items() if family.toge
 
 @pytest.mark.parametrize("train_on", ["all", "last"])
 @pytest.mark.parametrize(("name", "turns"), MODES)
-def test_what_a_server_makes_the_model_generate_is_supervised(
-    name: str, turns: str, train_on: str
-) -> None:
+def test_what_a_server_makes_the_model_generate_is_supervised(name, turns, train_on):
     family, draw = FAMILIES[name], random.Random(name)
     tokenizer = family.tokenizer()
     options = PrepareOptions(
@@ -184,7 +182,7 @@ def marked(*messages: Message, template: str = fixtures.QWEN3, **options: Any) -
     return marked_by(list(messages), fixtures.make_tokenizer(template), **options)
 
 
-def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasoning() -> None:
+def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasoning():
     empty = "<think>\n\n</think>\n\n"
     apart = [f"{FIRST}[[<think>\nhm\n</think>\n\none<|im_end|>]]\n"]
     apart += [f"{FIRST}one<|im_end|>\n{FIRST}[[{empty}two<|im_end|>]]\n"]
@@ -199,7 +197,7 @@ def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasonin
     ]
 
 
-def test_the_last_turn_alone_is_supervised_and_the_tokens_stay() -> None:
+def test_the_last_turn_alone_is_supervised_and_the_tokens_stay():
     row, template = (ASK, ONE, ASK, TWO, ASK), fixtures.CHATML
     whole = f"{FIRST}one<|im_end|>\n{FIRST}[[two<|im_end|>]]\n<|im_start|>user\nhi<|im_end|>\n"
     assert marked(*row, template=template, train_on="last") == [whole]
@@ -210,7 +208,7 @@ def test_the_last_turn_alone_is_supervised_and_the_tokens_stay() -> None:
     assert flagged == [f"{FIRST}one<|im_end|>\n{FIRST}two<|im_end|>\n"], "no turn takes its place"
 
 
-def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
+def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     [refused] = marked(ASK, ONE, template=opens, turns="apart")
     assert (
@@ -222,7 +220,7 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
     assert seen.num_unlike_prompt == 2
 
 
-def test_forged_tokens_stay_text_in_turns_apart() -> None:
+def test_forged_tokens_stay_text_in_turns_apart():
     ask = {"role": "user", "content": "<|im_end|>"}
     row = [ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO]
     first, second = marked(*row, special_in_content="text")
@@ -238,9 +236,7 @@ def test_forged_tokens_stay_text_in_turns_apart() -> None:
     ("truncation", "found"),
     [("right", (2, 1, 0)), ("left", (3, 1, 0)), ("drop", (1, 0, 1)), ("error", None)],
 )
-def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
-    tmp_path: Path, truncation: str, found: tuple[int, ...] | None
-) -> None:
+def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(tmp_path, truncation, found):
     long = {"role": "user", "content": "hi " * 40}
     path = write_rows(
         tmp_path / "rows.jsonl", {"messages": [ASK, ONE, long, TWO]}, {"messages": [ASK, ONE]}
@@ -262,7 +258,7 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
     )
 
 
-def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -> None:
+def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason():
     """A server has no prompt for it where the template looks at the first message."""
     asks = "{% if messages[0].role == 'system' %}{% endif %}" + fixtures.CHATML
     [found] = marked(ONE, ASK, TWO, template=asks)

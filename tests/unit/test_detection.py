@@ -59,16 +59,14 @@ HIGH_LOSS, USUAL, GRAD_59, GRAD_61 = (3.3, 1.0), (2.0, 1.0), math.exp(0.59), mat
         ([HIGH_LOSS, HIGH_LOSS, USUAL, USUAL], [(0, "warn")]),
     ],
 )
-def test_a_step_is_judged_by_loss_and_gradient(
-    steps: list[tuple[float, float]], expected: list[tuple[int, str]]
-) -> None:
+def test_a_step_is_judged_by_loss_and_gradient(steps, expected):
     events = after_warm(*steps)
     assert [(step - WARM, kind) for step, kind in told(events)] == expected
     first = next((n for n, step in enumerate(steps) if step != USUAL), 0)
     assert all(event.onset == WARM + first for event in events if event.level == Level.SEVERE)
 
 
-def test_a_warning_names_the_metric_and_what_is_usual() -> None:
+def test_a_warning_names_the_metric_and_what_is_usual():
     (loss,) = after_warm((4.0, 1.0))
     assert loss.message == "train/loss is 4, usually 2 (z 13.9)"
     (grad,) = after_warm((2.0, 10.0))
@@ -84,7 +82,7 @@ def is_left_out_by_the_device(limits: StepLimits, values: dict[str, float]) -> b
 
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_device_leaves_out_exactly_what_is_told_as_severe(loss: str) -> None:
+def test_the_device_leaves_out_exactly_what_is_told_as_severe(loss):
     """At the limits themselves and one float above them too."""
     seed = 11
     rng, curve = np.random.default_rng(seed), healthy((loss, "heavy"), seed=seed, num_steps=700)
@@ -109,7 +107,7 @@ def test_the_device_leaves_out_exactly_what_is_told_as_severe(loss: str) -> None
 
 
 @pytest.mark.covers("S3.39")
-def test_a_run_that_starts_above_5_is_warned_about_once() -> None:
+def test_a_run_that_starts_above_5_is_warned_about_once():
     assert told(watch(constant(60, loss=5.1))) == [(0, "warn")]
     curve = constant(200, loss=4.9)
     curve.loss[40:] = 5.2
@@ -119,9 +117,7 @@ def test_a_run_that_starts_above_5_is_warned_about_once() -> None:
 @pytest.mark.parametrize(
     ("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, -math.inf)]
 )
-def test_nonfinite_steps_are_told_each_time_and_spoil_nothing(
-    loss: float, grad_norm: float
-) -> None:
+def test_nonfinite_steps_are_told_each_time_and_spoil_nothing(loss, grad_norm):
     curve = constant(100)
     for step in (3, 50, 51):  # during warm-up too
         curve.loss[step], curve.grad_norm[step] = loss, grad_norm
@@ -142,9 +138,7 @@ def test_nonfinite_steps_are_told_each_time_and_spoil_nothing(
     ],
 )
 @pytest.mark.covers("S1.12")
-def test_a_run_that_learns_nothing_is_dead_after_ten_steps(
-    faulty: dict[str, float], signal: str
-) -> None:
+def test_a_run_that_learns_nothing_is_dead_after_ten_steps(faulty, signal):
     detector = Detector()
     (event,) = watch(constant(40, **faulty), detector=detector)
     assert (event.level, event.signal, event.step, event.onset) == (Level.DEAD, signal, 9, 0)
@@ -155,7 +149,7 @@ def test_a_run_that_learns_nothing_is_dead_after_ten_steps(
     assert watch(constant(40, loss=1e-5, grad_norm=1e-5)) == []
 
 
-def test_batches_without_label_tokens_are_told_at_once_and_dead_after_ten() -> None:
+def test_batches_without_label_tokens_are_told_at_once_and_dead_after_ten():
     detector, events = Detector(), []
     empty = dict.fromkeys(STEP, 0.0)
     for step in range(60):
@@ -166,7 +160,7 @@ def test_batches_without_label_tokens_are_told_at_once_and_dead_after_ten() -> N
 
 
 @pytest.mark.covers("S1.14")
-def test_a_loss_that_keeps_rising_is_told_once_per_episode() -> None:
+def test_a_loss_that_keeps_rising_is_told_once_per_episode():
     curve = constant(1200)
     for start in (300, 800):
         curve.loss[start : start + 200] = 2.6
@@ -178,14 +172,14 @@ def test_a_loss_that_keeps_rising_is_told_once_per_episode() -> None:
     assert watch(small) == [], "less than 0.1 nat"
 
 
-def test_warnings_are_at_least_50_steps_apart() -> None:
+def test_warnings_are_at_least_50_steps_apart():
     curve = constant(500)
     curve.grad_norm[100:400:10] = 10.0
     steps = [event.step for event in watch(curve) if event.level is Level.WARN]
     assert len(steps) >= 2 and min(np.diff(steps)) >= 50
 
 
-def test_a_heavy_tail_is_told_once_then_kept_quiet_and_hides_no_severe_step() -> None:
+def test_a_heavy_tail_is_told_once_then_kept_quiet_and_hides_no_severe_step():
     curve = constant(3000)
     curve.grad_norm[60::40] = 10.0
     events = watch(spike(curve, at=2222, loss=3, grad=27))
@@ -195,7 +189,7 @@ def test_a_heavy_tail_is_told_once_then_kept_quiet_and_hides_no_severe_step() ->
     )
 
 
-def test_scores_are_those_of_the_last_step() -> None:
+def test_scores_are_those_of_the_last_step():
     detector = Detector()
     watch(spike(constant(200), at=199, loss=2.0, grad=math.exp(0.5)), detector=detector)
     assert detector.scores == pytest.approx(
@@ -204,7 +198,7 @@ def test_scores_are_those_of_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("family", [*TUNED[::2], *HELD_OUT[::2]], ids="-".join)
-def test_a_detector_restored_at_every_step_decides_alike(family: tuple[str, str]) -> None:
+def test_a_detector_restored_at_every_step_decides_alike(family):
     """The state goes through JSON, with faults of all kinds and rules under way."""
     rules = [GuardRule("kl", above=3, num_steps=2, action="rollback")]
     rules += [GuardRule("train/grad_norm", above=8, action="warn")]
@@ -250,13 +244,11 @@ def acted(rule: GuardRule, series: list[float]) -> list[int]:
         (GuardRule(KEY, above=3, action="rollback"), [5.0] * 120, [0, 51, 102]),
     ],
 )
-def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(
-    rule: GuardRule, series: list[float], expected: list[int]
-) -> None:
+def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, expected):
     assert acted(rule, series) == expected
 
 
-def test_a_rule_that_acts_names_its_metric_value_onset_and_action() -> None:
+def test_a_rule_that_acts_names_its_metric_value_onset_and_action():
     rule = GuardRule(KEY, above=0.3, num_steps=2, action="rollback")
     detector = Detector(rules=[rule])
     for step, values in ((0, STEP | {KEY: 0.5}), (1, STEP), (2, STEP | {KEY: 0.5})):
@@ -266,7 +258,7 @@ def test_a_rule_that_acts_names_its_metric_value_onset_and_action() -> None:
     assert detector.observe(3, STEP | {KEY: 0.875}) == [expected]
 
 
-def test_after_a_restart_a_changed_rule_counts_from_zero_and_the_others_go_on() -> None:
+def test_after_a_restart_a_changed_rule_counts_from_zero_and_the_others_go_on():
     kept = GuardRule(KEY, above=1, num_steps=2)
     old = Detector(rules=[GuardRule(KEY, above=3, num_steps=2), kept])
     old.observe(0, STEP | {KEY: 5.0})
@@ -291,9 +283,7 @@ def test_after_a_restart_a_changed_rule_counts_from_zero_and_the_others_go_on() 
     ],
     ids=str,
 )
-def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(
-    rule: GuardRule, hint: str
-) -> None:
+def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(rule, hint):
     good = [GuardRule("train/loss", above=1, action="skip"), GuardRule(KEY, below=1, num_steps=2)]
     require_usable_rules(good)
     with pytest.raises(ConfigError) as refused:
@@ -309,7 +299,7 @@ def filled(values: np.ndarray, min_log_spread: float = 1e-9) -> RobustWindow:
 
 
 @pytest.mark.parametrize("num_points", [32, 128, 500])
-def test_a_window_measures_centre_and_spread_of_its_last_values(num_points: int) -> None:
+def test_a_window_measures_centre_and_spread_of_its_last_values(num_points):
     """The noise is too small to be cut."""
     logs = np.random.default_rng(num_points).uniform(-0.3, 0.3, num_points)
     usual, last = filled(np.exp(logs)).usual, logs[-128:]
@@ -321,7 +311,7 @@ def test_a_window_measures_centre_and_spread_of_its_last_values(num_points: int)
     assert usual.z(usual.at(7.5)) == pytest.approx(7.5) and usual.at(1e6) < math.inf
 
 
-def test_outliers_do_not_hide_later_ones_but_a_new_level_is_learned() -> None:
+def test_outliers_do_not_hide_later_ones_but_a_new_level_is_learned():
     window = filled(np.full(128, 2.0), 0.05)
     window.push(2000.0)
     assert window.usual.scale == 0.05 and window.usual.z(6.0) > 20

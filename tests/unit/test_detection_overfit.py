@@ -42,15 +42,13 @@ def judged(
         ([1.2, 1.12, 1.14, 1.03, 1.0, 1.05, 1.05], [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], []),
     ],
 )
-def test_overfitting_is_a_lasting_rise_while_training_improves(
-    val: list[float], train: list[float], expected: list[int]
-) -> None:
+def test_overfitting_is_a_lasting_rise_while_training_improves(val, train, expected):
     found, watch = judged(val, train)
     assert found == expected and watch.best_step == int(np.argmin(val))
 
 
 @pytest.mark.parametrize("noise", [0.002, 0.005, 0.01])
-def test_overfitting_is_found_and_healthy_curves_are_not_called_so(noise: float) -> None:
+def test_overfitting_is_found_and_healthy_curves_are_not_called_so(noise):
     rng = np.random.default_rng(2)
     num_false = num_missed = num_far = 0
     for _ in range(NUM_RUNS):
@@ -64,7 +62,7 @@ def test_overfitting_is_found_and_healthy_curves_are_not_called_so(noise: float)
 
 
 @pytest.mark.covers("S2.36")
-def test_early_stopping_waits_for_its_patience() -> None:
+def test_early_stopping_waits_for_its_patience():
     watch = ValidationWatch(patience=3, min_delta=0.002)
     assert watch.best_step is None
     stopped = []

@@ -54,34 +54,32 @@ def steady(group: str) -> list[Family]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_healthy_runs_are_left_in_peace(outcomes: Outcomes, group: str) -> None:
+def test_healthy_runs_are_left_in_peace(outcomes, group):
     found = of(outcomes, GROUPS[group])
     assert per_10k(found, Level.WARN) <= 5
     assert per_10k(found, Level.SEVERE) <= 0.5
     assert per_10k(found, Level.DIVERGING) <= 0.1
 
 
-def test_one_batch_in_ten_of_another_kind_is_no_alarm(outcomes: Outcomes) -> None:
+def test_one_batch_in_ten_of_another_kind_is_no_alarm(outcomes):
     found = of(outcomes, [family for family in TUNED if family[0] == "bimodal10"])
     assert per_10k(found, Level.WARN) <= 12
     assert per_10k(found, Level.SEVERE) <= 0.5
 
 
-def test_one_batch_in_fifty_of_another_kind_is_told_exactly_once(outcomes: Outcomes) -> None:
+def test_one_batch_in_fifty_of_another_kind_is_told_exactly_once(outcomes):
     for outcome in of(outcomes, [family for family in TUNED if family[0] == "bimodal2"]):
         assert outcome.healthy[Level.ADVISORY] == 1
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_loss_three_times_as_high_with_its_gradient_is_severe(
-    outcomes: Outcomes, group: str
-) -> None:
+def test_a_loss_three_times_as_high_with_its_gradient_is_severe(outcomes, group):
     """At once, before the update."""
     found = of(outcomes, [family for family in steady(group) if family[0] in QUIET])
     assert recall(found, TRIPLE, [Level.SEVERE]) >= 0.99
 
 
-def test_gradients_that_come_in_waves_hide_some_faults(outcomes: Outcomes) -> None:
+def test_gradients_that_come_in_waves_hide_some_faults(outcomes):
     """Below the target: the window follows such a level late. Held out, so measured and left as
     it is.
     """
@@ -94,16 +92,14 @@ def test_gradients_that_come_in_waves_hide_some_faults(outcomes: Outcomes) -> No
     assert recall(waves, "gradient x100", [Level.SEVERE]) >= 0.90
 
 
-def test_severe_is_seldom_wrong(outcomes: Outcomes) -> None:
+def test_severe_is_seldom_wrong(outcomes):
     assert precision(of(outcomes, [*GROUPS["tuned"], *HELD_OUT]), QUINTUPLE) >= 0.95
     assert precision(of(outcomes, [*TUNED, *HELD_OUT]), QUINTUPLE) >= 0.90
 
 
 @pytest.mark.parametrize(("group", "least"), [("tuned", 0.97), ("held out", 0.90)])
 @pytest.mark.covers("S2.25")
-def test_an_exploding_gradient_is_found_before_its_update(
-    outcomes: Outcomes, group: str, least: float
-) -> None:
+def test_an_exploding_gradient_is_found_before_its_update(outcomes, group, least):
     """Gamma distributed gradients, held out, are often so low that even a multiple is nothing
     unusual.
     """
@@ -115,9 +111,7 @@ def test_an_exploding_gradient_is_found_before_its_update(
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("fault", DRIFTS)
 @pytest.mark.covers("S1.14")
-def test_a_rising_loss_is_found_within_200_steps(
-    outcomes: Outcomes, group: str, fault: str
-) -> None:
+def test_a_rising_loss_is_found_within_200_steps(outcomes, group, fault):
     """But for a memorised loss, whose rise is far below 0.1 nat."""
     found = of(outcomes, [family for family in GROUPS[group] if family[0] != "memorised"])
     delays = [outcome.delays[fault].get(Level.DIVERGING, 1000) for outcome in found]
@@ -126,7 +120,7 @@ def test_a_rising_loss_is_found_within_200_steps(
 
 @pytest.mark.covers("S3.39")
 @pytest.mark.parametrize("fall_steps", [5, 15])
-def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps: int) -> None:
+def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps):
     """The loss falls from 8 to 2 in the first steps; a window with them would call any spike
     usual.
     """

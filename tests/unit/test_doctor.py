@@ -292,9 +292,7 @@ def complaints(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
     ]
 
 
-def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(scene, capsys):
     assert complaints("", capsys) == (0, [])
     assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "val.jsonl"]
     scene.checkpoint()
@@ -306,9 +304,7 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found_with_its_fix_and_nothing_else(
-    name: str, scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_fault_is_found_with_its_fix_and_nothing_else(name, scene, capsys):
     words, plant, check, piece = FAULTS[name]
     plant(scene)
     code, found = complaints(words, capsys)
@@ -318,13 +314,11 @@ def test_a_planted_fault_is_found_with_its_fix_and_nothing_else(
     assert code == (level == "fail")
 
 
-def test_what_is_no_configuration_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_configuration_is_wrong_usage(capsys):
     assert doctor.main(["2", "data.train_fils=x"]) == 2
     assert "did you mean 'data.train_files'" in capsys.readouterr().err
 
 
-def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(scene, capsys):
     assert doctor.main([*WORDS, "model.partial_pretrain=./nope"]) == 1
     assert capsys.readouterr().out.endswith("are fixed: architecture, rows, memory and disk\n")

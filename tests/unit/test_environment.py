@@ -1,7 +1,6 @@
 """What a rank asks of allocators and threads."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -19,12 +18,12 @@ CASES = [
 @pytest.mark.parametrize("chosen", [None, 0, 1])
 @pytest.mark.parametrize(("set_up", "names", "usual"), CASES)
 def test_allocator_and_threads_are_set_unless_the_user_chose(
-    monkeypatch: pytest.MonkeyPatch,
-    set_up: Callable[[], None],
-    names: tuple[str, ...],
-    usual: dict[str, str],
-    chosen: int | None,
-) -> None:
+    monkeypatch,
+    set_up,
+    names,
+    usual,
+    chosen,
+):
     others = {name: value for name, value in os.environ.items() if name not in names}
     own = {} if chosen is None else {names[chosen]: "as I like"}
     environment = others | own
@@ -46,8 +45,8 @@ def test_allocator_and_threads_are_set_unless_the_user_chose(
     ],
 )
 def test_page_locked_memory_comes_in_powers_of_two_up_to_the_limit_of_the_user(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: list[int]
-) -> None:
+    monkeypatch, settings, expected
+):
     for name in SEGMENTS:
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():

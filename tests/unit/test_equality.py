@@ -63,15 +63,15 @@ def weight(states: States, rank: int) -> torch.Tensor:
     return states[rank]["model"][NAMES[0]]._local_tensor
 
 
-def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
+def test_equal_runs_have_no_difference(runs):
     num_tensors = WORLD_SIZE * (len(NAMES) + 1 + 2 * len(NAMES))
     found = compare(runs)
     assert found.differences == [] and found.num_equal > STEPS * 4 + num_tensors
 
 
 def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(
-    runs: tuple[Path, Path],
-) -> None:
+    runs,
+):
     """A run that was killed once it had ended has no record for the next start, which looks
     itself then.
     """
@@ -83,7 +83,7 @@ def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "lr(1e-3)", "total_token_count"])
-def test_the_last_bit_of_a_step_counts(runs: tuple[Path, Path], key: str) -> None:
+def test_the_last_bit_of_a_step_counts(runs, key):
     value = row(3)[f"train/{key}"]
     other = value + 1 if isinstance(value, int) else math.nextafter(value, math.inf)
     log_again(runs[1], 3, **{key: other})
@@ -91,7 +91,7 @@ def test_the_last_bit_of_a_step_counts(runs: tuple[Path, Path], key: str) -> Non
     assert found.differences == [f"step 3, train/{key}: {value!r} and {other!r}"]
 
 
-def test_differences_come_in_the_order_of_the_run(runs: tuple[Path, Path]) -> None:
+def test_differences_come_in_the_order_of_the_run(runs):
     change_state(runs[1], lambda states, data: data.update(samples_consumed=40))
     log_again(runs[1], 5, loss=2.0)
     log_again(runs[1], 4, loss=1.0)
@@ -102,13 +102,13 @@ def test_differences_come_in_the_order_of_the_run(runs: tuple[Path, Path]) -> No
     ]
 
 
-def test_the_newest_attempt_of_a_step_counts(runs: tuple[Path, Path]) -> None:
+def test_the_newest_attempt_of_a_step_counts(runs):
     log_again(runs[1], 3, loss=9.0)
     log_again(runs[1], 3)
     assert compare(runs).differences == []
 
 
-def test_steps_that_were_skipped_alike_are_equal(runs: tuple[Path, Path]) -> None:
+def test_steps_that_were_skipped_alike_are_equal(runs):
     for run_dir in runs:
         log_again(run_dir, 2, loss=math.nan, grad_norm=math.inf)
     assert compare(runs).differences == []
@@ -116,7 +116,7 @@ def test_steps_that_were_skipped_alike_are_equal(runs: tuple[Path, Path]) -> Non
     assert compare(runs).differences == ["step 2, train/loss: nan and 0.5"]
 
 
-def test_a_missing_step_is_a_difference_even_in_both(runs: tuple[Path, Path]) -> None:
+def test_a_missing_step_is_a_difference_even_in_both(runs):
     def drop(run_dir: Path) -> None:
         lines = (run_dir / FILE_NAME).read_text().splitlines(keepends=True)
         (run_dir / FILE_NAME).write_text("".join(lines[:1] + lines[2:]))
@@ -155,9 +155,7 @@ def test_a_missing_step_is_a_difference_even_in_both(runs: tuple[Path, Path]) ->
         (lambda states, data: states.pop(), "ranks: 2 and 1"),
     ],
 )
-def test_the_final_state_is_compared_in_every_bit(
-    runs: tuple[Path, Path], change: Callable[[States, dict[str, Any]], object], expected: str
-) -> None:
+def test_the_final_state_is_compared_in_every_bit(runs, change, expected):
     change_state(runs[1], change)
     found = compare(runs)
     place, _, difference = found.differences[0].partition(f"global_step_{STEPS}")
@@ -165,13 +163,13 @@ def test_the_final_state_is_compared_in_every_bit(
     assert len(found.differences) == 1 or expected.startswith("ranks")
 
 
-def test_minus_zero_is_not_zero(runs: tuple[Path, Path]) -> None:
+def test_minus_zero_is_not_zero(runs):
     change_state(runs[0], lambda states, data: weight(states, 1).zero_())
     change_state(runs[1], lambda states, data: weight(states, 1).zero_().neg_())
     assert "numbers differ, by at most 0" in compare(runs).differences[0]
 
 
-def test_an_incomplete_checkpoint_is_a_difference_even_in_both(runs: tuple[Path, Path]) -> None:
+def test_an_incomplete_checkpoint_is_a_difference_even_in_both(runs):
     place = Path(layout.step_dir_name(STEPS), layout.DATA)
     size_bytes = (runs[0] / place).stat().st_size
     for run_dir in runs:
@@ -183,7 +181,7 @@ def test_an_incomplete_checkpoint_is_a_difference_even_in_both(runs: tuple[Path,
 @pytest.mark.parametrize(
     "name", [layout.optim_file(WORLD_SIZE, 0), layout.model_file(WORLD_SIZE, 1), layout.DATA]
 )
-def test_a_file_that_cannot_be_read_is_a_difference(runs: tuple[Path, Path], name: str) -> None:
+def test_a_file_that_cannot_be_read_is_a_difference(runs, name):
     file = runs[1] / layout.step_dir_name(STEPS) / name
     file.write_bytes(bytes(file.stat().st_size))
     difference, *_ = compare(runs).differences

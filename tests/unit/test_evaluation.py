@@ -62,7 +62,7 @@ def run_with(root: Path, *steps: int) -> Path:
     return root
 
 
-def test_killed_five_times_it_continues_and_writes_every_sample_once(tmp_path: Path) -> None:
+def test_killed_five_times_it_continues_and_writes_every_sample_once(tmp_path):
     run_dir, chance = run_with(tmp_path, 10), random.Random(1)
     (info,) = layout.committed(run_dir)
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_killed_five_times_it_continues_and_writes_every_sample_once(tmp_path: P
     assert all(json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines())
 
 
-def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
     """Its huggingface/ still has config.json, the tokenizer and tensors that pass through."""
     export = run_with(tmp_path, 10) / "global_step_10" / "huggingface"
     (export / "model.safetensors").rename(export / "model-other-parts.safetensors")
@@ -92,7 +92,7 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path: P
     ("right", "n", "low", "high"),
     [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (81, 263, 0.25529, 0.36621)],
 )
-def test_the_interval_is_wilsons(right: int, n: int, low: float, high: float) -> None:
+def test_the_interval_is_wilsons(right, n, low, high):
     """The last row: Newcombe 1998, table I."""
     assert interval(right, n) == pytest.approx((right / n, low, high), abs=5e-5)
 
@@ -108,7 +108,7 @@ def test_the_interval_is_wilsons(right: int, n: int, low: float, high: float) ->
         ("numeric", "18", "none", False),
     ],
 )
-def test_scorers(scorer: str, expected: str, answer: str, is_right: bool) -> None:
+def test_scorers(scorer, expected, answer, is_right):
     assert (SCORERS[scorer](Question([], expected, "q:1"), answer) == "") == is_right
     assert set(SCORERS) == set(command.SCORERS)
 
@@ -125,11 +125,11 @@ def test_scorers(scorer: str, expected: str, answer: str, is_right: bool) -> Non
         ),
     ],
 )
-def test_the_program_is_the_first_fenced_block(answer: str) -> None:
+def test_the_program_is_the_first_fenced_block(answer):
     assert program_of(answer) == "x = 1"
 
 
-def test_questions_of_rows(tmp_path: Path) -> None:
+def test_questions_of_rows(tmp_path):
     path = tmp_path / "q.jsonl"
     rows = ({"prompt": "p", "answer": 3}, {"messages": CHAT})
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -154,32 +154,28 @@ def test_questions_of_rows(tmp_path: Path) -> None:
         (["--attach", "10", "code", "nan"], 2, "--attach takes STEP NAME VALUE"),
     ],
 )
-def test_what_is_missing_is_named_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
-) -> None:
+def test_what_is_missing_is_named_before_anything_is_written(tmp_path, capsys, words, code, said):
     run_dir, prompts = run_with(tmp_path / "run", 1), tmp_path / "q.jsonl"
     prompts.write_text(json.dumps({"messages": CHAT}))
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
 
-def test_a_checkpoint_that_does_not_exist_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_does_not_exist_is_named(tmp_path, capsys):
     gone = run_with(tmp_path / "run", 1) / "global_step_9"
     assert command.main([str(gone), "--score", "exact"]) == 2
     assert f"no directory '{gone}'" in capsys.readouterr().err
 
 
-def test_vllm_is_given_the_next_rank_that_it_takes() -> None:
+def test_vllm_is_given_the_next_rank_that_it_takes():
     assert [vllm_rank(rank) for rank in (0, 16, 17, 24, 300, 512)] == [16, 16, 32, 32, 320, 512]
     with pytest.raises(ConfigError, match="merge"):
         vllm_rank(513)
 
 
 def test_from_another_directory_it_says_from_where_a_run_is_to_be_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     run_dir = run_with(tmp_path / "run", 1)
     words = ["data.train_files=own.jsonl", "trainer.default_local_dir=run"]
     (run_dir / "run.json").write_text(json.dumps({"config": load_config(words).resolved}))
@@ -190,7 +186,7 @@ def test_from_another_directory_it_says_from_where_a_run_is_to_be_asked(
         assert "own.jsonl" in said and ("call it from there" in said) is is_told
 
 
-def test_rotation_spares_the_best_that_was_scored(tmp_path: Path) -> None:
+def test_rotation_spares_the_best_that_was_scored(tmp_path):
     run_dir = run_with(tmp_path, 1, 2, 3, 4)
     for step, value in ((2, 0.9), (3, 0.2)):
         append_result(run_dir, name="code", step=step, value=value)
@@ -201,9 +197,7 @@ def test_rotation_spares_the_best_that_was_scored(tmp_path: Path) -> None:
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
-def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(tmp_path, capsys):
     run_dir = run_with(tmp_path / "run", 10, 20)
     tracking = Tracking("sft", "exp", [], {}, run_dir=run_dir, total_steps=20)
     for step in range(1, 21):

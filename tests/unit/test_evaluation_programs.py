@@ -107,7 +107,7 @@ def server() -> Iterator[tuple[int, list[bytes]]]:
     listening.close()
 
 
-def test_right_programs_pass(judge: Judge) -> None:
+def test_right_programs_pass(judge):
     tests = {
         RIGHT: [TEST, "assert solve(0) == 1"],
         "def turn(a):\n    a.reverse()": ["a = [1, 2]\nturn(a)\nassert a == [2, 1]"],
@@ -119,7 +119,7 @@ def test_right_programs_pass(judge: Judge) -> None:
         assert judge(code, wanted) == ""
 
 
-def test_limits_stop_hostile_programs_and_nothing_is_left(judge: Judge) -> None:
+def test_limits_stop_hostile_programs_and_nothing_is_left(judge):
     before = set(psutil.pids())
     directories = set(glob.glob(f"{tempfile.gettempdir()}/sft-program-*"))
     found = {name: judge(code, [TEST]) for name, code in BOUNDED.items()}
@@ -160,9 +160,7 @@ def _left(before: set[int]) -> list[str]:
         "changes the standard library",
     ],
 )
-def test_bubblewrap_keeps_files_and_network_away(
-    code: str, server: tuple[int, list[bytes]], tmp_path: Path
-) -> None:
+def test_bubblewrap_keeps_files_and_network_away(code, server, tmp_path):
     outside = tmp_path / "outside"
     code = code.replace("PORT", str(server[0])).replace("OUTSIDE", str(outside))
     assert run_tests(code + "\n" + RIGHT, [TEST], limit_s=LIMIT_S)
@@ -170,21 +168,21 @@ def test_bubblewrap_keeps_files_and_network_away(
 
 
 @in_bubblewrap
-def test_in_bubblewrap_a_program_kills_nothing_outside() -> None:
+def test_in_bubblewrap_a_program_kills_nothing_outside():
     run_tests("import os\nos.kill(-1, 9)\n" + RIGHT, [TEST], limit_s=LIMIT_S)
     assert run_tests(RIGHT, [TEST]) == ""
 
 
 def test_without_bubblewrap_files_and_network_are_open_to_a_program(
-    server: tuple[int, list[bytes]],
-) -> None:
+    server,
+):
     code = "def solve(x): return 41 if open('/etc/passwd').read() else 0"
     assert as_ordinary_user(code, [TEST]) == ""
     code = f"import socket\nsocket.create_connection(('127.0.0.1', {server[0]}), timeout=1).send(b'x')\n"
     assert as_ordinary_user(code + RIGHT, [TEST]) == ""
 
 
-def test_the_command_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_how_programs_are_isolated(monkeypatch):
     monkeypatch.setattr(programs, "has_bubblewrap", lambda: True)
     assert "inside bubblewrap" in require_isolation()
     monkeypatch.setattr(programs, "has_bubblewrap", lambda: False)
@@ -195,9 +193,7 @@ def test_the_command_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPa
         require_isolation()
 
 
-def test_the_environment_of_the_command_does_not_reach_a_program(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_the_command_does_not_reach_a_program(judge, monkeypatch):
     monkeypatch.setenv("SECRET", "token")
     code = "import os\nfound = [name for name in os.environ if name not in ('LANG', 'LC_CTYPE', 'PWD')]"
     assert judge(code, ["found == []"]) == ""

@@ -62,9 +62,7 @@ def job(tmp_path: Path) -> Any:
         ("2", {}, False),
     ],
 )
-def test_the_slurm_job_is_requeued_on_75_and_not_for_ever(
-    code: str, env: dict[str, str], is_requeued: bool, job: Any, tmp_path: Path
-) -> None:
+def test_the_slurm_job_is_requeued_on_75_and_not_for_ever(code, env, is_requeued, job, tmp_path):
     assert job(code, **env).wait(30) == int(code)
     assert (tmp_path / "srun").read_text() == "--cpus-per-task=64 bash run_sft.sh optim.lr=1\n"
     assert (tmp_path / "scontrol").exists() is is_requeued
@@ -76,8 +74,8 @@ def test_the_slurm_job_is_requeued_on_75_and_not_for_ever(
     ("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)]
 )
 def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_requeued(
-    number: signal.Signals, is_requeued: bool, job: Any, tmp_path: Path
-) -> None:
+    number, is_requeued, job, tmp_path
+):
     process = job("wait")
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
@@ -86,7 +84,7 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
     assert (tmp_path / "scontrol").exists() is is_requeued
 
 
-def test_the_slurm_job_asks_for_what_the_launcher_expects() -> None:
+def test_the_slurm_job_asks_for_what_the_launcher_expects():
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", SBATCH.read_text(), re.M))
     assert (
         options["ntasks-per-node"] == "1"
@@ -106,9 +104,7 @@ def pod_template() -> tuple[dict, dict, dict]:
     return jobset, group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
 
 
-def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others() -> (
-    None
-):
+def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others():
     jobset, job, pod = pod_template()
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and set(rule) == {"action", "onExitCodes"}
@@ -129,7 +125,7 @@ def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restart
     assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", ending["name"])
 
 
-def test_the_pods_of_the_job_set_find_each_other_and_what_they_share() -> None:
+def test_the_pods_of_the_job_set_find_each_other_and_what_they_share():
     jobset, job, pod = pod_template()
     (container,) = pod["containers"]
     env = {entry["name"]: entry.get("value", "1") for entry in container["env"]}
@@ -157,8 +153,8 @@ def test_the_pods_of_the_job_set_find_each_other_and_what_they_share() -> None:
 
 
 def test_the_skypilot_job_starts_each_machine_with_its_place_and_recovers_on_75(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     task = yaml.safe_load(SKYPILOT.read_text())
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [errors.EXIT_RESUMABLE]}
     (bucket,) = task["file_mounts"]

@@ -43,7 +43,7 @@ def small_model(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_token_costs_its_own_experts_and_the_shared_ones(name: str) -> None:
+def test_a_token_costs_its_own_experts_and_the_shared_ones(name):
     """Within 1 %: the rotary frequencies are a matrix product, too."""
     model = small_model(name)
     with FlopCounterMode(display=False) as counter:
@@ -61,8 +61,8 @@ def test_a_token_costs_its_own_experts_and_the_shared_ones(name: str) -> None:
 
 
 def test_experts_chosen_by_an_unknown_number_are_not_guessed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model = small_model("qwen3_moe")
     monkeypatch.setattr(flops, "num_chosen", lambda config: None)
     assert flops.step_flops(model) is None

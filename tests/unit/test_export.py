@@ -30,9 +30,7 @@ def source(tmp_path: Path) -> ExportSource:
     return ExportSource(ModelFiles.read(directory), None, ())
 
 
-def test_values_and_config_are_in_the_dtype_of_the_export(
-    source: ExportSource, tmp_path: Path
-) -> None:
+def test_values_and_config_are_in_the_dtype_of_the_export(source, tmp_path):
     """Parameters and every dtype of the config; buffers keep theirs."""
     (target := tmp_path / "huggingface").mkdir()
     plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, source, dtype="bfloat16")

@@ -1,17 +1,12 @@
 """The page a run leaves behind, and that its failure is no failure of the run."""
 
 import logging
-from pathlib import Path
-
-import pytest
 
 from trainer.tracking import Tracking
 from trainer.train.start.end import write_final_report
 
 
-def test_a_run_leaves_a_page_and_its_verdict(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_leaves_a_page_and_its_verdict(tmp_path, caplog):
     tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=5)
     for step in range(1, 6):
         tracking.log({"train/loss": 2.0 - 0.1 * step, "train/grad_norm": 1.0}, step)
@@ -22,9 +17,7 @@ def test_a_run_leaves_a_page_and_its_verdict(
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_report_that_fails_is_only_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_report_that_fails_is_only_a_warning(tmp_path, caplog):
     write_final_report(tmp_path / "nothing")
     assert "no report: ERROR: cannot read" in caplog.text
     assert "bash run_sft.sh report" in caplog.text

@@ -71,15 +71,13 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_ranks_look_once_something_has_changed(
-    words: list[str], tmp_path: Path, change: str
-) -> None:
+def test_the_ranks_look_once_something_has_changed(words, tmp_path, change):
     assert already_complete(load_config(words)) == "all done"
     CHANGES[change](tmp_path)
     assert already_complete(load_config(words)) is None
 
 
-def test_doctor_says_that_nothing_is_left_to_do(words: list[str], tmp_path: Path) -> None:
+def test_doctor_says_that_nothing_is_left_to_do(words, tmp_path):
     launch = Launch(load_config(words), 2)
     assert [said.what for said in resume(launch)] == ["all done"]
     (tmp_path / "run/global_step_4/finished.json").unlink()
@@ -87,9 +85,7 @@ def test_doctor_says_that_nothing_is_left_to_do(words: list[str], tmp_path: Path
     assert [said.what for said in resume(launch)] == [f"continues from {checkpoint}"]
 
 
-def test_the_launcher_answers_without_ranks_and_without_libraries(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_the_launcher_answers_without_ranks_and_without_libraries(words, tmp_path):
     """A longer run is not complete."""
     command = [sys.executable, "-c", LAUNCH, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

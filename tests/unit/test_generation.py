@@ -41,9 +41,7 @@ def export(tmp_path: Path) -> Path:
     return path
 
 
-def test_code_that_comes_with_an_export_is_refused_and_not_run(
-    export: Path, tmp_path: Path
-) -> None:
+def test_code_that_comes_with_an_export_is_refused_and_not_run(export, tmp_path):
     tree = json.loads((export / "config.json").read_text())
     code = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     (export / "config.json").write_text(json.dumps(tree | {"auto_map": code, "model_type": "own"}))
@@ -53,7 +51,7 @@ def test_code_that_comes_with_an_export_is_refused_and_not_run(
     assert not (tmp_path / "canary").exists()
 
 
-def test_sampling_settings_of_the_model_do_not_count_nor_does_the_batch(export: Path) -> None:
+def test_sampling_settings_of_the_model_do_not_count_nor_does_the_batch(export):
     texts = ["add 1", "multiply the number by 31", "reverse"] * 12
     plain, path = answers("transformers", export, *texts), export / "generation_config.json"
     assert plain[:3] == answers("transformers", export, *texts[:3]) and len(plain) == 36
@@ -120,13 +118,11 @@ OTHER_RUN = {"id": "other", "root": "/x/checkpoints/sft/second/global_step_500/h
         ([OTHER_RUN, MINE], "mine"),
     ],
 )
-def test_a_server_is_asked_for_the_checkpoint(server: Server, models: list[Any], name: str) -> None:
+def test_a_server_is_asked_for_the_checkpoint(server, models, name):
     assert asked(server, {"data": models}) == [name] * 2
 
 
-def test_the_base_beside_an_adapter_is_not_scored_in_its_place(
-    server: Server, tmp_path: Path
-) -> None:
+def test_the_base_beside_an_adapter_is_not_scored_in_its_place(server, tmp_path):
     base, adapter = (tmp_path / run / "global_step_60" / "huggingface" for run in ("full", "lora"))
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
@@ -148,9 +144,7 @@ def test_the_base_beside_an_adapter_is_not_scored_in_its_place(
         ([], "does not answer as OpenAI's API does"),
     ],
 )
-def test_another_checkpoint_is_not_scored_in_its_place(
-    server: Server, models: object, said: str
-) -> None:
+def test_another_checkpoint_is_not_scored_in_its_place(server, models, said):
     with pytest.raises(ConfigError) as error:
         asked(server, models)
     assert said in str(error.value) and server.asked == []

@@ -46,14 +46,14 @@ def new_guard(events: Events | None = None, **changes: Any) -> Guard:
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, -INF)])
-def test_guard_counts_what_is_not_finite(loss: float, grad_norm: float) -> None:
+def test_guard_counts_what_is_not_finite(loss, grad_norm):
     guard = new_guard()
     guard.observe(1, signals(1e3, 0.1), is_skipped=False)
     assert not guard.observe(2, signals(loss, grad_norm), is_skipped=True).is_stop
     assert guard.scores()["optim/skipped_steps"] == 1
 
 
-def test_guard_gives_up_only_after_steps_in_a_row() -> None:
+def test_guard_gives_up_only_after_steps_in_a_row():
     guard = new_guard()
     for step, loss in enumerate((NAN, NAN, NAN, NAN, 1.0, NAN, 2.0), start=1):
         assert not guard.observe(step, signals(loss), is_skipped=math.isnan(loss)).is_stop
@@ -63,7 +63,7 @@ def test_guard_gives_up_only_after_steps_in_a_row() -> None:
     assert decision.is_stop and "since step 8" in decision.reason and guard.num_skipped == 10
 
 
-def test_guard_gives_up_after_ten_bad_steps_in_two_hundred() -> None:
+def test_guard_gives_up_after_ten_bad_steps_in_two_hundred():
     guard, rarer = new_guard(), new_guard()
     assert [n for n in range(1, 201) if nan_every(20, n, guard).is_stop] == [200]
     assert not any(nan_every(25, n, rarer).is_stop for n in range(1, 500))
@@ -74,7 +74,7 @@ def nan_every(period: int, step: int, guard: Guard) -> Decision:
     return guard.observe(step, signals(NAN if is_bad else 2.0), is_skipped=is_bad)
 
 
-def test_guard_survives_a_restart() -> None:
+def test_guard_survives_a_restart():
     guard = new_guard()
     for step, loss in enumerate((NAN, 1.0, NAN, NAN, NAN, NAN), start=1):
         guard.observe(step, signals(loss), is_skipped=math.isnan(loss))
@@ -98,7 +98,7 @@ SEVERE = signals(8.0, 20.0)
         ("stop", {"wants_evidence": True, "is_stop": True}),
     ],
 )
-def test_a_severe_step_is_answered_as_configured(action: str, expected: dict[str, Any]) -> None:
+def test_a_severe_step_is_answered_as_configured(action, expected):
     events = Events()
     guard = new_guard(events, on_severe=action)
     step = calm(guard, 60)
@@ -110,7 +110,7 @@ def test_a_severe_step_is_answered_as_configured(action: str, expected: dict[str
     assert guard.episodes == [(61, 61)]
 
 
-def test_evidence_is_kept_once_in_five_hundred_steps() -> None:
+def test_evidence_is_kept_once_in_five_hundred_steps():
     guard = new_guard()
     step = calm(guard, 60)
     assert guard.observe(step, SEVERE, is_skipped=False).wants_evidence
@@ -120,7 +120,7 @@ def test_evidence_is_kept_once_in_five_hundred_steps() -> None:
     assert guard.observe(step, SEVERE, is_skipped=False).wants_evidence
 
 
-def test_the_fourth_rollback_stops_the_run() -> None:
+def test_the_fourth_rollback_stops_the_run():
     guard = new_guard(on_severe="rollback")
     step = calm(guard, 60)
     guard.note_rollbacks(Rolled(3))
@@ -137,7 +137,7 @@ class Rolled:
 
 
 @pytest.mark.covers("S2.41:C")
-def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns() -> None:
+def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns():
     rules = [
         GuardRule("train/grad_norm", above=10, num_steps=2, action="rollback"),
         GuardRule("data/pad_frac", above=0.5, action="stop"),
@@ -156,7 +156,7 @@ def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns() ->
 
 
 @pytest.mark.covers("S2.38")
-def test_a_rule_can_skip_updates_before_they_are_made() -> None:
+def test_a_rule_can_skip_updates_before_they_are_made():
     rules = [
         GuardRule("train/grad_norm", above=0.5, action="skip"),
         GuardRule("train/loss", above=9, action="skip"),
@@ -165,7 +165,7 @@ def test_a_rule_can_skip_updates_before_they_are_made() -> None:
 
 
 @pytest.mark.covers("S1.12:C")
-def test_a_run_that_learns_nothing_from_the_start_is_stopped() -> None:
+def test_a_run_that_learns_nothing_from_the_start_is_stopped():
     guard = new_guard()
     decisions = [guard.observe(step, signals(0.0, 0.0), is_skipped=False) for step in range(1, 11)]
     assert [decision.is_stop for decision in decisions] == [False] * 9 + [True]
@@ -173,7 +173,7 @@ def test_a_run_that_learns_nothing_from_the_start_is_stopped() -> None:
 
 @pytest.mark.covers("S1.14:C", "S1.34:C", "S3.35:C")
 @pytest.mark.parametrize("action", ["warn", "rollback", "stop"])
-def test_a_loss_that_keeps_rising_is_answered_as_configured(action: str) -> None:
+def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
     guard = new_guard(on_diverging=action)
     step, decision = calm(guard, 200), Decision()
     onset = step
@@ -186,7 +186,7 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action: str) -> None
 
 
 @pytest.mark.covers("S3.32", "S3.41:C", "S3.51:C")
-def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the_run() -> None:
+def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the_run():
     events = Events()
     guard, stopping = new_guard(events), new_guard(early_stop_patience=2)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
@@ -202,7 +202,7 @@ def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}
 
 
-def test_a_rollback_forgets_the_window_and_keeps_the_counts() -> None:
+def test_a_rollback_forgets_the_window_and_keeps_the_counts():
     guard = new_guard(on_severe="rollback")
     saved = guard.state_dict()
     step = calm(guard, 60)
@@ -221,7 +221,7 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts() -> None:
     assert guard.limits() == StepLimits(), "the window is that of the checkpoint: empty"
 
 
-def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint() -> None:
+def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint():
     """Five before the checkpoint and five after it are not ten that the run still stands behind."""
     guard = new_guard()
     for step in range(1, 11):

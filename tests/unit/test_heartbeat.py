@@ -27,7 +27,7 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
         yield made
 
 
-def test_a_rank_starts_unwatched_and_says_what_it_does(status: Status) -> None:
+def test_a_rank_starts_unwatched_and_says_what_it_does(status):
     before = time.monotonic()
     heartbeat = Heartbeat()
     first = status.beats()[3]
@@ -41,9 +41,7 @@ def test_a_rank_starts_unwatched_and_says_what_it_does(status: Status) -> None:
     assert before <= first.at_s <= second.at_s < third.at_s <= time.monotonic()
 
 
-def test_without_a_launcher_nothing_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_nothing_happens(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     heartbeat = Heartbeat()
@@ -52,7 +50,7 @@ def test_without_a_launcher_nothing_happens(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_half_written_record_is_no_beat(status: Status) -> None:
+def test_a_half_written_record_is_no_beat(status):
     assert status.beats() == {}, "no rank has begun"
     file = status.open_rank(3)
     old, new = Beat(9, 1.0, 5.0, "start"), Beat(9, 2.0, 1.0, "train")
@@ -68,7 +66,7 @@ def test_a_half_written_record_is_no_beat(status: Status) -> None:
     assert status.beats() == {3: new}
 
 
-def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(status: Status) -> None:
+def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(status):
     program = """
 import os, signal, threading, time
 from trainer.runtime.signals import join_launcher
@@ -94,7 +92,7 @@ in_main()
 
 
 @pytest.mark.covers("S3.50:C")
-def test_people_can_read_where_a_rank_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_people_can_read_where_a_rank_is(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr("trainer.runtime.heartbeat.REPORT_EVERY_S", 0.0)
     heartbeat = Heartbeat()

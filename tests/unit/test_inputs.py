@@ -33,9 +33,7 @@ def texts(inputs: Inputs) -> list[str]:
     ]
 
 
-def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(
-    files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files, caplog):
     caplog.set_level(logging.WARNING)
     inputs = inputs_of(
         *words(files, chats(files), answers(files, ",repeat:2.5")), "data.val_ratio=0"
@@ -58,9 +56,7 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(
     assert "templates of their own, which huggingface/ does not carry: answers" in caplog.text
 
 
-def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):
     made: list[ChatEncoder] = []
     init = ChatEncoder.__init__
     monkeypatch.setattr(
@@ -77,7 +73,7 @@ def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(
     assert len({inputs.train.fingerprint for inputs in (alone, both, again)}) == 3
 
 
-def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
+def test_validation_rows_are_held_out_of_each_source_alike(files):
     ratio = "data.val_ratio=0.25"
     inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
     assert inputs.validation is not None and inputs.validation.names == inputs.train.names
@@ -95,7 +91,7 @@ def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
     )
 
 
-def test_bad_rows_are_told_with_their_source(files: Path) -> None:
+def test_bad_rows_are_told_with_their_source(files):
     with (files / "answers.jsonl").open("a") as file:
         file.write('{"q": "", "a": "b"}\n')
     with pytest.raises(DataError) as error:
@@ -118,9 +114,7 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
         (["optim.lr=3e-4"], False, 3e-4),
     ],
 )
-def test_the_peak_rate_follows_what_is_trained(
-    words: list[str], is_random: bool, rate: float
-) -> None:
+def test_the_peak_rate_follows_what_is_trained(words, is_random, rate):
     inputs: Any = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
     setup: Any = SimpleNamespace(config=load_config(words), inputs=inputs, total_steps=10)
     assert main._lr_schedule(setup).peak_lr == rate

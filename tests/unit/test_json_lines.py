@@ -15,7 +15,7 @@ from trainer.errors import CannotWriteError
 from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 
-def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines, places = JsonLines(path), []
     assert list(lines) == []
@@ -37,8 +37,8 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_end_no_reading_and_a_whole_one_behind_a_torn_one_is_read_at_its_place(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"[" * 100_000 + b'\n{"step": 1, "l{"step": 2}\n\n{"step": 3}\n{"step": 4')
     lines = JsonLines(path)
@@ -55,7 +55,7 @@ class Point:
     path: Path
 
 
-def test_what_json_lacks_is_written_strictly() -> None:
+def test_what_json_lacks_is_written_strictly():
     value = {
         1: (math.nan, -math.inf, 0.5),
         "point": Point(math.inf, Path("a/b")),
@@ -76,7 +76,7 @@ def test_what_json_lacks_is_written_strictly() -> None:
     )
 
 
-def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path: Path) -> None:
+def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st')
     file = AppendFile(path, is_guest=True)
@@ -93,9 +93,7 @@ def steps(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_rows_go_on_at_the_path_when_the_file_is_moved_away(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_removed: bool
-) -> None:
+def test_rows_go_on_at_the_path_when_the_file_is_moved_away(tmp_path, caplog, is_removed):
     path, moved = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.1"
     file = AppendFile(path)
     for step in (1, 2, 3, 4):
@@ -107,7 +105,7 @@ def test_rows_go_on_at_the_path_when_the_file_is_moved_away(
     assert caplog.text.count("was moved away or removed") == 1
 
 
-def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path: Path) -> None:
+def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):
     (tmp_path / "run").mkdir()
     file = AppendFile(tmp_path / "run" / "rows.jsonl")
     file.append({"step": 1})
@@ -117,9 +115,7 @@ def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path: Path
     assert steps(tmp_path / "renamed" / "rows.jsonl") == [1, 2]
 
 
-def test_no_row_is_written_through_a_link_or_into_what_is_no_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_row_is_written_through_a_link_or_into_what_is_no_file(tmp_path, caplog):
     path, target = tmp_path / "rows.jsonl", tmp_path / "target"
     target.write_text("precious")
     path.symlink_to(target)

@@ -38,7 +38,7 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 @pytest.mark.parametrize("num_ranks", [None, 8])
 @pytest.mark.parametrize("overrides", ["", "optim.lr=1e-5 --cfg job", "--help", "~data.val_files"])
-def test_arguments(num_ranks: int | None, overrides: str) -> None:
+def test_arguments(num_ranks, overrides):
     words = overrides.split()
     argv = words if num_ranks is None else [str(num_ranks), *words]
     assert parse_arguments(argv) == Arguments(num_ranks, words)
@@ -57,9 +57,7 @@ def test_arguments(num_ranks: int | None, overrides: str) -> None:
         ({**SLURM, **NODES}, NodeLayout(2, 1, "10.0.0.1", 29500)),
     ],
 )
-def test_node_layout(
-    env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_layout(env, expected, monkeypatch):
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert node_layout(env) == expected
 
@@ -76,7 +74,7 @@ def test_node_layout(
         ({**SLURM, "SLURM_LOCALID": "1"}, "ntasks-per-node=1"),
     ],
 )
-def test_wrong_layout(env: dict[str, str], message: str) -> None:
+def test_wrong_layout(env, message):
     with pytest.raises(ConfigError, match=message):
         node_layout(env)
 
@@ -90,12 +88,12 @@ HOSTS = {
 }
 
 
-def test_first_host_without_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_host_without_scontrol(monkeypatch):
     monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert {nodelist: first_host(nodelist) for nodelist in HOSTS} == HOSTS
 
 
-def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_environment(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     for num_ranks, num_threads in ((1, "8"), (3, "2"), (8, "1"), (9, "1"), (2, "4")):
         env = rank_environment(
@@ -137,7 +135,7 @@ def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (65, ABORTED, False, 65),
     ],
 )
-def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, code: int) -> None:
+def test_exit_code(reported, agent_code, was_signalled, code):
     assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
 
 
@@ -159,10 +157,10 @@ def run_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], int]:
 
 
 def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
-    run_agent: Callable[[str, int], int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    run_agent,
+    monkeypatch,
+    capsys,
+):
     import torch.distributed.run
 
     def wait_for_machines(arguments: object) -> None:
@@ -176,9 +174,7 @@ def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
     assert "the machines did not meet: Timed out after 61 seconds" in error and "frame" not in error
 
 
-def test_a_port_that_is_in_use_on_this_machine_is_named(
-    run_agent: Callable[[str, int], int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_is_in_use_on_this_machine_is_named(run_agent, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run_agent("127.0.0.1", port) == 2
@@ -209,9 +205,7 @@ def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.Comple
         (["2"], {"NNODES": "2"}, "NODE_RANK is not set"),
     ],
 )
-def test_mistakes_end_with_2_before_torch_is_loaded(
-    argv: list[str], env: dict[str, str], message: str
-) -> None:
+def test_mistakes_end_with_2_before_torch_is_loaded(argv, env, message):
     result = run_main(*argv, env=env)
     assert result.returncode == 2
     assert result.stderr.startswith("ERROR: ") and message in result.stderr
@@ -220,7 +214,7 @@ def test_mistakes_end_with_2_before_torch_is_loaded(
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.cache_dir", "data.train_files"])
 @pytest.mark.parametrize("quote", ["", "'"])
-def test_a_path_that_is_not_utf8_is_refused_before_a_rank_starts(key: str, quote: str) -> None:
+def test_a_path_that_is_not_utf8_is_refused_before_a_rank_starts(key, quote):
     result = run_main("2", f"{key}={quote}/tmp/bad\udcff/x{quote}")
     assert result.returncode == 2
     assert (
@@ -229,9 +223,7 @@ def test_a_path_that_is_not_utf8_is_refused_before_a_rank_starts(key: str, quote
     )
 
 
-def test_a_directory_that_was_removed_under_the_shell_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -243,14 +235,14 @@ def test_a_directory_that_was_removed_under_the_shell_is_said(
     [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)],
 )
 def test_a_rank_that_was_aborted_may_have_lost_a_peer(
-    nodes: dict[str, str],
-    num_gpus: int,
-    num_ranks: int,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    nodes,
+    num_gpus,
+    num_ranks,
+    code,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """On one machine without GPUs there is no NCCL that could have lost one."""
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
@@ -263,9 +255,7 @@ def test_a_rank_that_was_aborted_may_have_lost_a_peer(
     assert ("as when NCCL loses another machine" in capsys.readouterr().err) is (code == 75)
 
 
-def test_aborts_without_a_new_step_are_not_resumable_for_ever(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_aborts_without_a_new_step_are_not_resumable_for_ever(tmp_path, capsys):
     def ends_after(step: int) -> int:
         with (tmp_path / "metrics.jsonl").open("a") as log:
             log.write(json.dumps({"step": step, "kind": "train", "attempt": 1, "ts": 0.0}) + "\n")

@@ -117,8 +117,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
 
 
 def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
-    start: Callable[[str], Run],
-) -> None:
+    start,
+):
     run = start("train_until('wait' if local_rank() == 0 else 'end')\nwait_for_a_peer()\n")
     os.kill(run.pid("rank_0"), signal.SIGUSR2)  # somebody looked at an earlier moment
     time.sleep(0.3)
@@ -148,7 +148,7 @@ def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
     assert fourth == f"  stacks: in {run.run_dir / 'hang_1'}"
 
 
-def test_a_rank_that_is_stopped_for_a_moment_survives(start: Callable[[str], Run]) -> None:
+def test_a_rank_that_is_stopped_for_a_moment_survives(start):
     run = start("train_until('end')\n")
     for _ in range(4):
         os.kill(run.pid("rank_1"), signal.SIGSTOP)
@@ -160,7 +160,7 @@ def test_a_rank_that_is_stopped_for_a_moment_survives(start: Callable[[str], Run
     assert run.end() == (0, "")
 
 
-def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start: Callable[[str], Run]) -> None:
+def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start):
     run = start("hold_the_interpreter() if local_rank() else train_until('end')\n")
     code, stderr = run.end()
     assert code == 75
@@ -171,7 +171,7 @@ def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start: Callable[[str
 
 
 @pytest.mark.parametrize("limit", ["None", "60"])
-def test_a_phase_has_its_own_limit(limit: str, start: Callable[[str], Run]) -> None:
+def test_a_phase_has_its_own_limit(limit, start):
     run = start(
         f"heartbeat.enter('save', limit_s={limit})\ntime.sleep(3)\nheartbeat.enter('train', "
         f"limit_s=2.0)\n"
@@ -179,14 +179,14 @@ def test_a_phase_has_its_own_limit(limit: str, start: Callable[[str], Run]) -> N
     assert run.end() == (0, "")
 
 
-def test_a_failure_that_a_rank_reported_stays_the_exit_code(start: Callable[[str], Run]) -> None:
+def test_a_failure_that_a_rank_reported_stays_the_exit_code(start):
     run = start("launcher_status().report(65)\nwait_for_a_peer()\n")
     assert run.end()[0] == 65
 
 
 def test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait(
-    start: Callable[[str], Run],
-) -> None:
+    start,
+):
     run = start(
         f"""
 heartbeat.enter("start", limit_s=None)
@@ -205,6 +205,6 @@ distributed.start(torch.device("cpu"), timeout_s=2, fsdp_size=-1, heartbeat=hear
     assert " in wait_for_a_peer" in (run.run_dir / "hang_1" / "rank_1.txt").read_text()
 
 
-def test_a_port_to_meet_at_is_none_that_another_connection_may_get() -> None:
+def test_a_port_to_meet_at_is_none_that_another_connection_may_get():
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < free_port() < least for _ in range(100))

@@ -4,7 +4,6 @@ machines.
 
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -47,13 +46,13 @@ cuda = _Cuda
     ],
 )
 def test_torch_counts_the_gpus_of_a_machine_with_a_driver(
-    driver: str | None,
-    is_usable: bool,
-    device: str,
-    expected: int | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    driver,
+    is_usable,
+    device,
+    expected,
+    tmp_path,
+    monkeypatch,
+):
     """torch also counts cards that it cannot use; other makers' drivers exist without a card."""
     drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
     monkeypatch.setattr(ranks, "GPU_DRIVERS", tuple(map(str, drivers)))
@@ -72,21 +71,19 @@ def test_torch_counts_the_gpus_of_a_machine_with_a_driver(
     ("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)]
 )
 def test_few_cores_beside_cards_are_warned_of(
-    num_gpus: int,
-    num_cores: int,
-    is_warned: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    num_gpus,
+    num_cores,
+    is_warned,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     checks.run_checks({"cores": checks.cores}, Launch(load_config([]), 8, num_gpus))
     stderr = capsys.readouterr().err
     assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
 
 
-def test_what_is_wrong_with_the_machine_is_said_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_with_the_machine_is_said_before_a_rank_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
@@ -152,11 +149,11 @@ LONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "idle0": []}
     ],
 )
 def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
-    interfaces: dict,
-    routes: dict[str, str],
-    expected: dict,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    interfaces,
+    routes,
+    expected,
+    monkeypatch,
+):
     kernel = Routes(routes)
     monkeypatch.setattr(ranks.socket, "getaddrinfo", kernel.getaddrinfo)
     monkeypatch.setattr(ranks.socket, "socket", kernel.socket)
@@ -171,8 +168,8 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(ranks, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
     nodes = NodeLayout(2, 1, "head", 1234)
     alone, several = [

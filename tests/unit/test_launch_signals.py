@@ -109,13 +109,11 @@ def wait_for_ranks(scratch: Path) -> None:
         ("from trainer.runtime.status import *; launcher_status().report(75)", 75),
     ],
 )
-def test_exit_code_of_an_agent(
-    agent: str, code: int, start: Callable[..., subprocess.Popen]
-) -> None:
+def test_exit_code_of_an_agent(agent, code, start):
     assert start(agent).wait(timeout=20) == code
 
 
-def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None:
+def test_a_killed_agent_is_named(start):
     launcher = start("import os; os.kill(os.getpid(), 9)")
     _, stderr = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
@@ -123,9 +121,7 @@ def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_reaches_every_rank_once(
-    name: str, start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+def test_a_signal_reaches_every_rank_once(name, start, tmp_path):
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     wait_for_ranks(scratch)
     os.killpg(launcher.pid, signal.Signals[name])  # as a terminal does: the whole process group
@@ -135,8 +131,8 @@ def test_a_signal_reaches_every_rank_once(
 
 @pytest.mark.parametrize(("is_asked", "code"), [(True, 75), (False, 1)])
 def test_a_rank_lost_beside_an_orderly_stop_is_a_crash_unless_a_signal_asked_for_the_stop(
-    is_asked: bool, code: int, start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+    is_asked, code, start, tmp_path
+):
     (tmp_path / "rank.py").write_text(RANK + "sys.exit(1)\n")
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     wait_for_ranks(scratch)
@@ -149,9 +145,7 @@ def test_a_rank_lost_beside_an_orderly_stop_is_a_crash_unless_a_signal_asked_for
     assert launcher.wait(timeout=20) == code
 
 
-def test_a_second_signal_is_passed_on(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+def test_a_second_signal_is_passed_on(start, tmp_path):
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     (scratch / "stay").touch()
     wait_for_ranks(scratch)
@@ -168,9 +162,7 @@ def test_a_second_signal_is_passed_on(
     ] * 2
 
 
-def test_a_signal_before_any_rank_stops_the_agent(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+def test_a_signal_before_any_rank_stops_the_agent(start, tmp_path):
     launcher = start(SLEEPING_AGENT)
     agent_pid = read_pid(tmp_path / "scratch" / "agent")
     launcher.send_signal(signal.SIGTERM)
@@ -178,9 +170,7 @@ def test_a_signal_before_any_rank_stops_the_agent(
     assert not is_alive(agent_pid)
 
 
-def test_nohup_keeps_sighup_from_launcher_and_ranks(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+def test_nohup_keeps_sighup_from_launcher_and_ranks(start, tmp_path):
     rank = "import signal, sys; from trainer.runtime.signals import heeded_signals; from pathlib import Path\n"
     rank += "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.SIGHUP not in heeded_signals()\n"
     (tmp_path / "rank.py").write_text(rank + RANK.replace(", signal.SIGHUP", ""))
@@ -194,9 +184,7 @@ def test_nohup_keeps_sighup_from_launcher_and_ranks(
     assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
-def test_kill_9_of_the_process_group_leaves_nothing(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
-) -> None:
+def test_kill_9_of_the_process_group_leaves_nothing(start, tmp_path):
     launcher = start(SLEEPING_AGENT)
     agent_pid = read_pid(tmp_path / "scratch" / "agent")
     assert os.getsid(agent_pid) == agent_pid != os.getsid(launcher.pid)
@@ -222,7 +210,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_lost_rank_prints_no_stack_of_torch() -> None:
+def test_a_lost_rank_prints_no_stack_of_torch():
     env = rank_environment(
         {**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status=Status("none")
     )

@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Iterable
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +45,7 @@ class Fixed(OneSource):
         return np.array(ids, dtype=np.int32), np.array(mask)
 
 
-def test_pack_by_hand() -> None:
+def test_pack_by_hand():
     batch = pack(Fixed(), [0, 1, 2])
     assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 20, 30, 31, 32]
     assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], (
@@ -63,7 +62,7 @@ def test_pack_by_hand() -> None:
     }
 
 
-def test_pack_of_nothing_is_one_token_without_a_label() -> None:
+def test_pack_of_nothing_is_one_token_without_a_label():
     batch = pack(Fixed(), [])
     assert batch.input_ids_T.tolist() == [0] and batch.labels_T.tolist() == [-100]
     assert batch.cu_seqlens_D1.tolist() == [0, 1] and batch.supervised_S.tolist() == []
@@ -71,7 +70,7 @@ def test_pack_of_nothing_is_one_token_without_a_label() -> None:
     assert (batch.sample_ids, batch.seqlens) == ((), (1,))
 
 
-def test_shares_of_a_batch_hold_each_token_once_and_its_documents() -> None:
+def test_shares_of_a_batch_hold_each_token_once_and_its_documents():
     whole = pack(Fixed(), [0, 1, 2])
     shares = [whole.share(rank, 3) for rank in range(3)]
     for name in ("input_ids_T", "labels_T", "position_ids_T"):
@@ -85,7 +84,7 @@ def test_shares_of_a_batch_hold_each_token_once_and_its_documents() -> None:
         assert (share.seqlens, share.sample_ids) == (whole.seqlens, whole.sample_ids)
 
 
-def test_of_fewer_tokens_than_ranks_the_last_hold_padding() -> None:
+def test_of_fewer_tokens_than_ranks_the_last_hold_padding():
     shares = [pack(Fixed(), [2]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
     assert [share.num_loss_tokens for share in shares] == [1, 1, 0, 0, 0]
@@ -99,7 +98,7 @@ def test_of_fewer_tokens_than_ranks_the_last_hold_padding() -> None:
 
 @pytest.mark.covers("S0.4", "S0.20")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_step_holds_each_sample_once_and_counts_globally(world_size: int) -> None:
+def test_a_step_holds_each_sample_once_and_counts_globally(world_size):
     samples, ids = ToySamples(11), np.array([4, 9, 0, 7, 2])
     plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
     steps = [build_step(samples, ids, plan, step=3, epoch=1) for plan in plans]
@@ -152,7 +151,7 @@ def require_same(found: Iterable[StepBatch], expected: Iterable[StepBatch]) -> N
 @pytest.mark.covers("S3.22", "S3.28")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
-def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers: int) -> None:
+def test_a_restart_at_any_step_continues_the_order(stop_after, num_workers):
     straight = list(loader())
     assert [step.step for step in straight] == list(range(1, TWO_EPOCHS + 1))
     assert [step.epoch for step in straight] == [0, 0, 0, 1, 1, 1]
@@ -169,7 +168,7 @@ def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers:
 
 @pytest.mark.covers("S3.28")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int) -> None:
+def test_another_number_of_ranks_continues_with_the_same_samples(world_size):
     """The position is one integer: what two ranks saved at step 2, any number of ranks
     continues.
     """
@@ -190,7 +189,7 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int
 @pytest.mark.covers("S3.11")
 @pytest.mark.parametrize("num_samples", [1, 2, 7])
 @pytest.mark.parametrize("world_size", range(1, 6))
-def test_validation_visits_every_sample_once(world_size: int, num_samples: int) -> None:
+def test_validation_visits_every_sample_once(world_size, num_samples):
     samples = ToySamples(num_samples)
     plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
     ranks = [list(ValidationBatches(samples, plan, batch_size=3)) for plan in plans]
@@ -202,9 +201,7 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
 
 
 @pytest.mark.timeout(20)
-def test_a_worker_needs_no_short_path_of_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path, monkeypatch):
     """Torch passes tensors through a socket there: with 108 bytes in its path the run waited
     for its first batch.
     """
@@ -216,8 +213,8 @@ def test_a_worker_needs_no_short_path_of_temporary_files(
 
 
 def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     others = multiprocessing.active_children()
     batches = iter(loader(num_workers=1))
     next(batches)
@@ -241,8 +238,8 @@ def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_told(
-    num_workers: int,
-) -> None:
+    num_workers,
+):
     whole = {batch.step: sample_ids([batch]) for batch in loader()}
     rewound = loader(num_workers=num_workers)
     before = [batch.step for batch in itertools.islice(rewound, 4)]
@@ -255,8 +252,8 @@ def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_
 
 @pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
 def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_pinned: bool
-) -> None:
+    monkeypatch, device, is_pinned
+):
     """A copy from other memory would hold up the host in every micro-batch."""
     pinned: list[Tensor] = []
     monkeypatch.setattr(
@@ -286,7 +283,7 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     assert moved == [{"non_blocking": True}] * 6
 
 
-def test_a_checkpoint_of_another_position_is_not_taken_over() -> None:
+def test_a_checkpoint_of_another_position_is_not_taken_over():
     saved = loader(start=Position(1, 0, 3)).state_dict()
     with pytest.raises(RuntimeError, match="the data would go on from"):
         loader().load_state_dict(saved)

@@ -77,9 +77,7 @@ def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPl
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
-def test_parameters_and_optimizer_state_are_counted_to_the_byte(
-    tmp_path: Path, num_ranks: int
-) -> None:
+def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ranks):
     """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not
     tied, two layers.
     """
@@ -100,8 +98,8 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(
 
 @pytest.mark.parametrize("setting", ["", "pinned_max_cached_size_mb:1"])
 def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
-) -> None:
+    monkeypatch, tmp_path, setting
+):
     """With offload: parameters and gradients, each shard of them. Moments are not page-locked, a
     save's copy is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
     32,000, tied, two layers, on two ranks.
@@ -126,7 +124,7 @@ def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise
     assert found.host_bytes[SAVE_COPY] == pytest.approx(3 * sum(sizes), rel=1e-4)
 
 
-def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
+def test_one_card_holds_a_frozen_model_once(tmp_path):
     """There is nothing to gather but adapters. Two cards each hold half, and gather it;
     offloaded layers come.
     """
@@ -142,7 +140,7 @@ def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
     assert min(found.device_bytes[GATHERED] for found in (two, offloaded)) > base_bytes / 4
 
 
-def test_recomputation_lowers_activations(tmp_path: Path) -> None:
+def test_recomputation_lowers_activations(tmp_path):
     """Fully: one hidden state a layer is kept, and one layer at a time has all of its own. With
     offload the hidden states lie in host memory, but for the two at work.
     """
@@ -164,7 +162,7 @@ def test_recomputation_lowers_activations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [[RECOMPUTE], ["model.fsdp_config.cpu_offload=true"], ["trainer.device=cpu"]], ids=str
 )
-def test_four_and_five_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) -> None:
+def test_four_and_five_layers_tell_all_of_nine(tmp_path, words):
     found = planned(tmp_path, 8, *tokens(512, 64), *words, num_hidden_layers=9, vocab_size=1024)
     assert found.num_measured_layers == (4, 5)
     job = memory._job(
@@ -175,7 +173,7 @@ def test_four_and_five_layers_tell_all_of_nine(tmp_path: Path, words: list[str])
     assert found.device_bytes == {name: fullest[name] for name in found.device_bytes}
 
 
-def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:
+def test_layers_that_differ_are_all_measured(tmp_path):
     kinds = ["sliding_attention", "full_attention"] * 4
     changes = {
         "sliding_window": 16,
@@ -188,7 +186,7 @@ def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:
     assert plan_memory(load_config(words), 2).num_measured_layers == (8,)
 
 
-def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path: Path) -> None:
+def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path):
     """Longer documents in as many tokens: on a GPU fewer rows of padding, on a CPU kept
     probabilities.
     """
@@ -227,9 +225,7 @@ def real_step(world: Any, source: Any, is_recomputed: bool) -> dict[str, int]:
     ("num_ranks", "is_recomputed", "changes"),
     [(1, False, {}), (1, True, {}), (2, False, {}), (2, False, EXPERTS)],
 )
-def test_a_real_step_takes_what_was_planned(
-    tmp_path: Path, num_ranks: int, is_recomputed: bool, changes: dict[str, Any]
-) -> None:
+def test_a_real_step_takes_what_was_planned(tmp_path, num_ranks, is_recomputed, changes):
     words = [*tokens(192, 64, batch=6 * num_ranks), CPU, "model.fsdp_config.param_dtype=float32"]
     words += [RECOMPUTE] * is_recomputed
     found = planned(tmp_path, num_ranks, *words, **changes)
@@ -245,7 +241,7 @@ def test_a_real_step_takes_what_was_planned(
         assert found.device_bytes[name] == expected, name
 
 
-def test_living_storages_are_counted_once_and_only_while_they_live() -> None:
+def test_living_storages_are_counted_once_and_only_while_they_live():
     live = LiveStorages()
     with live:
         live.enter(0, "a")
@@ -264,9 +260,7 @@ def test_living_storages_are_counted_once_and_only_while_they_live() -> None:
     assert torch.UntypedStorage.resize_ is live._resize, "the watch is taken off again"
 
 
-def test_memory_that_flash_attention_takes_inside_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_flash_attention_takes_inside_is_counted(tmp_path, monkeypatch):
     """Gradients of its queries in fp32; those of keys that several heads share apart."""
     query = torch.empty(100, 4, 16, dtype=torch.bfloat16)
     alone = 4 * (100 + 2 * 128) * 4 * (16 + 1)
@@ -280,7 +274,7 @@ def test_memory_that_flash_attention_takes_inside_is_counted(
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_plan_leaves_nothing_behind(tmp_path: Path, device: str) -> None:
+def test_a_plan_leaves_nothing_behind(tmp_path, device):
     planned(tmp_path, 4, *tokens(64, 32), f"trainer.device={device}")
     assert not dist.is_initialized()
     assert AttentionInterface()[attention.PACKED] is attention.packed_attention
@@ -308,9 +302,7 @@ def test_a_plan_leaves_nothing_behind(tmp_path: Path, device: str) -> None:
         (tokens(1000, 300, batch=64), 2, False, ((300,), 32)),
     ],
 )
-def test_the_heaviest_micro_batch(
-    words: list[str], num_ranks: int, is_packed: bool, expected: tuple[Any, int]
-) -> None:
+def test_the_heaviest_micro_batch(words, num_ranks, is_packed, expected):
     found = heaviest_workload(load_config(words).data, num_ranks, is_packed=is_packed)
     assert (found.seqlens, found.num_micro_batches) == expected
 
@@ -345,7 +337,7 @@ def found_change(fitting: set[Change], *words: str) -> Change | None:
     )
 
 
-def test_the_change_that_costs_least_is_named() -> None:
+def test_the_change_that_costs_least_is_named():
     """In the order promised: shorter, recomputed, both, inputs put away; more ranks, with both;
     offload, with both.
     """
@@ -378,7 +370,7 @@ def test_the_change_that_costs_least_is_named() -> None:
         (["data.max_length=4096", "data.max_token_len_per_gpu=4096"], {*SHORT}),
     ],
 )
-def test_only_what_changes_something_is_tried(words: list[str], left_out: set[str]) -> None:
+def test_only_what_changes_something_is_tried(words, left_out):
     config = load_config([*tokens(4096, 1024), *words])
     now = replace(a_plan(8), is_cuda=CPU not in words)
     changes = [change for series in change_series(config, now) for change in series]
@@ -395,7 +387,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]
     return code, output.out.splitlines(), output.err
 
 
-def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fits_says_so(tmp_path, capsys):
     write_model_config(tmp_path)
     words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
     code, lines, errors = run(capsys, *words, "--memory-gib", "3")
@@ -415,12 +407,12 @@ def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_change_it_names_makes_it_fit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    num_ranks: int,
-    words: list[str],
-    change: Change,
-) -> None:
+    tmp_path,
+    capsys,
+    num_ranks,
+    words,
+    change,
+):
     write_model_config(tmp_path, **WIDE)
     words = [f"model.partial_pretrain={tmp_path}", *words]
     needed_gib = planner(load_config(words))(change).needed_gib
@@ -451,9 +443,7 @@ def test_the_change_it_names_makes_it_fit(
         ),
     ],
 )
-def test_wrong_usage_ends_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_wrong_usage_ends_with_2(tmp_path, capsys, words, message):
     write_model_config(tmp_path)
     code, lines, errors = run(
         capsys, *[f"model.partial_pretrain={tmp_path}" if w == "MODEL" else w for w in words]
@@ -463,7 +453,7 @@ def test_wrong_usage_ends_with_2(
     assert "Traceback" not in errors
 
 
-def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
+def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
     """Estimated at 2 to 4 GiB beside seven others, where 1.5 GiB were put."""
     needed = [a_plan(ranks, 2**30).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
@@ -480,8 +470,8 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
     ],
 )
 def test_checkpoints_and_prepared_tokens_need_room_where_they_are_written(
-    free_bytes: int, levels: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    free_bytes, levels, monkeypatch
+):
     """Tokens need not be prepared again, so that too little room for them is no failure."""
     disk = DiskPlan(shard_bytes=10**9, export_bytes=10**8, num_checkpoints=2, token_bytes=10**12)
     monkeypatch.setattr(checks, "plan_disk", lambda config, plan: disk)
@@ -516,7 +506,7 @@ def size_of_the_copy(world: Any, source: Any) -> int:
     return sum(sizes)
 
 
-def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path: Path) -> None:
+def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path):
     """Its own memory per tensor, in powers of two, was 1.9 times that."""
     words = [*tokens(64, 32), CPU, "model.fsdp_config.param_dtype=float32"]
     found = planned(tmp_path, 2, *words, vocab_size=2000).host_bytes[SAVE_COPY]
@@ -525,8 +515,8 @@ def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path:
 
 
 def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("a and b must have same reduction dim.\nand more")
 
@@ -543,8 +533,8 @@ def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
 
 
 def test_memory_is_that_of_a_card_or_a_share_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
     whole_gib = memory.default_memory_gib(on_cpu, 1)
     assert memory.default_memory_gib(on_cpu, 4) == whole_gib / 4
@@ -559,9 +549,7 @@ def test_memory_is_that_of_a_card_or_a_share_of_this_machine(
 
 
 @pytest.mark.parametrize("limit", ["job/memory.max", "memory.max"])
-def test_the_limit_of_a_control_group_is_the_memory_that_may_be_used(
-    tmp_path: Path, limit: str
-) -> None:
+def test_the_limit_of_a_control_group_is_the_memory_that_may_be_used(tmp_path, limit):
     """The limit of a job around this process, and that of a container's own mount."""
     machine_bytes = psutil.virtual_memory().total
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -4,7 +4,6 @@ global batch.
 
 import math
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,8 +75,8 @@ def row_of(meter: Meter, **changes: Any) -> dict[str, float]:
 
 @pytest.mark.covers("S0.3", "S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S0.34", "S3.6")
 def test_a_row_describes_the_global_batch_in_metrics_of_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(meter_module, "peak_tflops", lambda device: 0.5)
     meter = new_meter(
         cost=StepFlops(0.0, 1e12, 0.0),
@@ -119,7 +118,7 @@ def test_a_row_describes_the_global_batch_in_metrics_of_the_table(
 
 
 @pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.29", "S3.49")
-def test_phases_of_all_ranks_are_in_the_row_of_the_step_after() -> None:
+def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
     """The times of a step travel with the next packet; before any has come, a row shows this
     rank's own.
     """
@@ -156,7 +155,7 @@ def test_phases_of_all_ranks_are_in_the_row_of_the_step_after() -> None:
     assert "system/gpu_util" not in row_of(meter, step=51, by_rank=by_rank), "now and then"
 
 
-def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
+def test_the_guard_may_see_exactly_what_ranks_agree_on():
     slots = metrics.travelling()
     times = dict.fromkeys((slot for slot in slots if slot.startswith("time/")), (1.0, 2.0))
     routers = dict.fromkeys((key for key in METRICS if key.startswith("moe/")), 1.0)
@@ -167,13 +166,13 @@ def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
     assert [key for key in signals if METRICS[key].over_ranks == "main"] == []
 
 
-def test_ranks_whose_guards_decided_differently_are_found() -> None:
+def test_ranks_whose_guards_decided_differently_are_found():
     supervision = Supervision(Guard(guard_config()), evidence=None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="disagree"):
         supervision.after_step(result(by_rank={"decisions": (1.0, 2.0)}))
 
 
-def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> None:
+def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone():
     meter = new_meter()
     first = row_of(meter)
     row = row_of(meter, step=2, loss_sum=math.nan, grad_norm=math.nan)
@@ -181,7 +180,7 @@ def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> 
     assert row["train/loss_ema"] == pytest.approx(first["train/loss"])
 
 
-def test_totals_survive_a_restart_and_count_what_earlier_attempts_took() -> None:
+def test_totals_survive_a_restart_and_count_what_earlier_attempts_took():
     meter = new_meter()
     for step in range(1, 6):
         last = row_of(meter, step=step, grad_norm=100.0)
@@ -194,7 +193,7 @@ def test_totals_survive_a_restart_and_count_what_earlier_attempts_took() -> None
     assert row["progress/elapsed_s"] > 50 and row["progress/goodput"] < 0.1
 
 
-def test_time_left_counts_steps_validations_and_saves() -> None:
+def test_time_left_counts_steps_validations_and_saves():
     meter = new_meter()
     meter.note_duration("eval", 100.0)
     meter.note_duration("save", 1000.0)
@@ -205,7 +204,7 @@ def test_time_left_counts_steps_validations_and_saves() -> None:
     assert (row["progress/eta_s"], row["progress/pct"]) == (0.0, 100.0)
 
 
-def test_length_facts_equal_those_of_numpy() -> None:
+def test_length_facts_equal_those_of_numpy():
     rng = np.random.default_rng(7)
     lengths = rng.integers(10, 500, 97)
     counts = (lengths * rng.random(97)).astype(int)
@@ -215,7 +214,7 @@ def test_length_facts_equal_those_of_numpy() -> None:
     assert facts["seq_total_len_p95"] == sorted(lengths)[int(0.95 * 97)]
 
 
-def test_deal_facts_count_padding_imbalance_and_samples_without_labels() -> None:
+def test_deal_facts_count_padding_imbalance_and_samples_without_labels():
     lengths, counts = np.array([10, 20, 30]), np.array([5, 0, 10])
     facts = deal_facts(lengths, counts, [[[0, 1], []], [[2], []]], Limits(40, None))
     assert facts["data/pad_frac"] == 2 / 62 and facts["data/token_imbalance"] == 1.0
@@ -225,8 +224,8 @@ def test_deal_facts_count_padding_imbalance_and_samples_without_labels() -> None
 
 
 def test_memory_is_that_of_the_device_with_peaks_since_the_last_sample(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     gib, resets = 2**30, []
     stats = {"num_alloc_retries": 2, "num_ooms": 0}
     for kind, now, peak in (("allocated", 10, 20), ("reserved", 30, 40)):
@@ -243,9 +242,7 @@ def test_memory_is_that_of_the_device_with_peaks_since_the_last_sample(
     assert found == {**sizes, **shares, "memory/alloc_retries": 2, "memory/ooms": 0}
 
 
-def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(tmp_path, monkeypatch):
     """Of this rank's own card; what torch needs for NVML is not installed with the trainer."""
 
     def missing(device: torch.device) -> float:

@@ -5,7 +5,6 @@ import math
 import re
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,7 +95,7 @@ def found(key: str) -> Metric:
     return metric
 
 
-def test_every_line_for_rl_has_its_keys_here() -> None:
+def test_every_line_for_rl_has_its_keys_here():
     assert [line.id for line in all_lines() if "F" in line.marks and line.id not in RL_KEYS] == []
 
 
@@ -108,7 +107,7 @@ def test_every_line_for_rl_has_its_keys_here() -> None:
     "S2.13:F", "S2.14:F", "S2.15:F", "S2.16:F", "S2.17:F", "S2.18:F", "S2.19:F", "S4.19:F",
     "S4.23:F", "S4.27:F",
 )  # fmt: skip
-def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path: Path) -> None:
+def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path):
     keys = {key for text in RL_KEYS.values() for key in text.split()}
     for key in keys:
         assert found(key).unit and found(key).meaning and found(key).key in FOREIGN, key
@@ -120,7 +119,7 @@ def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path: Pa
 
 
 @pytest.mark.covers("S0.3")
-def test_entries_are_complete() -> None:
+def test_entries_are_complete():
     assert len(KNOWN) == len(METRICS) + len(FOREIGN) > 190
     assert [key for key in METRICS if "/" not in key] == []
     for metric in KNOWN.values():
@@ -131,7 +130,7 @@ def test_entries_are_complete() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in KNOWN if "<" in key])
-def test_a_key_with_placeholders_is_found_by_what_is_logged(key: str) -> None:
+def test_a_key_with_placeholders_is_found_by_what_is_logged(key):
     logged = key
     for placeholder, example in EXAMPLES.items():
         logged = logged.replace(placeholder, example)
@@ -139,7 +138,7 @@ def test_a_key_with_placeholders_is_found_by_what_is_logged(key: str) -> None:
 
 
 @pytest.mark.covers("S0.8")
-def test_validation_mirrors_training() -> None:
+def test_validation_mirrors_training():
     """Each key of validation has a twin with the same unit and direction, or is listed here."""
     alone = {"loss_stderr", "best_loss", "best_step", "gap", "samples", "tokens", "total_s"}
     places = (
@@ -179,17 +178,17 @@ def test_validation_mirrors_training() -> None:
         ("rewards/Format/mean/more", None),
     ],
 )
-def test_keys_are_found_under_other_spellings(key: str, entry: str | None) -> None:
+def test_keys_are_found_under_other_spellings(key, entry):
     metric = lookup(key)
     assert (metric and metric.key) == entry
 
 
-def test_an_unknown_key_has_a_likely_group() -> None:
+def test_an_unknown_key_has_a_likely_group():
     assert (meaning("val/accuracy").group, meaning("val/accuracy").unit) == ("reward", "share")
     assert (meaning("memory/other").group, meaning("odd").group) == ("memory", "other")
 
 
-def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it() -> None:
+def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it():
     metrics.take()
     with pytest.warns(metrics.UnknownMetricWarning, match="'train/los' is not in the table"):
         metrics.put("train/los", 1.5)
@@ -197,8 +196,8 @@ def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it(
 
 
 def test_a_placeholder_that_ranks_combine_needs_its_key_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     metrics.take()
     monkeypatch.setattr(metrics, "METRICS", dict(METRICS))
     entry = replace(METRICS["train/loss_max_rank"], key="test/loss_by/<source>", over_ranks="sum")
@@ -235,9 +234,7 @@ def test_a_placeholder_that_ranks_combine_needs_its_key_added(
         ("max", (1.0, math.nan), math.nan),
     ],
 )
-def test_values_of_ranks_become_one(
-    way: str, values: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_ranks_become_one(way, values, expected, monkeypatch):
     entry = replace(METRICS["train/nonfinite"], key="test/x", over_ranks=way)
     monkeypatch.setitem(METRICS, "test/x", entry)
     assert metrics.combined({"test/x": values})["test/x"] == pytest.approx(expected, nan_ok=True)
@@ -253,7 +250,7 @@ def keys_logged_in(source: str) -> set[str]:
 
 
 @pytest.mark.covers("S0.34")
-def test_every_key_that_the_trainer_logs_is_in_the_table(repository: Path) -> None:
+def test_every_key_that_the_trainer_logs_is_in_the_table(repository):
     paths = [repository / "trainer" / name for name in LOGGING.split()]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
     logged = {key for file in files for key in keys_logged_in(file.read_text(encoding="utf-8"))}
@@ -262,7 +259,7 @@ def test_every_key_that_the_trainer_logs_is_in_the_table(repository: Path) -> No
 
 
 @pytest.mark.covers("S1.6")
-def test_the_docs_say_how_to_open_tensorboard(repository: Path) -> None:
+def test_the_docs_say_how_to_open_tensorboard(repository):
     text = (repository / "docs/tracking.md").read_text(encoding="utf-8")
     assert "tensorboard --logdir=" in text and "--port=6006" in text
     assert "VS Code" in text and "Cursor" in text

@@ -60,7 +60,7 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_path: Path) -> None:
+def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4, 6, 8)
     assert steps_in(storage) == [2, 6, 8] == read_object(run_dir / STATE)["steps"]
     taken = restored(tmp_path / "new", storage)
@@ -70,7 +70,7 @@ def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_
     assert layout.read_pointer(taken.parent).step == 8
 
 
-def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir: Path) -> None:
+def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir):
     save(run_dir, 2, 4, 6, 8)
     storage = FaultyStorage()
     own = uploader(run_dir, storage, best_metric="eval/toy")
@@ -83,7 +83,7 @@ def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir: 
     assert steps_in(storage) == [2, 4, 8] and not own.is_behind
 
 
-def test_a_best_checkpoint_that_is_damaged_holds_up_nothing_else(run_dir: Path) -> None:
+def test_a_best_checkpoint_that_is_damaged_holds_up_nothing_else(run_dir):
     storage = FaultyStorage()
     own = uploader(run_dir, storage)
     save(run_dir, 2)
@@ -96,7 +96,7 @@ def test_a_best_checkpoint_that_is_damaged_holds_up_nothing_else(run_dir: Path) 
         assert "config.json" in read_object(run_dir / STATE)["failed"]
 
 
-def test_what_a_save_that_failed_left_never_goes_up(run_dir: Path) -> None:
+def test_what_a_save_that_failed_left_never_goes_up(run_dir):
     storage = mirrored(run_dir, 2)
     names = set(storage.store)
     own = uploader(run_dir, storage)
@@ -110,9 +110,7 @@ def test_what_a_save_that_failed_left_never_goes_up(run_dir: Path) -> None:
     assert steps_in(storage) == [2, 4]
 
 
-def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(run_dir, tmp_path):
     (run_dir / "metrics.jsonl").unlink()  # no best one
     storage = mirrored(run_dir, 2, 8, 9)
     (run_dir / layout.POINTER).write_text("2")
@@ -123,7 +121,7 @@ def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(
     assert steps_in(storage) == [4, 5, 8, 9] == read_object(run_dir / STATE)["steps"]
 
 
-def test_a_local_checkpoint_that_changed_never_goes_up(run_dir: Path) -> None:
+def test_a_local_checkpoint_that_changed_never_goes_up(run_dir):
     storage = mirrored(run_dir, 2)
     save(run_dir, 4)
     (run_dir / "global_step_4" / "data.pt").write_bytes(b"dAta 4")
@@ -134,7 +132,7 @@ def test_a_local_checkpoint_that_changed_never_goes_up(run_dir: Path) -> None:
     assert "changed" in state["failed"] and state["steps"] == [2]
 
 
-def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir: Path) -> None:
+def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir):
     storage = mirrored(run_dir, 2)
     layout.quarantine(run_dir / "global_step_2", "damaged")
     taken = restored(run_dir, storage)
@@ -145,7 +143,7 @@ def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir: Path) -> 
         restored(run_dir, storage)
 
 
-def test_rotation_spares_what_goes_up(run_dir: Path) -> None:
+def test_rotation_spares_what_goes_up(run_dir):
     storage = FaultyStorage()
     own, put = uploader(run_dir, storage), storage.put_file
 
@@ -165,7 +163,7 @@ def test_rotation_spares_what_goes_up(run_dir: Path) -> None:
     assert steps_in(storage) == [2, 4]
 
 
-def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
+def test_the_mirror_of_another_run_is_refused(run_dir, tmp_path):
     storage = mirrored(run_dir, 2)
     prepare(trainer_of(run_dir), Storage(URL, storage))
     storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
@@ -176,7 +174,7 @@ def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> 
             prepare(trainer_of(path), Storage(URL, storage))
 
 
-def test_nothing_is_uploaded_to_the_mirror_of_another_run(run_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_uploaded_to_the_mirror_of_another_run(run_dir, tmp_path):
     """The storage may have been out of reach when the start wanted to ask whose mirror it holds."""
     storage = mirrored(run_dir, 2)
     storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
@@ -187,14 +185,14 @@ def test_nothing_is_uploaded_to_the_mirror_of_another_run(run_dir: Path, tmp_pat
     assert storage.store == before
 
 
-def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
+def test_disable_refuses_a_mirror_with_checkpoints(run_dir, tmp_path):
     with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not"):
         restored(tmp_path / "new", mirrored(run_dir, 2), resume_mode="disable")
 
 
 def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    run_dir, tmp_path, caplog
+):
     save(run_dir, 2)
     prepare(trainer_of(run_dir), Storage(URL, FaultyStorage(1, "refused")), retry_after_s=())
     assert "training continues, uploads are tried again" in caplog.text
@@ -207,9 +205,7 @@ def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
     )
 
 
-def test_a_mirror_that_is_ahead_is_said_and_left(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mirror_that_is_ahead_is_said_and_left(run_dir, tmp_path, caplog):
     storage = mirrored(run_dir, 2, 4)
     older = tmp_path / "older"
     older.mkdir()
@@ -219,8 +215,8 @@ def test_a_mirror_that_is_ahead_is_said_and_left(
 
 
 def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
-    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_dir, caplog, monkeypatch
+):
     monkeypatch.setattr(process, "RETRY_AFTER_S", (0.0,))
     monkeypatch.setattr(process, "POLL_S", 0.01)
     caplog.set_level(logging.INFO)
@@ -246,9 +242,7 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     )
 
 
-def test_a_storage_that_falls_silent_ends_the_process(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_storage_that_falls_silent_ends_the_process(run_dir, monkeypatch, caplog):
     """The launcher starts another: nothing else ends a call of a library."""
     monkeypatch.setattr(process, "POLL_S", 0.01)
     monkeypatch.setattr(process, "SAVE_TIMEOUT_S", 0.3)
@@ -260,8 +254,8 @@ def test_a_storage_that_falls_silent_ends_the_process(
 
 
 def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_from(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    run_dir, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(process, "POLL_S", 0.01)
     save(run_dir, 2)
     silent = FaultyStorage(1, "silent")
@@ -280,9 +274,7 @@ def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_fr
     ("kind", "said"),
     [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "did not answer within 0 s")],
 )
-def test_doctor_lists_the_mirror_once(
-    kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_the_mirror_once(kind, said, run_dir, monkeypatch):
     storage = FaultyStorage(1, kind)
     monkeypatch.setattr(checks, "MIRROR_WITHIN_S", 0.3)
     monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **options: (storage, "/bucket/run"))
@@ -291,9 +283,7 @@ def test_doctor_lists_the_mirror_once(
     assert said in found.what and found.level == ("fail" if kind else "ok") and storage.store == {}
 
 
-def test_a_storage_that_stays_away_does_not_hold_up_the_end(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_stays_away_does_not_hold_up_the_end(run_dir, monkeypatch):
     monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
     storage, ending = FaultyStorage(), threading.Event()
     storage.find = lambda *words, **kwargs: 1 / 0  # type: ignore[method-assign,assignment]
@@ -303,9 +293,7 @@ def test_a_storage_that_stays_away_does_not_hold_up_the_end(
     assert "ZeroDivisionError" in read_object(run_dir / STATE)["failed"]
 
 
-def test_commands_know_the_mirror(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_know_the_mirror(run_dir, tmp_path, capsys):
     url = f"file://{tmp_path}/mirror"
     config = load_config(
         [
@@ -340,9 +328,7 @@ def test_commands_know_the_mirror(
         ("x3://b", "pip install"),
     ],
 )
-def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(
-    url: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(url, reason, monkeypatch):
     monkeypatch.setitem(
         known_implementations, "x3", {"class": "nopackage.X", "err": "Install nopackage"}
     )
@@ -352,11 +338,11 @@ def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_other_machines_wait_for_what_arrives_and_no_longer(
-    arrives: bool,
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arrives,
+    run_dir,
+    monkeypatch,
+    capsys,
+):
     """Nine times as long as they would wait for nothing; the clock is made up."""
     words = ["dist_timeout_s=1000", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"

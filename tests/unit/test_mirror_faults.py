@@ -45,8 +45,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_fault_at_any_operation_loses_a_checkpoint_or_lets_a_wrong_one_be_taken(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    kind, tmp_path, caplog
+):
     caplog.set_level(logging.CRITICAL)
     (tmp_path / "quiet").mkdir()
     num_operations = mirrored(tmp_path / "quiet", 2, 4, 6).count
@@ -56,7 +56,7 @@ def test_no_fault_at_any_operation_loses_a_checkpoint_or_lets_a_wrong_one_be_tak
 
 
 @pytest.mark.parametrize("at", range(6, 7 + len(content_of(2))))
-def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at: int, run_dir: Path) -> None:
+def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
     storage = FaultyStorage(at, "cut")
     save(run_dir, 2)
     own = uploader(run_dir, storage)
@@ -78,7 +78,7 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
     return found.pop(RUN_FILES, None) is not None and found == expected_files(f"global_step_{step}")
 
 
-def test_what_another_upload_left_is_removed_before_a_new_one(run_dir: Path) -> None:
+def test_what_another_upload_left_is_removed_before_a_new_one(run_dir):
     storage = FaultyStorage(10, "killed after")
     save(run_dir, 2)
     with pytest.raises(Killed):
@@ -89,7 +89,7 @@ def test_what_another_upload_left_is_removed_before_a_new_one(run_dir: Path) -> 
     assert is_in(storage, 2)
 
 
-def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir: Path) -> None:
+def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir):
     storage = FaultyStorage()
     own, sent = uploader(run_dir, storage), []
     put = storage.put_file
@@ -103,7 +103,7 @@ def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir: Pa
     assert len(sent) == len(set(sent)) + 1 and len(set(sent)) == len(content_of(2)) + 1
 
 
-def test_a_download_that_ends_early_is_read_again(run_dir: Path, tmp_path: Path) -> None:
+def test_a_download_that_ends_early_is_read_again(run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4)
     for at in range(1, 30):
         storage.faults = {storage.count + at: "cut"}
@@ -113,9 +113,7 @@ def test_a_download_that_ends_early_is_read_again(run_dir: Path, tmp_path: Path)
             assert (taken.parent / "events.jsonl").exists()
 
 
-def test_what_a_rollback_discarded_stays_until_its_target_is_up(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_path):
     storage = mirrored(run_dir, 4, 6, 8)
     own = uploader(run_dir, storage)
     roll_back(run_dir, 4, 6, 8)
@@ -127,7 +125,7 @@ def test_what_a_rollback_discarded_stays_until_its_target_is_up(
     assert steps_in(storage) == [4]
 
 
-def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):
     for at in range(1, 12):
         run_dir = tmp_path / f"{at}" / "run"
         run_dir.mkdir(parents=True)
@@ -148,7 +146,7 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["cut", "late"])
-def test_a_pointer_that_is_not_seen_is_no_success(kind: str, run_dir: Path, tmp_path: Path) -> None:
+def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4)
     own = uploader(run_dir, storage)
     roll_back(run_dir, 2)
@@ -162,9 +160,7 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind: str, run_dir: Path, tmp_
     assert taken is not None and taken.name == "global_step_2"
 
 
-def test_a_damaged_file_lets_the_one_before_be_taken(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_lets_the_one_before_be_taken(run_dir, tmp_path, caplog):
     storage = mirrored(run_dir, 2, 4)
     storage._put(f"{URL}/global_step_4/data.pt", b"dAta 4")
     taken = restored(tmp_path / "new", storage)
@@ -177,8 +173,8 @@ def test_a_damaged_file_lets_the_one_before_be_taken(
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_again(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_dir, tmp_path, monkeypatch
+):
     storage, new, write = mirrored(run_dir, 2), tmp_path / "new", fsio.HashingFile.write
     written: list[bytes] = []
 
@@ -196,9 +192,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_aga
     assert taken is not None and is_whole(taken) and not list(new.glob(f"{layout.STAGING_PREFIX}*"))
 
 
-def test_what_a_kill_left_of_logs_goes_with_the_next_start(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_kill_left_of_logs_goes_with_the_next_start(run_dir, tmp_path, monkeypatch):
     def killed(*words: object, **settings: object) -> None:
         raise Killed
 
@@ -225,8 +219,8 @@ def put_logs(storage: FaultyStorage, *members: str, data: bytes = b"{}\n") -> No
 
 
 def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    run_dir, tmp_path, monkeypatch, caplog
+):
     def full(source: object, file: io.BufferedWriter, *words: object) -> None:
         file.write(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -240,9 +234,7 @@ def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
     assert "No space left" in caplog.text and "start over" in caplog.text
 
 
-def test_only_logs_of_a_sane_size_are_unpacked(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_logs_of_a_sane_size_are_unpacked(run_dir, tmp_path, caplog):
     storage, new = mirrored(run_dir, 2), tmp_path / "new"
     put_logs(storage, "metrics.jsonl", "proofs/x.json", ".train.lock", "../x", "global_step_9/x")
     assert restored(new, storage) is not None

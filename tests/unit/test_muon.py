@@ -23,7 +23,7 @@ def by_definition(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (24, 5), (5, 24)])
-def test_iterations_act_on_singular_values_alone(shape: tuple[int, int]) -> None:
+def test_iterations_act_on_singular_values_alone(shape):
     """float32 rounding, enlarged up to 500 times by the slope of the iterations at small
     singular values.
     """
@@ -40,7 +40,7 @@ def step(layer: nn.Module, optimizer: clip.Optimizer, seed: int) -> None:
     update(optimizer, norm, lr=LR)
 
 
-def test_three_steps_are_those_of_torch() -> None:
+def test_three_steps_are_those_of_torch():
     """torch iterates in bfloat16, whose rounding the iterations enlarge: some per cent of the
     way gone.
     """
@@ -57,7 +57,7 @@ def test_three_steps_are_those_of_torch() -> None:
         assert (layer.weight - theirs).norm() < 0.1 * (layer.weight - start).norm()
 
 
-def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw() -> None:
+def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw():
     """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
     embeddings = nn.Embedding(5, 3)
     optimizer = OPTIMIZERS["muon"](embeddings, optim_config())

@@ -134,9 +134,7 @@ PARTS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_odd_file_holds_a_command_up_or_crashes_it(
-    run_dir: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_odd_file_holds_a_command_up_or_crashes_it(run_dir, kind, name, capsys):
     (run_dir / name).unlink(missing_ok=True)
     KINDS[kind](run_dir / name)
     for command, call in COMMANDS.items():
@@ -149,7 +147,7 @@ def test_no_odd_file_holds_a_command_up_or_crashes_it(
             start(run_dir)
 
 
-def test_a_file_is_replaced_without_following_a_link_of_its_temporary_name(tmp_path: Path) -> None:
+def test_a_file_is_replaced_without_following_a_link_of_its_temporary_name(tmp_path):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "run.json.tmp").symlink_to("precious")
     (tmp_path / "run.json").symlink_to("precious")

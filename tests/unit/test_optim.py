@@ -38,7 +38,7 @@ WSD = [1.0] * 37 + [0.1 + 0.9 * share for share in (0.75, 0.5, 0.25)]
     ("kind", "after"),
     [("cosine", COSINE), ("linear", LINEAR), ("constant", [1.0] * 8), ("wsd", WSD)],
 )
-def test_values_after_a_warm_up_of_two_steps(kind: str, after: list[float]) -> None:
+def test_values_after_a_warm_up_of_two_steps(kind, after):
     """The decay reaches `min_lr_ratio` where the next step would be, so no step is wasted on a
     rate of zero.
     """
@@ -52,9 +52,7 @@ def test_values_after_a_warm_up_of_two_steps(kind: str, after: list[float]) -> N
     ("kind", "total_steps", "warmup", "min_lr"),
     list(itertools.product(KINDS, (1, 2, 50), (0.0, 0.1, 1.0), (0.0, 0.1, 1.0))),
 )
-def test_every_step_learns_and_none_exceeds_the_peak(
-    kind: str, total_steps: int, warmup: float, min_lr: float
-) -> None:
+def test_every_step_learns_and_none_exceeds_the_peak(kind, total_steps, warmup, min_lr):
     values = rates(kind, total_steps, warmup=warmup, min_lr=min_lr)
     num_warmup = int(total_steps * warmup)
     assert all(0 < value <= 1 + 1e-12 for value in values)
@@ -65,12 +63,12 @@ def test_every_step_learns_and_none_exceeds_the_peak(
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 2), (-1, 2), (0, 0), (3, 3)])
-def test_steps_of_warm_up_go_before_their_share(given: int | None, expected: int) -> None:
+def test_steps_of_warm_up_go_before_their_share(given, expected):
     config = optim_config(lr_warmup_steps_ratio=0.5, lr_warmup_steps=given)
     assert LrSchedule.from_config(config, peak_lr=1.0, total_steps=4).warmup_steps == expected
 
 
-def test_the_saved_schedule_has_every_field() -> None:
+def test_the_saved_schedule_has_every_field():
     """A resume compares what was saved: a field that is left out could change unnoticed."""
     schedule = LrSchedule.from_config(
         optim_config(lr_scheduler="wsd"), peak_lr=2e-3, total_steps=100
@@ -145,9 +143,7 @@ def plain_steps(
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("groups", [[], GROUPS], ids=["usual", "groups"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_every_parameter_has_its_own_rate_and_decay(
-    kind: str, groups: list[OptimGroup], state_dtype: str
-) -> None:
+def test_every_parameter_has_its_own_rate_and_decay(kind, groups, state_dtype):
     torch.manual_seed(0)
     model = Model()
     config = optim_config(
@@ -191,7 +187,7 @@ def test_every_parameter_has_its_own_rate_and_decay(
         assert (parameter.detach() - expected).norm() < tolerance * moved, name
 
 
-def test_a_tied_weight_is_matched_by_either_of_its_names() -> None:
+def test_a_tied_weight_is_matched_by_either_of_its_names():
     model = Model()
     model.head.weight = model.embed.weight
     optimizer = OPTIMIZERS["adamw"](model, optim_config(groups=[OptimGroup("head", lr_scale=2.0)]))
@@ -242,9 +238,7 @@ def sharded_step(
 @pytest.mark.covers("S3.8")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("max_norm", [2.0, 1e9])
-def test_norm_and_clipped_update_over_uneven_shards_are_exact(
-    world_size: int, max_norm: float
-) -> None:
+def test_norm_and_clipped_update_over_uneven_shards_are_exact(world_size, max_norm):
     """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a
     parameter.
     """
@@ -269,9 +263,7 @@ def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **h
 @pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
-def test_clipping_scales_down_only(
-    kind: str, gradient: list[float], max_norm: float, scale: float
-) -> None:
+def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
     """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
     layer, (moment, share) = nn.Linear(2, 1), MOMENTA[kind]
     optimizer = OPTIMIZERS[kind](layer, optim_config())
@@ -285,7 +277,7 @@ def test_clipping_scales_down_only(
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0], [nan, 0.0]])
-def test_a_step_left_out_changes_nothing(kind: str, gradient: list[float]) -> None:
+def test_a_step_left_out_changes_nothing(kind, gradient):
     layer = nn.Linear(2, 1)
     optimizer = OPTIMIZERS[kind](layer, optim_config())
     for _ in range(2):

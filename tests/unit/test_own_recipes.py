@@ -20,7 +20,7 @@ def write(path: str, text: str = "optim:\n  lr: 0.5\n") -> str:
     return path
 
 
-def test_a_file_stands_between_the_defaults_and_the_words() -> None:
+def test_a_file_stands_between_the_defaults_and_the_words():
     path = write(
         "some where/own recipe.yaml", "optim:\n  lr: 0.5\n  clip_grad: 2\ntrainer: {seed: 5}\n"
     )
@@ -30,7 +30,7 @@ def test_a_file_stands_between_the_defaults_and_the_words() -> None:
     assert load_config(["optim.clip_grad=3", f"experiment={path}"]) == config
 
 
-def test_conf_of_the_working_directory_goes_before_ours() -> None:
+def test_conf_of_the_working_directory_goes_before_ours():
     assert load_config(["experiment=gsm8k"]).optim.lr != 0.5
     write("conf/experiment/gsm8k.yaml")
     write("conf/experiment/mine.yaml")
@@ -47,8 +47,8 @@ def test_conf_of_the_working_directory_goes_before_ours() -> None:
 
 
 def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert with_recipe(["a=1"], {}) == ["a=1"] and capsys.readouterr().err == ""
     write("sft.local.yaml")
     words = with_recipe(["trainer.seed=4"], {})
@@ -74,13 +74,13 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
         ("optim: 3\n", "optim"),
     ],
 )
-def test_a_broken_one_is_refused_with_its_place(text: str, reason: str) -> None:
+def test_a_broken_one_is_refused_with_its_place(text, reason):
     with pytest.raises(ConfigError) as raised:
         load_config([f"experiment={write('own.yaml', text)}"])
     assert reason in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_refused() -> None:
+def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="there is no such file"):
         load_config(["experiment=gone.yaml"])
 
@@ -111,7 +111,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         "no text",
     ],
 )
-def test_one_made_to_exhaust_the_machine_is_refused_at_once(text: str, reason: str) -> None:
+def test_one_made_to_exhaust_the_machine_is_refused_at_once(text, reason):
     path, started = write("own.yaml", text), time.process_time()
     with pytest.raises(ConfigError, match=f"(?s)recipe {path}.*{reason}"):
         load_config([f"experiment={path}"])
@@ -129,8 +129,8 @@ def test_one_made_to_exhaust_the_machine_is_refused_at_once(text: str, reason: s
     "place", ["trainer: {{experiment_name: '{}'}}", "data: {{train_files: ['{}']}}"]
 )
 def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
-    value: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    value, place, monkeypatch
+):
     monkeypatch.setenv("SECRET", "hunter2")
     path = write("own.yaml", place.format(value))
     with pytest.raises(
@@ -144,6 +144,6 @@ def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
     )
 
 
-def test_other_interpolations_of_a_recipe_are_resolved() -> None:
+def test_other_interpolations_of_a_recipe_are_resolved():
     text = "trainer:\n  project_name: a:b\n  experiment_name: ${trainer.project_name}-${oc.decode:'3'}\n"
     assert load_config([f"experiment={write('own.yaml', text)}"]).trainer.experiment_name == "a:b-3"

@@ -23,7 +23,7 @@ def reduced(world: World, *sums: dict[str, Any], by_rank: tuple[Any, ...] = ()) 
 
 
 @pytest.mark.covers("S0.9", "S0.31")
-def test_every_rank_sees_the_same_sums_of_scalars_and_of_tensors() -> None:
+def test_every_rank_sees_the_same_sums_of_scalars_and_of_tensors():
     vector = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     own = [
         {"loss": torch.tensor(1.5), "vector": vector, "num_stop_requests": False},
@@ -39,7 +39,7 @@ def test_every_rank_sees_the_same_sums_of_scalars_and_of_tensors() -> None:
         assert totals.vectors["vector"].tolist() == [[2.0, 4.0], [6.0, 8.0]]
 
 
-def test_a_nan_on_one_rank_is_seen_by_all_and_named() -> None:
+def test_a_nan_on_one_rank_is_seen_by_all_and_named():
     sums = [{"loss": 1.0}, {"loss": torch.tensor(math.nan)}]
     # what is a tensor on one rank may be a number on the other
     by_rank = (
@@ -51,6 +51,6 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_named() -> None:
         assert totals.by_rank["loss"][0] == 1.0 and math.isnan(totals.by_rank["loss"][1])
 
 
-def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss() -> None:
+def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss():
     assert losses_by_source("val", [6.0, 0.0], {"a": 3, "b": 0}) == {"val/loss_by/a": 2.0}
     assert losses_by_source("val", [], {}) == {}

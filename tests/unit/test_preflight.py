@@ -105,9 +105,7 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path, repository):
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
@@ -148,8 +146,8 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(
 
 
 def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Of a run that begins; one that goes on may be complete, and then nothing is written."""
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     theirs.mkdir()
@@ -165,9 +163,7 @@ def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
     assert not mine.exists()
 
 
-def test_a_copy_that_is_not_whole_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path, monkeypatch):
     """Once, shortly: without a network the client would try for half a minute."""
     asked = []
 

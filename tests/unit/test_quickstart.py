@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer
@@ -36,7 +35,7 @@ def _rows() -> list[dict]:
     return [json.loads(line) for line in TRAIN_FILE.read_text().splitlines()]
 
 
-def test_every_answer_runs_and_passes_its_check() -> None:
+def test_every_answer_runs_and_passes_its_check():
     for row in _rows():
         answer = row["messages"][1]["content"]
         code = re.fullmatch(r"```python\n(.*)\n```", answer, re.DOTALL)
@@ -46,9 +45,7 @@ def test_every_answer_runs_and_passes_its_check() -> None:
         assert eval(row["check"], namespace) is True, row
 
 
-def test_the_files_are_what_is_made_with_another_hash_seed(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_the_files_are_what_is_made_with_another_hash_seed(repository, tmp_path):
     """The same tokens and configuration on every machine, as a resumed run needs them."""
     code = "import sys, pathlib, make_quickstart as m; m.make(pathlib.Path(sys.argv[1]))"
     shutil.copytree(
@@ -65,7 +62,7 @@ def test_the_files_are_what_is_made_with_another_hash_seed(
     )
 
 
-def test_special_tokens() -> None:
+def test_special_tokens():
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert set(tokenizer.all_special_tokens) == {"<|im_end|>", "<|endoftext|>", "<|im_start|>"}
@@ -82,7 +79,7 @@ def test_special_tokens() -> None:
         assert (MODEL_DIR / name).is_file()
 
 
-def test_chat_template_renders_roles_tools_and_calls() -> None:
+def test_chat_template_renders_roles_tools_and_calls():
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     text = tokenizer.apply_chat_template(CHAT, tools=TOOLS, tokenize=False)
     call = '<tool_call>\n{"name": "area", "arguments": {"w": 2}}\n</tool_call>'

@@ -16,12 +16,12 @@ def coder() -> Config:
     return load_config(["experiment=phase1_sft_qwen7b_coder"])
 
 
-def test_the_recipes_are_found() -> None:
+def test_the_recipes_are_found():
     assert {"full_7b", "gsm8k", "lora_qwen7b", "mixture", "continued_pretraining"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_composes_and_stands_alone(name: str) -> None:
+def test_a_recipe_composes_and_stands_alone(name):
     config, defaults = load_config([f"experiment={name}"]), load_config([])
     assert config.data.train_files != QUICKSTART
     assert config.model.partial_pretrain != QUICKSTART
@@ -29,7 +29,7 @@ def test_a_recipe_composes_and_stands_alone(name: str) -> None:
     assert config.data.val_files is not None or config.data.val_ratio > 0
 
 
-def test_the_mixture_names_its_sources() -> None:
+def test_the_mixture_names_its_sources():
     code, math = sources_of(load_config(["experiment=mixture"]).data, "train_files")
     assert (code.name, code.repeat, code.keys.prompt_key, code.keys.messages_key) == (
         "code",
@@ -46,7 +46,7 @@ def test_the_mixture_names_its_sources() -> None:
 
 
 @pytest.mark.covers("S3.12", "S3.15", "S3.24", "S3.26")
-def test_the_coder_recipe_saves_and_validates_as_required(coder: Config) -> None:
+def test_the_coder_recipe_saves_and_validates_as_required(coder):
     assert coder.trainer.project_name == "rlvr_coding_model"
     assert (
         coder.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
@@ -61,7 +61,7 @@ def test_the_coder_recipe_saves_and_validates_as_required(coder: Config) -> None
     assert coder.trainer.resume_mode == "auto"
 
 
-def test_the_coder_recipe_takes_its_data_as_required(coder: Config) -> None:
+def test_the_coder_recipe_takes_its_data_as_required(coder):
     assert coder.data.max_length == 4096
     assert coder.data.val_files is None and coder.data.val_ratio == 0.02
     assert coder.data.truncation != "left"

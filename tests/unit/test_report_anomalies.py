@@ -33,7 +33,7 @@ def finding(report: Report, rule: str) -> Finding:
 
 @pytest.mark.covers("S2.8", "S2.21", "S2.22")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_seven_intervals_are_found_and_no_eighth(seed: int) -> None:
+def test_the_seven_intervals_are_found_and_no_eighth(seed):
     anomalies = report_of(seed).anomalies
     assert len(anomalies) == 7, f"seed {seed}: {[a.steps for a in anomalies]}"
     for anomaly, (first, last), percent in zip(anomalies, BURSTS, PERCENTS, strict=True):
@@ -49,12 +49,12 @@ def test_the_seven_intervals_are_found_and_no_eighth(seed: int) -> None:
 
 @pytest.mark.covers("S2.22")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_calm_run_of_6000_steps_has_no_interval(seed: int) -> None:
+def test_a_calm_run_of_6000_steps_has_no_interval(seed):
     report = analyse(swift_run(seed, has_bursts=False))
     assert report.anomalies == (), f"seed {seed}: {[(a.steps, a.metric) for a in report.anomalies]}"
 
 
-def test_the_end_of_a_stretch_of_zero_losses_is_no_spike() -> None:
+def test_the_end_of_a_stretch_of_zero_losses_is_no_spike():
     log = sft_run(0)
     loss = log.series["train/loss"]
     values = np.where((loss.steps > 300) & (loss.steps <= 340), 0.0, loss.values)
@@ -65,7 +65,7 @@ def test_the_end_of_a_stretch_of_zero_losses_is_no_spike() -> None:
 
 @pytest.mark.covers("S2.21", "S2.23")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_format_and_reward_are_named_as_moving_in_phase(seed: int) -> None:
+def test_format_and_reward_are_named_as_moving_in_phase(seed):
     for anomaly in report_of(seed).anomalies:
         moved = {mover.metric: mover for mover in anomaly.movers}
         for key in ("rewards/Format/mean", "reward"):
@@ -80,7 +80,7 @@ def test_format_and_reward_are_named_as_moving_in_phase(seed: int) -> None:
 
 @pytest.mark.covers("S2.45")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_kl_leads_length_and_length_leads_reward_again_and_again(seed: int) -> None:
+def test_kl_leads_length_and_length_leads_reward_again_and_again(seed):
     report = report_of(seed)
     chains = [story_of(anomaly) for anomaly in report.anomalies]
     assert chains.count(STORY) >= 6, f"seed {seed}: {chains}"
@@ -89,7 +89,7 @@ def test_kl_leads_length_and_length_leads_reward_again_and_again(seed: int) -> N
 
 
 @pytest.mark.covers("S2.45")
-def test_the_order_of_a_chain_comes_from_the_log() -> None:
+def test_the_order_of_a_chain_comes_from_the_log():
     """With the rewards breaking first the chain says so: it is measured, not recited."""
     log = swift_run(0)
     series = dict(log.series)
@@ -103,7 +103,7 @@ def test_the_order_of_a_chain_comes_from_the_log() -> None:
 
 
 @pytest.mark.covers("S2.24", "S2.25", "S2.26", "S2.27", "S2.28", "S2.29")
-def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
+def test_the_four_causes_why_it_passed_and_how_common_it_is():
     report = report_of(0)
     assert "moved far from its reference" in finding(report, "kl").cause
     assert "unclipped update" in finding(report, "grad_high").cause
@@ -154,19 +154,19 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
         ),
     ],
 )
-def test_each_remedy_names_the_option_and_the_value(rule: str, words: str) -> None:
+def test_each_remedy_names_the_option_and_the_value(rule, words):
     assert words in finding(report_of(0), rule).remedy
 
 
 @pytest.mark.covers("S2.42")
-def test_the_configuration_is_quoted_as_evidence() -> None:
+def test_the_configuration_is_quoted_as_evidence():
     assert "max_grad_norm is not set" in finding(report_of(0), "grad_unclipped").title
     clipped = replace(swift_run(0), config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
     assert not [f for f in analyse(clipped).findings if f.rule == "grad_unclipped"]
 
 
 @pytest.mark.covers("S2.10")
-def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
+def test_the_schedule_is_recognised_and_the_rate_called_too_high():
     report = report_of(0)
     rate = report.learning_rate
     assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == (
@@ -180,7 +180,7 @@ def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
 
 
 @pytest.mark.covers("S2.43")
-def test_it_closes_with_a_summary_and_next_steps() -> None:
+def test_it_closes_with_a_summary_and_next_steps():
     report = report_of(0)
     assert report.verdict == "FAIL" and len(report.top) == 3
     assert [f.rule for f in report.top] == ["kl", "clipped_ratio", "grad_unclipped"]
@@ -188,7 +188,7 @@ def test_it_closes_with_a_summary_and_next_steps() -> None:
 
 
 @pytest.mark.covers("S1.22")
-def test_single_spikes_in_a_fine_tuning_are_found_with_their_gradient() -> None:
+def test_single_spikes_in_a_fine_tuning_are_found_with_their_gradient():
     log = sft_run(4)
     steps, series = log.series["train/loss"].steps, dict(log.series)
     for key, factor in (("train/loss", 4.0), ("train/grad_norm", 40.0)):
@@ -200,7 +200,7 @@ def test_single_spikes_in_a_fine_tuning_are_found_with_their_gradient() -> None:
     assert all({m.metric for m in a.movers} == {"train/loss", "train/grad_norm"} for a in anomalies)
 
 
-def test_a_steep_start_and_a_new_level_are_no_spikes() -> None:
+def test_a_steep_start_and_a_new_level_are_no_spikes():
     rng = np.random.default_rng(5)
     steps = np.arange(1, 1001)
     start = 2 + 9 * np.exp(-steps / 12)
@@ -212,7 +212,7 @@ def test_a_steep_start_and_a_new_level_are_no_spikes() -> None:
 
 
 @pytest.mark.covers("S2.2", "S2.7", "S2.12", "S2.13", "S2.14", "S2.15", "S2.20")
-def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() -> None:
+def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows():
     metrics = {metric.key: metric for metric in report_of(0).metrics}
     assert len(metrics) == 31 and all(metric.meaning for metric in metrics.values())
     groups = {key: metric.group for key, metric in metrics.items()}
@@ -225,7 +225,7 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() ->
 
 
 @pytest.mark.parametrize(("factor", "num_found"), [(2.0, 0), (5.0, 1)])
-def test_one_hard_batch_with_a_quiet_gradient_is_no_interval(factor: float, num_found: int) -> None:
+def test_one_hard_batch_with_a_quiet_gradient_is_no_interval(factor, num_found):
     log = sft_run(4)
     loss = log.series["train/loss"]
     values = np.where(loss.steps == 1000, factor * loss.values, loss.values)

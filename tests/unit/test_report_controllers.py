@@ -48,7 +48,7 @@ def of(report: Report, identity: str) -> Finding:
 
 
 @pytest.mark.covers("S1.22", "S1.26", "S1.33", "S1.42")
-def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path: Path) -> None:
+def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path):
     told = {}
     for seed in range(NUM_SEEDS):
         train, val = controller_histories(seed)
@@ -70,7 +70,7 @@ def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "key"), [(REWARD, "val/reward_mean"), (ACCURACY, "val/accuracy_mean")]
 )
-def test_held_out_results_that_are_lost_stop_a_run(tmp_path: Path, column: int, key: str) -> None:
+def test_held_out_results_that_are_lost_stop_a_run(tmp_path, column, key):
     for seed in range(10):
         train, val = controller_histories(seed)
         half = len(val) - 12
@@ -91,9 +91,7 @@ def test_held_out_results_that_are_lost_stop_a_run(tmp_path: Path, column: int, 
 
 
 @pytest.mark.parametrize(("column", "rule"), [(REWARD, "reward_trend"), (ACCURACY, "accuracy")])
-def test_a_collapse_of_the_training_results_is_told_with_its_place(
-    tmp_path: Path, column: int, rule: str
-) -> None:
+def test_a_collapse_of_the_training_results_is_told_with_its_place(tmp_path, column, rule):
     """Epoch 500 of 1000, noise as large as half the fall."""
     rng = np.random.default_rng(3)
     train = np.repeat(controller_histories(1)[0][-1:], 1000, axis=0)
@@ -111,7 +109,7 @@ def test_a_collapse_of_the_training_results_is_told_with_its_place(
 
 
 @pytest.mark.covers("S1.12")
-def test_a_loss_that_is_always_zero_means_no_effective_groups(tmp_path: Path) -> None:
+def test_a_loss_that_is_always_zero_means_no_effective_groups(tmp_path):
     train, _ = controller_histories(0)
     train[:, LOSS] = 0.0
     report = judged(write(tmp_path, train))
@@ -124,7 +122,7 @@ def test_a_loss_that_is_always_zero_means_no_effective_groups(tmp_path: Path) ->
 
 
 @pytest.mark.covers("S1.19")
-def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path: Path) -> None:
+def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path):
     train, _ = controller_histories(0)
     run_dir = write(tmp_path / "run", train)
     (tmp_path / "limits").write_text("latency_budget: 250\n")
@@ -142,9 +140,7 @@ def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path: 
 
 
 @pytest.mark.covers("S1.42")
-def test_two_controllers_are_compared_by_their_results_and_not_by_their_losses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_controllers_are_compared_by_their_results_and_not_by_their_losses(tmp_path, capsys):
     runs = []
     for name, lead in (("a", 0.0), ("b", 0.25)):
         train, val = controller_histories(5)
@@ -179,7 +175,7 @@ def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
     return replace(log, series=series, num_rows=len(steps), total_steps=len(steps))
 
 
-def test_a_controller_that_logs_batches_is_judged_by_its_epochs() -> None:
+def test_a_controller_that_logs_batches_is_judged_by_its_epochs():
     log = controller_run(0)
     right = log.series["accuracy_mean"].values.copy()
     right[:3] = 0.0
@@ -192,7 +188,7 @@ def test_a_controller_that_logs_batches_is_judged_by_its_epochs() -> None:
 
 
 @pytest.mark.parametrize("value", [1000.0, -1000.0])
-def test_an_extreme_loss_of_a_short_run_is_told_with_its_epoch(value: float) -> None:
+def test_an_extreme_loss_of_a_short_run_is_told_with_its_epoch(value):
     log = controller_run(0)
     key = next(key for key in ("train/loss", "loss") if key in log.series)
     losses = log.series[key].values.copy()

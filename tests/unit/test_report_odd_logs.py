@@ -65,7 +65,7 @@ def odd_log(seed: int) -> RunLog:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seed", short_or_full(range(0, 150, 5), full=range(150)))
-def test_an_odd_log_gets_a_report_under_every_profile(seed: int) -> None:
+def test_an_odd_log_gets_a_report_under_every_profile(seed):
     log = odd_log(seed)
     for profile in ("auto", *PROFILES) if seed % 10 == 0 else ("auto",):
         report = analyse(log, profile=profile)
@@ -89,7 +89,7 @@ def check(report: Report, seed: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["mine/checkpoint-1000", "mine/global_step_20", "mine"])
-def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place: str, tmp_path: Path) -> None:
+def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place, tmp_path):
     (tmp_path / place).mkdir(parents=True)
     for path in (tmp_path / place, tmp_path / place / "trainer_state.json"):
         assert (
@@ -98,7 +98,7 @@ def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place: str, tmp_
 
 
 @pytest.mark.parametrize("seed", [0, 5, 8])
-def test_a_long_log_of_noise_alone_is_judged(seed: int) -> None:
+def test_a_long_log_of_noise_alone_is_judged(seed):
     """Its rises end before the onset that was looked for."""
     num_steps = 40_000
     losses = Series(

@@ -41,9 +41,7 @@ def of_rule(report: Report, rule: str) -> Finding:
 
 @pytest.mark.parametrize("onset", [200, 260, 300, 400])
 @pytest.mark.parametrize("slope", [0.004, 0.01])
-def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(
-    onset: int, slope: float
-) -> None:
+def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset, slope):
     for seed in range(5):
         losses = falling_loss(np.random.default_rng(seed)) + slope * (STEPS - onset).clip(0)
         report = analyse(log_of(train__loss=losses), profile="sft")
@@ -61,7 +59,7 @@ def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(
     [("throughput/train/tokens_per_s", 0.42), ("train/time(s)", 2.4)],
     ids=["tokens", "time"],
 )
-def test_a_throughput_that_is_halved_is_told_with_its_onset(key: str, factor: float) -> None:
+def test_a_throughput_that_is_halved_is_told_with_its_onset(key, factor):
     rng = np.random.default_rng(1)
     speed = rng.normal(1.0, 0.06, 600)
     calm = analyse(
@@ -100,13 +98,13 @@ def state(directory: Path, **facts: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["logs", "checkpoint-600"])
-def test_a_lone_trainer_state_is_a_log_and_no_damaged_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_lone_trainer_state_is_a_log_and_no_damaged_checkpoint(tmp_path, name):
     report = analyse(read_run(state(tmp_path / name)))
     assert report.verdict == "OK" and "ckpt_complete" not in str(report.findings), report.findings
     assert report.generalisation is not None and report.generalisation.recommended_path is None
 
 
-def test_checkpoints_that_a_limit_may_have_removed_are_not_missed(tmp_path: Path) -> None:
+def test_checkpoints_that_a_limit_may_have_removed_are_not_missed(tmp_path):
     run_dir = state(tmp_path / "run")
     for step in (500, 600):
         saved = state(run_dir / f"checkpoint-{step}")
@@ -120,9 +118,7 @@ def test_checkpoints_that_a_limit_may_have_removed_are_not_missed(tmp_path: Path
 
 @pytest.mark.parametrize(("onset", "rate"), [(9, 3e-3), (25, 1e-3), (60, 1e-3)])
 @pytest.mark.parametrize("end", [5.9, 6.6])
-def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(
-    onset: int, rate: float, end: float
-) -> None:
+def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(onset, rate, end):
     """1.8 to 6.6 within 15 steps; then the loss stays, or falls to 5.9, which looks like
     progress.
     """
@@ -144,7 +140,7 @@ def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(
 
 
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.6])
-def test_a_leak_is_told_from_the_step_at_which_memory_begins_to_grow(share: float) -> None:
+def test_a_leak_is_told_from_the_step_at_which_memory_begins_to_grow(share):
     log = healthy("sft")
     sizes = log.series["memory/cpu/rss_gib"]
     at = int(share * len(sizes))
@@ -158,8 +154,8 @@ def test_a_leak_is_told_from_the_step_at_which_memory_begins_to_grow(share: floa
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
 def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise(
-    share: float,
-) -> None:
+    share,
+):
     log, rng = healthy("grpo"), np.random.default_rng(0)
     steps = log.series["kl"].steps
     at = int(share * len(steps))

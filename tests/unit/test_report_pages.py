@@ -99,7 +99,7 @@ def floats(tree: object) -> Iterator[float]:
         yield tree
 
 
-def test_text_page_and_json_show_the_same_numbers(run: Run) -> None:
+def test_text_page_and_json_show_the_same_numbers(run):
     words = Page(as_page([run])).words
     page = numbers_in(words.replace("(", " ").replace("×", " "))
     assert numbers_in(text_of(run)) - numbers_in(words) == set()
@@ -112,7 +112,7 @@ def test_text_page_and_json_show_the_same_numbers(run: Run) -> None:
     assert len(expected) > 50 and missing - onsets == set()
 
 
-def test_json_keeps_its_schema(run: Run) -> None:
+def test_json_keeps_its_schema(run):
     finding = replace(run[0].findings[0], value=np.float64(2.5), steps=(np.int64(1), np.int64(2)))  # type: ignore[arg-type]
     for report in (run[0], bare(run)[0], replace(run[0], findings=(finding,))):
         tree = json.loads(json.dumps(as_json(report), allow_nan=False))
@@ -120,7 +120,7 @@ def test_json_keeps_its_schema(run: Run) -> None:
     assert tree["findings"][0]["steps"] == [1, 2]
 
 
-def test_numbers_that_are_not_finite_become_null_and_a_dash(run: Run) -> None:
+def test_numbers_that_are_not_finite_become_null_and_a_dash(run):
     report, log = run
     finding = replace(report.findings[0], value=math.nan, threshold=math.inf)
     anomaly = replace(report.anomalies[0], ratio=math.nan, z=math.inf)
@@ -132,7 +132,7 @@ def test_numbers_that_are_not_finite_become_null_and_a_dash(run: Run) -> None:
     assert "nan" not in text_of((hurt, log)).lower()
 
 
-def test_pages_need_nothing_from_outside() -> None:
+def test_pages_need_nothing_from_outside():
     html = as_page([overfitting_run(), policy_run()])
     tags = Page(html).tags
     names = {tag for tag, _ in tags}
@@ -150,7 +150,7 @@ def test_pages_need_nothing_from_outside() -> None:
     assert len(set(anchors)) == len(anchors) > 10
 
 
-def test_names_from_the_log_cannot_become_markup(run: Run) -> None:
+def test_names_from_the_log_cannot_become_markup(run):
     report, log = run
     odd = Series(np.arange(1, 50), np.linspace(1, 2, 49))
     hostile = metric(report, HOSTILE, meaning=HOSTILE)
@@ -179,14 +179,14 @@ MILLION = np.random.default_rng(1).normal(1, 0.1, 1_000_000)
     ids=lambda values: f"{len(values)} from {values[0]:.1f}",
 )
 @pytest.mark.filterwarnings("error")
-def test_any_series_can_be_drawn_on_a_small_page(run: Run, values: list[float]) -> None:
+def test_any_series_can_be_drawn_on_a_small_page(run, values):
     report, log = run
     odd = Series(np.arange(1, len(values) + 1), np.array(values, np.float64))
     broken = replace(log, series=dict.fromkeys(log.series, odd))
     assert len(as_page([(report, broken)]).encode()) < MAX_PAGE_BYTES
 
 
-def test_a_run_without_anything_still_has_a_page(run: Run) -> None:
+def test_a_run_without_anything_still_has_a_page(run):
     report, log = bare(run)
     assert "<section" not in as_page([(report, log)]) and report.verdict in text_of((report, log))
     (compared,) = side_by_side([(report, log)] * 2)
@@ -194,14 +194,14 @@ def test_a_run_without_anything_still_has_a_page(run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 800, 801, 12_345])
-def test_thinned_curves_keep_every_spike(size: int) -> None:
+def test_thinned_curves_keep_every_spike(size):
     values = np.random.default_rng(size).normal(size=size)
     kept = thinned(Series(np.arange(size), values))
     assert len(kept) <= 800 and bool((np.diff(kept.steps) > 0).all())
     assert {values.min(), values.max()} <= set(kept.values.tolist())
 
 
-def test_smoothing_is_the_corrected_exponential_mean() -> None:
+def test_smoothing_is_the_corrected_exponential_mean():
     values, mean, expected = np.random.default_rng(3).normal(size=500), 0.0, []
     for count, value in enumerate(values, 1):
         mean = 0.9 * mean + 0.1 * value
@@ -211,7 +211,7 @@ def test_smoothing_is_the_corrected_exponential_mean() -> None:
 
 
 @pytest.mark.covers("S1.27", "S1.25")
-def test_plots_are_of_what_matters_and_not_of_constants() -> None:
+def test_plots_are_of_what_matters_and_not_of_constants():
     report, log = overfitting_run()
     flat = metric(report, "train/entropy", minimum=1.0, maximum=1.0)
     odd = metric(report, "my/metric")
@@ -225,7 +225,7 @@ def test_plots_are_of_what_matters_and_not_of_constants() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_says_verdict_then_what_to_do_within_its_width(width: int) -> None:
+def test_the_terminal_says_verdict_then_what_to_do_within_its_width(width):
     report, log = overfitting_run()
     many = tuple(metric(report, f"guard/{n}") for n in range(100))
     words = "words " * 20
@@ -253,7 +253,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("lacks", ["", *UNKNOWN])
-def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
+def test_what_is_not_known_is_left_out_of_every_sentence(lacks):
     report, log = overfitting_run()
     assert report.learning_rate is not None and report.generalisation is not None
     gap = number(report.generalisation.gap)
@@ -279,7 +279,7 @@ def test_what_is_not_known_is_left_out_of_every_sentence(lacks: str) -> None:
 
 
 @pytest.mark.covers("S0.28")
-def test_runs_side_by_side_differ_in_speed_loss_and_configuration() -> None:
+def test_runs_side_by_side_differ_in_speed_loss_and_configuration():
     report, log = overfitting_run()
     assert report.throughput is not None
     speed = replace(report.throughput, tokens_per_s=77_080.0)

@@ -25,7 +25,7 @@ def told(report: Report) -> dict[str, Finding]:
 
 
 @pytest.mark.covers("S2.16", "S2.17")
-def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told() -> None:
+def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told():
     run = told(analyse(swift_run(2)))
     hits = run["clipped_ratio:cap"]
     assert (
@@ -39,7 +39,7 @@ def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told() ->
     )
 
 
-def test_a_limit_that_nobody_told_is_the_length_met_again_and_again() -> None:
+def test_a_limit_that_nobody_told_is_the_length_met_again_and_again():
     log = grpo_run(0)
     lengths = log.series["completions/max_length"].values.copy()
     lengths[600::2] = 500.0
@@ -47,12 +47,12 @@ def test_a_limit_that_nobody_told_is_the_length_met_again_and_again() -> None:
     assert told(analyse(log))["clipped_ratio:cap"].level == "warn"
 
 
-def test_samples_at_the_length_limit_are_no_answers_that_do_not_stop() -> None:
+def test_samples_at_the_length_limit_are_no_answers_that_do_not_stop():
     log = changed(sft_run(0), **{"train/seq_completion_len_max": np.minimum(np.arange(2000), 1024)})
     assert analyse(log).verdict == "OK"
 
 
-def test_rewards_in_phase_need_not_stand_out_by_themselves() -> None:
+def test_rewards_in_phase_need_not_stand_out_by_themselves():
     """A burst of KL with a reward 5 spreads below its level: too little for an anomaly of its
     own.
     """
@@ -64,7 +64,7 @@ def test_rewards_in_phase_need_not_stand_out_by_themselves() -> None:
     assert {"kl", "reward"} <= {mover.metric for mover in anomaly.movers}
 
 
-def test_a_constant_rate_alone_asks_for_no_attention() -> None:
+def test_a_constant_rate_alone_asks_for_no_attention():
     log = sft_run(0)
     rates = 1e-5 * np.minimum(np.arange(1, 2001) / 200, 1)
     report = analyse(changed(log, **{"train/lr": rates}))
@@ -89,7 +89,7 @@ def roll(directory: Path, **columns: Any) -> Report:
 
 
 @pytest.mark.covers("S4.26", "S4.35")
-def test_rolls_phases_and_memory_are_judged(tmp_path: Path) -> None:
+def test_rolls_phases_and_memory_are_judged(tmp_path):
     calm = roll(tmp_path)
     assert calm.verdict == "OK" and calm.throughput is not None, calm.findings
     assert max(calm.throughput.shares, key=lambda phase: calm.throughput.shares[phase]) == "rollout"

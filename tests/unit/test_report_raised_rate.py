@@ -15,7 +15,7 @@ SEED = 5
 STEPS = np.arange(1, 401)
 
 
-def test_a_rate_that_jumps_without_harm_is_still_told() -> None:
+def test_a_rate_that_jumps_without_harm_is_still_told():
     rate = sft_run(0).series["train/lr"].values.copy()
     rate[999:1009] *= 10
     report = analyse(changed(sft_run(0), **{"train/lr": rate}))
@@ -28,7 +28,7 @@ def test_a_rate_that_jumps_without_harm_is_still_told() -> None:
     ]
 
 
-def test_a_loss_that_jumps_and_stays_up_is_an_interval_that_did_not_recover() -> None:
+def test_a_loss_that_jumps_and_stays_up_is_an_interval_that_did_not_recover():
     rng = np.random.default_rng(SEED)
     loss = 2 * np.exp(0.05 * rng.normal(size=400)) * np.where(STEPS > 250, 1.8, 1.0)
     log = RunLog(Path("run"), "csv", {"train/loss": Series(STEPS, loss)}, 400)
@@ -36,14 +36,14 @@ def test_a_loss_that_jumps_and_stays_up_is_an_interval_that_did_not_recover() ->
     assert anomaly.steps[0] == 251 and not anomaly.has_recovered, f"seed {SEED}: {anomaly}"
 
 
-def test_every_tenth_batch_of_another_kind_is_no_interval() -> None:
+def test_every_tenth_batch_of_another_kind_is_no_interval():
     rng = np.random.default_rng(SEED)
     loss = 2 * np.exp(0.05 * rng.normal(size=400)) * np.where(rng.random(400) < 0.1, 1.8, 1.0)
     log = RunLog(Path("run"), "csv", {"train/loss": Series(STEPS, loss)}, 400)
     assert analyse(log).anomalies == (), f"seed {SEED}"
 
 
-def test_memory_of_the_first_steps_is_no_leak() -> None:
+def test_memory_of_the_first_steps_is_no_leak():
     series = {
         "train/loss": Series(STEPS, 2 - STEPS / 400),
         "train/time(s)": Series(STEPS, np.ones(400)),
@@ -56,9 +56,7 @@ def test_memory_of_the_first_steps_is_no_leak() -> None:
 @pytest.mark.parametrize(
     ("model", "levels"), [("quickstart", []), ("/models/pretrained", ["warn"])]
 )
-def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(
-    model: str, levels: list[str]
-) -> None:
+def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(model, levels):
     series = {"train/loss": Series(STEPS, np.linspace(8, 1, 400))}
     log = RunLog(Path("run"), "fsdp-sft", series, 400, config={"model.partial_pretrain": model})
     assert [f.level for f in analyse(log).findings if f.rule == "loss_start_high"] == levels

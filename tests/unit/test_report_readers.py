@@ -34,7 +34,7 @@ def values(log: RunLog) -> dict[str, dict[int, float]]:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_same_curves_read_alike_in_every_format(tmp_path: Path, name: str) -> None:
+def test_the_same_curves_read_alike_in_every_format(tmp_path, name):
     curves = make_curves()
     curves["train/loss"].values[[3, 7, 9]] = np.nan, np.inf, -np.inf
     target = WRITERS[name](tmp_path, curves)
@@ -50,7 +50,7 @@ def test_the_same_curves_read_alike_in_every_format(tmp_path: Path, name: str) -
 
 
 @pytest.mark.covers("S2.1", "S2.3", "S2.4", "S2.5", "S2.6", "S2.20")
-def test_swift_grpo_metrics_keep_their_names(tmp_path: Path) -> None:
+def test_swift_grpo_metrics_keep_their_names(tmp_path):
     steps = np.arange(5, 6001, 5, dtype=np.int64)
     keys = (
         "train/loss", "train/lr", "train/grad_norm", "kl", "clip_ratio/low_mean", "reward", "reward_std",
@@ -68,14 +68,14 @@ def test_swift_grpo_metrics_keep_their_names(tmp_path: Path) -> None:
     assert set(log.series["train/time(s)"].values) == {3.0}
 
 
-def test_a_swift_output_directory_gives_its_newest_version(tmp_path: Path) -> None:
+def test_a_swift_output_directory_gives_its_newest_version(tmp_path):
     for version, steps in (("v9-20260101-000000", 60), ("v10-20260102-000000", 80)):
         (tmp_path / version).mkdir()
         write_swift(tmp_path / version, make_curves(num_steps=steps))
     assert read_run(tmp_path).total_steps == 80
 
 
-def test_a_restart_without_marker_takes_back_later_steps(tmp_path: Path) -> None:
+def test_a_restart_without_marker_takes_back_later_steps(tmp_path):
     times = [(1, "10s"), (2, "20s"), (3, "30s"), (2, "9s"), (3, "19s"), (4, "29s")]
     rows = [
         {"iteration": f"{s}/4", "loss": float(n), "elapsed_time": t}
@@ -88,7 +88,7 @@ def test_a_restart_without_marker_takes_back_later_steps(tmp_path: Path) -> None
     assert log.series["train/time(s)"].values.tolist() == [10, 10]
 
 
-def test_a_row_out_of_order_is_no_restart(tmp_path: Path) -> None:
+def test_a_row_out_of_order_is_no_restart(tmp_path):
     rows = [{"step": s, "loss": float(n)} for n, s in enumerate([1, 2, 4, 3, 5, 5, 6])]
     rows += [{"step": 2, "eval_loss": 9.0}]
     log = read_run(write_lines(tmp_path / "log.jsonl", rows))
@@ -97,7 +97,7 @@ def test_a_row_out_of_order_is_no_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1.4", "S1.7")
-def test_histories_of_epochs_and_their_tags_read_alike(tmp_path: Path) -> None:
+def test_histories_of_epochs_and_their_tags_read_alike(tmp_path):
     columns = "loss,reward_mean,reward_std,accuracy_mean,latency_mean,budget_violation_rate"
     text = f"epoch,{columns}\n1,0.5,-0.1,0.2,0.1,90,0.4\n2,0.25,0.1,0.2,0.2,80,0.3\n"
     (tmp_path / "training_history.csv").write_text(text)
@@ -114,7 +114,7 @@ def test_histories_of_epochs_and_their_tags_read_alike(tmp_path: Path) -> None:
     assert values(read_run(tmp_path / "renamed.csv"))["reward_mean"] == {1: -0.1, 2: 0.1}
 
 
-def test_our_histories_have_the_steps_of_their_epochs(tmp_path: Path) -> None:
+def test_our_histories_have_the_steps_of_their_epochs(tmp_path):
     (tmp_path / "training_history.csv").write_text(
         "epoch,loss,steps,last_step\n1,0.5,8,8\n2,0.25,8,16\n"
     )
@@ -124,7 +124,7 @@ def test_our_histories_have_the_steps_of_their_epochs(tmp_path: Path) -> None:
     assert values(log)["progress/epoch"] == {8: 1, 16: 2} and log.notes == ()
 
 
-def test_of_a_panel_with_several_runs_one_is_read(tmp_path: Path) -> None:
+def test_of_a_panel_with_several_runs_one_is_read(tmp_path):
     text = "Step,a - train/loss,a - train/loss__MAX,b - train/loss\n1,0.5,9,0.7\n2,0.25,9,\n"
     (tmp_path / "export.csv").write_text(text)
     log = read_run(tmp_path)
@@ -152,11 +152,11 @@ def test_of_a_panel_with_several_runs_one_is_read(tmp_path: Path) -> None:
         ("my own metric", "my own metric", 1.0),
     ],
 )
-def test_names_of_other_trainers(name: str, key: str, factor: float) -> None:
+def test_names_of_other_trainers(name, key, factor):
     assert canonical(name) == (key, factor)
 
 
-def test_an_exact_name_wins_over_its_mirror_unless_it_holds_no_number(tmp_path: Path) -> None:
+def test_an_exact_name_wins_over_its_mirror_unless_it_holds_no_number(tmp_path):
     for ours, expected in ((2e-3, 2e-3), ("warm", 1e-3)):
         rows = [{"step": s, "data": {"train/lr(1e-3)": 1.0, "train/lr": ours}} for s in (1, 2)]
         log = read_run(write_lines(tmp_path / "verl.jsonl", rows))
@@ -164,8 +164,8 @@ def test_an_exact_name_wins_over_its_mirror_unless_it_holds_no_number(tmp_path: 
 
 
 def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_goes_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for step in (9, 10):
         path = tmp_path / f"checkpoint-{step}"
         path.mkdir()
@@ -182,8 +182,8 @@ def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_goes_
 
 
 def test_numbers_in_strings_and_nested_objects_count_and_other_values_do_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     texts = {"0.5": 0.5, " -1e-3 ": -1e-3, "46.67%": 46.67, "2800/6000": 2800, "1h 2m 3s": 3723}
     texts |= {"3s": 3, "1d 0h 0m 1s": 86401}
     none = ("", "now", "1/2/3", "5 apples", True, None, [1])
@@ -203,9 +203,7 @@ def logged(run_dir: Path, *, steps: range, exit_code: int = 0) -> None:
     tracking.finish(exit_code)
 
 
-def test_our_event_files_read_like_metrics_jsonl_over_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     logged(tmp_path, steps=range(1, 7), exit_code=1)
     logged(tmp_path, steps=range(5, 9))
@@ -219,7 +217,7 @@ def test_our_event_files_read_like_metrics_jsonl_over_a_restart(
         read_run(tmp_path / "tensorboard")
 
 
-def test_of_event_files_all_points_of_scalars_count_but_purged_ones(tmp_path: Path) -> None:
+def test_of_event_files_all_points_of_scalars_count_but_purged_ones(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     for purge_step, steps in ((None, range(12_000)), (7, range(7, 9))):
         suffix = f".{purge_step}"
@@ -239,7 +237,7 @@ def test_of_event_files_all_points_of_scalars_count_but_purged_ones(tmp_path: Pa
     assert (log.num_lost_steps, log.num_attempts, log.num_unparsed) == (11_999 - 6, 2, 0)
 
 
-def test_of_several_directories_of_event_files_the_newest_is_read(tmp_path: Path) -> None:
+def test_of_several_directories_of_event_files_the_newest_is_read(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     for name, second in (("Jan01", 1_700_000_000), ("Jan02", 1_700_000_001)):
         with tensorboard.SummaryWriter(str(tmp_path / "runs" / name)) as writer:
@@ -250,7 +248,7 @@ def test_of_several_directories_of_event_files_the_newest_is_read(tmp_path: Path
     assert log.path.name == "Jan02" and "1 other directories" in log.notes[-1]
 
 
-def test_our_own_log_is_preferred_to_copies_in_the_same_directory(tmp_path: Path) -> None:
+def test_our_own_log_is_preferred_to_copies_in_the_same_directory(tmp_path):
     write_jsonl(tmp_path, make_curves(num_steps=50))
     write_own(tmp_path, make_curves(num_steps=60))
     assert read_run(tmp_path).source == "fsdp-sft"
@@ -267,9 +265,7 @@ def test_our_own_log_is_preferred_to_copies_in_the_same_directory(tmp_path: Path
         ("", None, "it is empty"),
     ],
 )
-def test_what_is_no_log_is_refused_with_cause_place_and_fix(
-    tmp_path: Path, name: str, content: str | None, cause: str
-) -> None:
+def test_what_is_no_log_is_refused_with_cause_place_and_fix(tmp_path, name, content, cause):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UnreadableLogError) as caught:

@@ -41,9 +41,7 @@ def read_or_refuse(path: Path, damage: str = "") -> RunLog | None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(tmp_path, name):
     target, file = written(tmp_path, name)
     content, generator = file.read_bytes(), np.random.default_rng(SEED)
     sizes = generator.integers(0, len(content), NUM_DAMAGES).tolist()
@@ -53,7 +51,7 @@ def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_flipped_bytes_never_crash_a_reader(tmp_path: Path, name: str) -> None:
+def test_flipped_bytes_never_crash_a_reader(tmp_path, name):
     target, file = written(tmp_path, name)
     content, generator = file.read_bytes(), np.random.default_rng(SEED)
     for attempt in range(NUM_DAMAGES):
@@ -65,7 +63,7 @@ def test_flipped_bytes_never_crash_a_reader(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINE_FORMATS)
-def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path: Path, name: str) -> None:
+def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path, name):
     target, file = written(tmp_path, name)
     whole = read_run(target)
     lines = file.read_bytes().rstrip(b"\n").splitlines(keepends=True)
@@ -79,7 +77,7 @@ def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", LINE_FORMATS)
-def test_rubbish_between_the_rows_costs_no_row(tmp_path: Path, name: str) -> None:
+def test_rubbish_between_the_rows_costs_no_row(tmp_path, name):
     target, file = written(tmp_path, name)
     whole = read_run(target)
     lines = file.read_bytes().splitlines(keepends=True)
@@ -92,7 +90,7 @@ def test_rubbish_between_the_rows_costs_no_row(tmp_path: Path, name: str) -> Non
     }
 
 
-def test_a_state_cut_in_its_history_gives_the_rows_before_the_cut(tmp_path: Path) -> None:
+def test_a_state_cut_in_its_history_gives_the_rows_before_the_cut(tmp_path):
     target = WRITERS["transformers"](tmp_path, make_curves(num_steps=60))
     content = target.read_text()
     target.write_text(content[: content.index('"step": 40')])
@@ -100,7 +98,7 @@ def test_a_state_cut_in_its_history_gives_the_rows_before_the_cut(tmp_path: Path
     assert (log.num_rows, log.num_unparsed) == (39, 1)
 
 
-def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path) -> None:
+def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path):
     rows = [
         b'{"step": 1, "loss": 0.5}',
         b'{"step": ' * 100_000,
@@ -118,8 +116,8 @@ def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path
 
 
 def test_new_keys_in_every_row_do_not_fill_the_memory_and_cost_no_known_key_a_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(store, "MAX_KEYS", 8)
     rows = [{"step": step, "loss": step / 8, f"key{step}": 1.0} for step in range(1, 41)]
     log = read_run(write_lines(tmp_path / "log.jsonl", rows))
@@ -127,9 +125,7 @@ def test_new_keys_in_every_row_do_not_fill_the_memory_and_cost_no_known_key_a_po
     assert len(log.series) == 8 and log.num_rows == 40
 
 
-def test_a_line_without_end_does_not_fill_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 100)
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "x": "y" * 1000}, {"step": 3, "loss": 0.25}]
     log = read_run(write_lines(tmp_path / "log.jsonl", rows))
@@ -145,15 +141,13 @@ def test_a_line_without_end_does_not_fill_the_memory(
         ('{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 3, "loss": 2}\n[1]\n{"st', [1, 3], 3),
     ],
 )
-def test_torn_lines_cost_only_themselves(
-    tmp_path: Path, text: str, steps: list[int], num_unparsed: int
-) -> None:
+def test_torn_lines_cost_only_themselves(tmp_path, text, steps, num_unparsed):
     (tmp_path / "log.jsonl").write_text(text)
     log = read_run(tmp_path / "log.jsonl")
     assert (log.series["train/loss"].steps.tolist(), log.num_unparsed) == (steps, num_unparsed)
 
 
-def test_damage_beside_the_log_does_not_hide_it(tmp_path: Path) -> None:
+def test_damage_beside_the_log_does_not_hide_it(tmp_path):
     row = {"step": 1, "attempt": 1, "kind": "train", "nonfinite": 3, "train/loss": 0.5}
     write_lines(tmp_path / "metrics.jsonl", [row])
     for name in ("run.json", "events.jsonl", "latest_checkpointed_iteration.txt"):

@@ -1,7 +1,6 @@
 """Our own run directory as the report reads it: restarts, rollbacks, events, checkpoints."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def train_rows(steps: range, attempt: int, value: float) -> list[dict[str, Any]]
 
 
 @pytest.mark.covers("S3.29")
-def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
+def test_what_tracking_writes_reads_back_over_a_restart(tmp_path):
     for attempt, steps in ((1, range(1, 7)), (2, range(5, 9))):
         tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
         for step in steps:
@@ -79,12 +78,12 @@ def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
     ],
 )
 def test_a_marker_takes_back_later_rows(
-    tmp_path: Path,
-    rows: list[dict[str, Any]],
-    losses: list[float],
-    num_attempts: int,
-    num_lost_steps: int,
-) -> None:
+    tmp_path,
+    rows,
+    losses,
+    num_attempts,
+    num_lost_steps,
+):
     log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
     series = log.series["train/loss"]
     assert series.steps.tolist() == list(range(1, len(losses) + 1))
@@ -93,7 +92,7 @@ def test_a_marker_takes_back_later_rows(
     assert log.num_rows == sum(one["kind"] in ("train", "val") for one in rows)
 
 
-def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
+def test_events_and_the_exit_code_of_the_last_attempt(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     end = {"step": 3, "kind": "end", "level": "error", "message": "crashed", "exit_code": 1}
     start = {"attempt": 1, "step": 0, "kind": "start", "message": "begins"}
@@ -109,7 +108,7 @@ def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
     assert read_run(tmp_path).exit_code is None, "it runs again"
 
 
-def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
+def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     save(tmp_path, 10, 20, 30, 40)
     (tmp_path / "global_step_20" / "huggingface" / "config.json").unlink()
@@ -125,7 +124,7 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
         assert len(state.faults) == 1 and cause in state.faults[0]
 
 
-def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
+def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path):
     """Not even which of several names of a metric counts."""
     columns = ["step", "attempt", "kind", "ts"]
     found = []
@@ -145,8 +144,8 @@ def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     proof = {"step": 50, "engine": "vllm 1", "val_loss": 1.5, "served_loss": 1.5001}
     equal = proof | {"tolerance": 0.001, "is_equal": True, "causes": []}
     refused = equal | {
@@ -172,7 +171,7 @@ def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_caus
     assert section.table.rows[1][2:4] == ("no", "rope_theta")
 
 
-def test_machine_versions_and_a_sample_are_on_the_page(tmp_path: Path) -> None:
+def test_machine_versions_and_a_sample_are_on_the_page(tmp_path):
     tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
     sample = "<|im_start|>user\n<b>hi</b>\n[[  hello]]"
     tracking.describe({"environment": {"ranks": "8 on H100", "torch": "2.13.0"}, "sample": sample})

@@ -33,7 +33,7 @@ def finding(report: Report, name: str) -> Finding:
 
 @pytest.mark.covers("S2.10:R", "S2.39", "S3.33")
 @pytest.mark.parametrize("name", RAISED)
-def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name: str) -> None:
+def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name):
     report = report_of(name)
     found = finding(report, "lr_schedule:raised")
     assert report.verdict in ("ATTENTION", "FAIL") and report.top[0] == found
@@ -47,7 +47,7 @@ def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name: 
 
 @pytest.mark.covers("S2.21", "S2.22", "S2.23")
 @pytest.mark.parametrize("name", RAISED)
-def test_the_one_interval_is_that_of_the_fault_and_the_rate_leads_its_chain(name: str) -> None:
+def test_the_one_interval_is_that_of_the_fault_and_the_rate_leads_its_chain(name):
     report = report_of(name)
     (anomaly,) = report.anomalies
     assert anomaly.steps[0] == FAULT_STEPS[0] and abs(anomaly.steps[1] - FAULT_STEPS[1]) < 5
@@ -60,7 +60,7 @@ def test_the_one_interval_is_that_of_the_fault_and_the_rate_leads_its_chain(name
 
 
 @pytest.mark.covers("S2.25:R")
-def test_the_burst_of_the_gradient_is_one_of_the_followers() -> None:
+def test_the_burst_of_the_gradient_is_one_of_the_followers():
     (anomaly,) = report_of("transformers_raised").anomalies
     assert chain_of(anomaly) == ("learning rate", "gradient", "loss")
     burst = next(mover for mover in anomaly.movers if mover.metric == "train/grad_norm")
@@ -71,7 +71,7 @@ def test_the_burst_of_the_gradient_is_one_of_the_followers() -> None:
 
 @pytest.mark.covers("S2.10:R")
 @pytest.mark.parametrize("name", [*RAISED, *HEALTHY])
-def test_the_schedule_is_told_without_the_fault(name: str) -> None:
+def test_the_schedule_is_told_without_the_fault(name):
     report = report_of(name)
     rate = report.learning_rate
     assert rate is not None and (rate.schedule, rate.warmup_steps) == ("cosine", 30)
@@ -80,14 +80,14 @@ def test_the_schedule_is_told_without_the_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_a_raised_rate_is_neither_overfitting_nor_a_loss_that_is_stuck(name: str) -> None:
+def test_a_raised_rate_is_neither_overfitting_nor_a_loss_that_is_stuck(name):
     report = report_of(name)
     assert report.generalisation is not None and report.generalisation.best_step == 350
     assert not {"overfit", "loss_not_falling"} & {found.rule for found in report.findings}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> None:
+def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name):
     report = report_of(name)
     assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {
         "loss_start_high"
@@ -96,13 +96,13 @@ def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [*RAISED, *HEALTHY])
-def test_what_trainer_state_does_not_hold_is_not_said_to_be_unset(name: str) -> None:
+def test_what_trainer_state_does_not_hold_is_not_said_to_be_unset(name):
     text = StringIO()
     print_report(Console(width=120, file=text), report_of(name), read_run(LOGS / name))
     assert name in text.getvalue() and "is not set" not in text.getvalue()
 
 
-def test_a_peak_far_too_high_is_answered_with_a_lower_learning_rate() -> None:
+def test_a_peak_far_too_high_is_answered_with_a_lower_learning_rate():
     report = report_of("transformers_peak")
     assert report.verdict == "ATTENTION" and report.learning_rate is not None
     assert report.learning_rate.peak == pytest.approx(0.15) and not report.learning_rate.raised

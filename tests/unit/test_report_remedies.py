@@ -33,7 +33,7 @@ def remedies() -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
-def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
+def test_every_key_and_value_advised_is_one_of_the_trainer():
     assert len(remedies()) > 40
     unknown = {key for text in remedies() for key in KEY.findall(text)} - set(known_keys())
     assert unknown == set()
@@ -41,12 +41,12 @@ def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
         load_config([f"{key}={value}"])
 
 
-def test_no_option_of_another_framework_is_advised() -> None:
+def test_no_option_of_another_framework_is_advised():
     assert [text for text in remedies() if BARE.search(text)] == []
 
 
 @pytest.mark.covers("S2.41")
-def test_advice_names_the_options_of_the_framework_with_the_present_and_the_new_value() -> None:
+def test_advice_names_the_options_of_the_framework_with_the_present_and_the_new_value():
     run = AnalysedRun(healthy("grpo"), "grpo", {})
     assert advise(run, "stronger_kl")[0].startswith("Raise beta from 0.04 to 0.1")
     assert "max_completion_length from 512 to 256" in advise(run, "shorter_completions")[0]

@@ -1,6 +1,5 @@
 """Each check fires on a log made for it and stays silent on a healthy one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +14,6 @@ from trainer.tools.report.analyse import analyse
 from trainer.tools.report.analysed_run import recognise_profile
 from trainer.tools.report.judge import CHECKS
 from trainer.tools.report.result import LEVELS, Finding, Report
-from trainer.tools.report.run_log import RunLog
 
 FAILS = ("loss_nonfinite", "loss_zero", "loss_diverging", "oom_nccl", "ckpt_complete", "overfit")
 FAILS += ("adv_shape", "kl", "clipped_ratio", "not_learning", "serving")
@@ -34,7 +32,7 @@ def of_rule(report: Report, rule: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.rule == rule]
 
 
-def test_there_is_a_fault_for_every_check() -> None:
+def test_there_is_a_fault_for_every_check():
     checks = {check.name.partition(":")[0] for check in CHECKS} - {"val_final"}
     assert checks == {rule for rule, _, _ in FAULTS}
 
@@ -68,8 +66,8 @@ def test_there_is_a_fault_for_every_check() -> None:
 @pytest.mark.covers("S3.35", "S3.36", "S3.39", "S3.40", "S3.41", "S3.42", "S4.19")
 @pytest.mark.parametrize(("rule", "kind", "build"), FAULTS, ids=[rule for rule, _, _ in FAULTS])
 def test_a_rule_fires_on_its_fault_with_cause_and_remedy_and_not_on_a_healthy_run(
-    rule: str, kind: str, build: Callable[[], RunLog]
-) -> None:
+    rule, kind, build
+):
     report = analyse(build())
     findings = of_rule(report, rule)
     assert findings, f"{rule} is silent on its fault (seed {SEED})"
@@ -91,7 +89,7 @@ def test_a_rule_fires_on_its_fault_with_cause_and_remedy_and_not_on_a_healthy_ru
 
 
 @pytest.mark.parametrize("seed", some(range(200), 5))
-def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
+def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed):
     report = analyse(sft_run(seed))
     assert (report.profile, report.verdict) == ("sft", "OK"), report.findings
     assert not [f for f in report.findings if f.level in ("warn", "fail")], f"seed {seed}"
@@ -99,7 +97,7 @@ def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
     assert report.headline.startswith("Normal")
 
 
-def test_the_profile_is_recognised_by_what_is_logged() -> None:
+def test_the_profile_is_recognised_by_what_is_logged():
     kinds = {"sft": sft_run(0), "grpo": swift_run(0), "controller": controller_run(0)}
     assert {kind: recognise_profile(log) for kind, log in kinds.items()} == {
         kind: kind for kind in kinds
@@ -111,7 +109,7 @@ def test_the_profile_is_recognised_by_what_is_logged() -> None:
 
 
 @pytest.mark.covers("S2.44", "S1.15")
-def test_a_policy_loss_near_zero_or_negative_is_no_fault() -> None:
+def test_a_policy_loss_near_zero_or_negative_is_no_fault():
     log = swift_run(0, has_bursts=False)
     log = changed(log, **{"train/loss": log.series["train/loss"].values - 2e-3})
     rules = {finding.rule for finding in analyse(log).findings}
@@ -126,14 +124,14 @@ def test_a_policy_loss_near_zero_or_negative_is_no_fault() -> None:
 
 
 @pytest.mark.covers("S1.12")
-def test_losses_of_exactly_zero_are_a_fault_in_fine_tuning_only() -> None:
+def test_losses_of_exactly_zero_are_a_fault_in_fine_tuning_only():
     log = put("train/loss", slice(0, 40), 0.0)()
     assert of_rule(analyse(log), "loss_zero")
     assert not of_rule(analyse(log, profile="grpo"), "loss_zero")
 
 
 @pytest.mark.covers("S2.9")
-def test_gradient_norms_are_judged_against_the_runs_own_level() -> None:
+def test_gradient_norms_are_judged_against_the_runs_own_level():
     """Norms of 30 000 all along are usual for that run; a thousand times its own level is not."""
     calm, wild = analyse(swift_run(1, has_bursts=False)), analyse(swift_run(1))
     assert not of_rule(calm, "grad_high") and not of_rule(calm, "grad_range")
@@ -141,25 +139,25 @@ def test_gradient_norms_are_judged_against_the_runs_own_level() -> None:
     assert "up to 5.5e7 at step 5145" in explosion.title
 
 
-def test_violent_noise_without_a_trend_is_not_called_divergence() -> None:
+def test_violent_noise_without_a_trend_is_not_called_divergence():
     build = next(build for rule, _, build in FAULTS if rule == "loss_oscillating")
     assert not of_rule(analyse(build()), "loss_diverging"), f"seed {SEED}"
 
 
 @pytest.mark.covers("S1.43")
-def test_nothing_is_called_healthy_before_enough_was_seen() -> None:
+def test_nothing_is_called_healthy_before_enough_was_seen():
     report = analyse(controller_run(3, num_epochs=12))
     assert report.verdict == "INSUFFICIENT" and "12 epochs" in report.headline
     assert of_rule(report, "insufficient")
 
 
-def test_a_rule_that_lacks_its_metric_says_so() -> None:
+def test_a_rule_that_lacks_its_metric_says_so():
     reasons = dict(analyse(sft_run(0)).insufficient)
     assert reasons["kl"] == "the log has no kl"
     assert reasons["reward_trend"] == "applies to grpo and controller runs"
 
 
-def test_an_empty_log_is_insufficient_and_no_crash() -> None:
+def test_an_empty_log_is_insufficient_and_no_crash():
     log = sft_run(0)
     report = analyse(
         replace(log, series={}, num_rows=0, total_steps=None, checkpoints=(), tracker_step=None)
@@ -168,12 +166,12 @@ def test_an_empty_log_is_insufficient_and_no_crash() -> None:
     assert report.metrics == report.anomalies == ()
 
 
-def test_an_unknown_limit_is_named() -> None:
+def test_an_unknown_limit_is_named():
     with pytest.raises(ValueError, match="did you mean 'kl_high'"):
         analyse(sft_run(0), thresholds={"kl_hihg": 2.0})
 
 
-def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
+def test_a_limit_that_is_overridden_counts_and_is_named():
     report = analyse(sft_run(0), thresholds={"warm_gpu_util_warn_low": 99.0})
     assert (
         of_rule(report, "gpu_util")
@@ -182,7 +180,7 @@ def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
     )
 
 
-def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:
+def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall():
     for kind in ("grpo", "controller"):
         log = healthy(kind)
         rising = changed(log, **{"train/loss": np.linspace(0, 0.1, len(log.series["train/loss"]))})
@@ -205,9 +203,7 @@ def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:
     ],
 )
 @pytest.mark.parametrize("begins", [0.6, 0.85])
-def test_what_begins_late_is_found_with_the_step_at_which_it_begins(
-    kind: str, key: str, value: float, id_: str, begins: float
-) -> None:
+def test_what_begins_late_is_found_with_the_step_at_which_it_begins(kind, key, value, id_, begins):
     log = healthy(kind)
     steps = log.series["train/loss"].steps
     values = log.series[key].values.copy() if key in log.series else np.full(len(steps), 0.01)
@@ -220,7 +216,7 @@ def test_what_begins_late_is_found_with_the_step_at_which_it_begins(
 
 
 @pytest.mark.covers("S4.14")
-def test_the_distance_to_the_reference_is_not_taken_from_that_to_the_last_policy() -> None:
+def test_the_distance_to_the_reference_is_not_taken_from_that_to_the_last_policy():
     log = healthy("grpo")
     kl = log.series["kl"].values
     others = {key: series for key, series in log.series.items() if key != "kl"}
@@ -231,7 +227,7 @@ def test_the_distance_to_the_reference_is_not_taken_from_that_to_the_last_policy
     assert of_rule(analyse(changed(log, **near)), "kl")[0].metric == "actor/kl_loss"
 
 
-def test_the_steps_before_an_explosion_are_not_called_vanishing() -> None:
+def test_the_steps_before_an_explosion_are_not_called_vanishing():
     log = healthy("sft")
     norms = log.series["train/grad_norm"].values.copy()
     norms[1300:] *= 1000

@@ -2,8 +2,6 @@
 advice.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from log_formats import WRITERS
@@ -65,7 +63,7 @@ def told(report: Report) -> dict[str, object]:
 
 
 @pytest.mark.covers("S3.43", "S2.21")
-def test_twelve_formats_give_identical_findings(tmp_path: Path) -> None:
+def test_twelve_formats_give_identical_findings(tmp_path):
     curves, found = overfitting_run_with_a_burst(), {}
     for name, write in WRITERS.items():
         if name not in EPOCHS_ONLY:

@@ -1,7 +1,5 @@
 """The statistics and shapes below the checks, the schedules, and the file of limits."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,20 +15,20 @@ def series(values: np.ndarray) -> Series:
     return Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=np.float64))
 
 
-def test_mann_kendall_agrees_with_the_textbook() -> None:
+def test_mann_kendall_agrees_with_the_textbook():
     """Ten rising points: S = 45, variance 125, z = 44 / sqrt(125)."""
     assert slope(series(np.arange(10.0))).p_value == pytest.approx(8.3e-5, rel=0.01)
     assert slope(series(np.full(10, 3.0))).p_value == 1
     assert slope(series(np.arange(3.0))).p_value == 1, "three points prove nothing"
 
 
-def test_false_trends_are_as_rare_as_their_level_says() -> None:
+def test_false_trends_are_as_rare_as_their_level_says():
     rng = np.random.default_rng(1)
     found = sum(slope(series(rng.normal(1, 0.1, 500))).p_value < 0.05 for _ in range(200))
     assert found <= 20, "5 % of 200, seed 1"
 
 
-def test_bursts_do_not_hide_behind_each_other_and_batches_of_two_kinds_are_usual() -> None:
+def test_bursts_do_not_hide_behind_each_other_and_batches_of_two_kinds_are_usual():
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, 2000)
     for first in (600, 640, 680, 720):
@@ -43,9 +41,7 @@ def test_bursts_do_not_hide_behind_each_other_and_batches_of_two_kinds_are_usual
 
 @pytest.mark.parametrize("num_points", [60, 2000, 1_000_000])
 @pytest.mark.parametrize("begins", [0.3, 0.9])
-def test_a_level_that_shifts_and_a_band_that_is_left_have_their_onset(
-    num_points: int, begins: float
-) -> None:
+def test_a_level_that_shifts_and_a_band_that_is_left_have_their_onset(num_points, begins):
     """In a million points without a window for each."""
     values = np.random.default_rng(4).normal(1.0, 0.05, num_points)
     at = int(begins * num_points)
@@ -73,7 +69,7 @@ SCHEDULES = {
 
 @pytest.mark.covers("S2.10", "S3.33")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_are_recognised(name: str) -> None:
+def test_schedules_are_recognised(name):
     told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), total_steps=2000)
     assert told.schedule == name.split()[0] and told.peak == pytest.approx(3e-5, rel=0.01)
 
@@ -81,9 +77,7 @@ def test_schedules_are_recognised(name: str) -> None:
 @pytest.mark.covers("S3.33")
 @pytest.mark.parametrize("total_steps", [60, 233, 1000])
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
-def test_the_schedules_of_this_trainer_are_recognised_however_short(
-    kind: str, total_steps: int
-) -> None:
+def test_the_schedules_of_this_trainer_are_recognised_however_short(kind, total_steps):
     own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])
@@ -104,7 +98,7 @@ COSINE = SCHEDULES["linear"]
     ],
     ids=["a stretch", "to the end", "in the warm-up", "none"],
 )
-def test_a_raised_rate_is_found_to_the_point(where: slice, expected: list[object]) -> None:
+def test_a_raised_rate_is_found_to_the_point(where, expected):
     values = COSINE.copy()
     values[where] *= 20
     assert [(found.steps, found.is_over) for found in raised_rates(Series(T, values))] == expected
@@ -121,11 +115,11 @@ def test_a_raised_rate_is_found_to_the_point(where: slice, expected: list[object
     ],
     ids=["cosines that restart", "a dip", "warm-up from 0", "a first step of almost 0", "noise"],
 )
-def test_what_a_schedule_does_by_itself_is_no_jump(rate: np.ndarray) -> None:
+def test_what_a_schedule_does_by_itself_is_no_jump(rate):
     assert raised_rates(series(rate)) == ()
 
 
-def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path: Path) -> None:
+def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path):
     path = tmp_path / "limits.yaml"
     path.write_text("# mine\nleak: 3\n\nkl_high: 8  # nat\n")
     assert read_thresholds(path) == {"leak": 3.0, "kl_high": 8.0}

@@ -20,7 +20,7 @@ def sample() -> list[Outcome]:
     return [trial(family, fault, SEED) for family, fault in pairs[::EVERY]]
 
 
-def test_faults_of_many_trainers_are_found_and_placed() -> None:
+def test_faults_of_many_trainers_are_found_and_placed():
     outcomes = sample()
     assert len(outcomes) > 40 and len({outcome.fault for outcome in outcomes}) >= 20
     missed = [
@@ -34,6 +34,6 @@ def test_faults_of_many_trainers_are_found_and_placed() -> None:
     assert len(missed) + len(displaced) <= KNOWN_MISSES, (missed, displaced)
 
 
-def test_healthy_logs_of_many_trainers_are_left_alone() -> None:
+def test_healthy_logs_of_many_trainers_are_left_alone():
     healthy = [trial(family, None, SEED) for family in FAMILIES if family.name not in SLOW_TO_WRITE]
     assert {one.family: one.told for one in healthy if one.verdict != "OK"} == {}

@@ -51,9 +51,7 @@ def status(report: Report, line: str) -> str:
 
 
 @pytest.mark.covers("S3.55")
-def test_a_run_killed_at_120_of_186_steps_is_not_ok(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path, capsys):
     train(tmp_path, range(1, 121))
     report = judged(tmp_path)
     assert (
@@ -70,21 +68,21 @@ def test_a_run_killed_at_120_of_186_steps_is_not_ok(
     )
 
 
-def test_the_same_run_at_its_end_is_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_run_at_its_end_is_ok(tmp_path, capsys):
     train(tmp_path, range(1, 121))
     train(tmp_path, range(101, NUM_STEPS + 1)).finish(0)
     assert (judged(tmp_path).verdict, titles(judged(tmp_path))) == ("OK", [])
     assert command.main(["--check", str(tmp_path)]) == 0
 
 
-def test_a_resume_that_is_to_train_longer_counts(tmp_path: Path) -> None:
+def test_a_resume_that_is_to_train_longer_counts(tmp_path):
     train(tmp_path, range(1, 101), total_steps=100).finish(0)
     assert judged(tmp_path).verdict == "OK"
     train(tmp_path, range(101, 121), total_steps=NUM_STEPS).finish(75)
     assert "The run has 120 of 186 steps (64.5 %)." in titles(judged(tmp_path))
 
 
-def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path: Path) -> None:
+def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
     tracking = train(tmp_path, range(1, 121))
     holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
     (tmp_path / ".train.lock").write_text(json.dumps(holder))
@@ -99,7 +97,7 @@ def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path: Path)
     tracking.finish(0)
 
 
-def test_a_run_that_was_to_stop_early_is_complete(tmp_path: Path) -> None:
+def test_a_run_that_was_to_stop_early_is_complete(tmp_path):
     tracking = train(tmp_path, range(1, 121))
     tracking.event("early_stop", 120, "val/loss has not improved in 3 validations; best at step 90")
     tracking.finish(0)

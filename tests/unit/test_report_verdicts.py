@@ -27,7 +27,7 @@ def of(report: Report, identity: str) -> Finding:
 
 @pytest.mark.covers("S1.29", "S1.36", "S1.37", "S1.17", "S1.18", "S1.19", "S1.41")
 @pytest.mark.parametrize("seed", some(range(60), 6))
-def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
+def test_a_controller_that_learns_nothing_is_bad(seed):
     report = analyse(controller_run(seed, is_good=False))
     assert report.verdict == "FAIL" and report.headline.startswith("Bad run"), seed
     expected = {
@@ -42,7 +42,7 @@ def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
 
 
 @pytest.mark.covers("S1.17", "S1.40", "S1.44")
-def test_a_negative_reward_that_rises_is_fine() -> None:
+def test_a_negative_reward_that_rises_is_fine():
     log = controller_run(0)
     rewards = Series(np.arange(1, 31), np.linspace(-1.0, -0.05, 30))
     report = analyse(replace(log, series={**log.series, "reward_mean": rewards}))
@@ -50,7 +50,7 @@ def test_a_negative_reward_that_rises_is_fine() -> None:
 
 
 @pytest.mark.covers("S1.14", "S1.34", "S1.24")
-def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run() -> None:
+def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run():
     log = controller_run(0)
     losses = np.concatenate([np.full(18, 0.1), 0.1 + 0.08 * np.arange(12)]) + 0.01 * np.sin(
         np.arange(30)
@@ -65,7 +65,7 @@ def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run() -> None:
 
 
 @pytest.mark.covers("S1.35")
-def test_a_reward_falling_for_more_than_ten_epochs_is_told() -> None:
+def test_a_reward_falling_for_more_than_ten_epochs_is_told():
     log = controller_run(0)
     rewards = np.concatenate([np.linspace(-0.6, 0.4, 18), np.linspace(0.4, -0.3, 12)])
     report = analyse(changed(log, reward_mean=rewards))
@@ -74,7 +74,7 @@ def test_a_reward_falling_for_more_than_ten_epochs_is_told() -> None:
 
 
 @pytest.mark.covers("S1.21", "S1.22", "S1.38", "S1.39")
-def test_normal_jitter_is_explained_and_not_warned_about() -> None:
+def test_normal_jitter_is_explained_and_not_warned_about():
     finding = of(analyse(controller_run(0)), "jitter_normal")
     assert finding.level == "info" and "normal" in finding.title
     assert all(
@@ -85,7 +85,7 @@ def test_normal_jitter_is_explained_and_not_warned_about() -> None:
 
 
 @pytest.mark.covers("S3.43", "S3.32", "S1.31")
-def test_the_example_of_overfitting_recommends_checkpoint_1000() -> None:
+def test_the_example_of_overfitting_recommends_checkpoint_1000():
     report = analyse(overfitting_example())
     result = report.generalisation
     assert result is not None and dict(result.verdicts) == {
@@ -103,7 +103,7 @@ def test_the_example_of_overfitting_recommends_checkpoint_1000() -> None:
 
 
 @pytest.mark.covers("S3.43")
-def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken() -> None:
+def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken():
     report = analyse(overfitting_example(kept=(1500, 2000)))
     assert report.generalisation is not None and report.generalisation.recommended_step == 1500
     assert (
@@ -111,7 +111,7 @@ def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken() ->
     )
 
 
-def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
+def test_checkpoints_that_were_never_validated_are_not_recommended():
     result = analyse(overfitting_example(kept=(700, 1500))).generalisation
     assert result is not None and result.recommended_step == 1500
     none = analyse(overfitting_example(kept=(700,))).generalisation
@@ -120,7 +120,7 @@ def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
 
 
 @pytest.mark.covers("S3.44")
-def test_an_external_result_outranks_the_validation_loss() -> None:
+def test_an_external_result_outranks_the_validation_loss():
     means = {500: 0.31, 1500: 0.44, 1700: 0.9}
     evaluations = {"eval/mine": {step: {"mean": mean} for step, mean in means.items()}}
     result = analyse(replace(overfitting_example(), evaluations=evaluations)).generalisation
@@ -129,7 +129,7 @@ def test_an_external_result_outranks_the_validation_loss() -> None:
 
 
 @pytest.mark.covers("S3.41", "S3.51")
-def test_a_validation_loss_that_keeps_rising_to_the_end_fails() -> None:
+def test_a_validation_loss_that_keeps_rising_to_the_end_fails():
     log = healthy("sft")
     values = np.concatenate([np.linspace(1.6, 1.0, 14), np.linspace(1.02, 1.3, 6)])
     report = analyse(
@@ -156,7 +156,7 @@ def with_events(log: RunLog, *messages: str) -> RunLog:
 
 
 @pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.51", "S3.55", "S3.56", "S3.57")
-def test_a_healthy_run_passes_all_lines_of_the_checklists() -> None:
+def test_a_healthy_run_passes_all_lines_of_the_checklists():
     report = analyse(with_events(sft_run(2)))
     assert len({item.id for item in report.checklist}) == 14
     assert {item.status for item in report.checklist} == {"pass"}, report.checklist
@@ -199,7 +199,7 @@ def _with_small_checkpoint() -> RunLog:
 @pytest.mark.parametrize(
     ("line", "build"), CHECKLIST_FAULTS, ids=[line for line, _ in CHECKLIST_FAULTS]
 )
-def test_each_line_of_the_checklists_can_fail(line: str, build: Callable[[], RunLog]) -> None:
+def test_each_line_of_the_checklists_can_fail(line, build):
     report = analyse(build())
     found = item(report, line)
     # at the start alone: no rule warns of it
@@ -208,7 +208,7 @@ def test_each_line_of_the_checklists_can_fail(line: str, build: Callable[[], Run
     assert (report.verdict == "OK") == (line in unusual)
 
 
-def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed() -> None:
+def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
     """Nor are those that a run had before it went on from its mirror on another machine."""
     log = replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))
     assert item(analyse(log), "all_checkpoints").status == "fail"
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed() -> None:
 
 
 @pytest.mark.covers("S3.40", "S3.41", "S3.56")
-def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range() -> None:
+def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range():
     """As the quickstart's end: training 0.14, validation 0.09, where 0.5 to 1.5 is usual for a
     pretrained model.
     """
@@ -247,7 +247,7 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
         )
 
 
-def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:
+def test_what_a_log_does_not_tell_is_unknown_and_not_passed():
     report = analyse(overfitting_example())
     unknown = {item.id for item in report.checklist if item.status == "unknown"}
     assert {
@@ -263,7 +263,7 @@ def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:
 
 
 @pytest.mark.covers("S3.33", "S3.46")
-def test_warmup_peak_and_decay_are_confirmed() -> None:
+def test_warmup_peak_and_decay_are_confirmed():
     rate = analyse(sft_run(0)).learning_rate
     assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == (
         "cosine",
@@ -277,7 +277,7 @@ def test_warmup_peak_and_decay_are_confirmed() -> None:
     assert "lr_schedule:warmup" not in ids(analyse(replace(sft_run(0), config=steps)))
 
 
-def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not() -> None:
+def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not():
     back = analyse(put("train/lr", slice(900, 1000), 1e-5)())
     assert "jumps at step 901" in of(back, "lr_schedule:jumps").title
     steps = np.arange(1, 2001)
@@ -288,7 +288,7 @@ def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not() -> None:
 
 
 @pytest.mark.covers("S3.38")
-def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not() -> None:
+def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not():
     at_saves = analyse(put("train/time(s)", slice(99, None, 100), 40.0)())
     assert of(at_saves, "time_periodic").level == "info" and at_saves.verdict == "OK"
     elsewhere = analyse(put("train/time(s)", [333, 777, 1460], 40.0)())
@@ -296,7 +296,7 @@ def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not() -> No
 
 
 @pytest.mark.covers("S0.26")
-def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
+def test_the_bottleneck_is_named_and_compilation_left_out():
     log = put("train/time(s)", slice(0, 2), 90.0)()
     report = analyse(log)
     assert report.throughput is not None and report.throughput.step_s == pytest.approx(
@@ -312,7 +312,7 @@ def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
     assert of(waiting, "data_bound").level == "fail"
 
 
-def test_of_faults_that_set_in_together_the_loss_comes_before_the_gradient() -> None:
+def test_of_faults_that_set_in_together_the_loss_comes_before_the_gradient():
     log = sft_run(2)
     losses, norms = (log.series[key].values.copy() for key in ("train/loss", "train/grad_norm"))
     losses[1200:] += 2
@@ -322,7 +322,7 @@ def test_of_faults_that_set_in_together_the_loss_comes_before_the_gradient() -> 
     assert "grad_high:explosion" in ids(report)
 
 
-def test_what_sets_in_first_is_the_cause_and_as_bad_as_its_effect() -> None:
+def test_what_sets_in_first_is_the_cause_and_as_bad_as_its_effect():
     log = sft_run(2)
     losses, rates = (log.series[key].values.copy() for key in ("train/loss", "train/lr"))
     rates[1000:] *= 8
@@ -334,8 +334,8 @@ def test_what_sets_in_first_is_the_cause_and_as_bad_as_its_effect() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"model.partial_pretrain": "quickstart"}])
 def test_a_validation_loss_below_the_training_loss_is_a_leak_of_pretrained_models(
-    config: dict[str, str],
-) -> None:
+    config,
+):
     log = sft_run(2)
     losses = log.series["val/loss"]
     low = Series(losses.steps, 0.7 * losses.values)
@@ -346,7 +346,7 @@ def test_a_validation_loss_below_the_training_loss_is_a_leak_of_pretrained_model
 
 
 @pytest.mark.covers("S1.24", "S1.44")
-def test_epoch_means_decide_and_not_batches() -> None:
+def test_epoch_means_decide_and_not_batches():
     """Batches that swing eight times as far as the reward rises in 40 epochs of 50 points."""
     rng = np.random.default_rng(8)
     steps = np.arange(1, 2001)
@@ -362,7 +362,7 @@ def test_epoch_means_decide_and_not_batches() -> None:
 
 
 @pytest.mark.covers("S1.11", "S1.28", "S1.32")
-def test_a_controller_that_stays_flat_is_told_what_to_change() -> None:
+def test_a_controller_that_stays_flat_is_told_what_to_change():
     low = 0.05 + 0.01 * np.sin(np.arange(30))
     report = analyse(changed(controller_run(0), accuracy_mean=low, reward_mean=low))
     assert "accuracy_mean 0.0" in of(report, "accuracy:bands").title
@@ -371,7 +371,7 @@ def test_a_controller_that_stays_flat_is_told_what_to_change() -> None:
 
 
 @pytest.mark.covers("S3.25", "S3.37")
-def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told() -> None:
+def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told():
     slow = analyse(times("train/time(s)", 20.0)())
     assert "2 to 5 s is usual for 7B on 8 A100" in of(slow, "time_high").cause
     assert slow.facts["checkpoints"] == "5, 210 GiB in all"

@@ -28,9 +28,7 @@ KINDS = {
 
 @pytest.mark.parametrize("share", [0.0, 1 / 64, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_rounding_is_right_on_average_over_keys_and_over_elements(
-    share: float, sign: float
-) -> None:
+def test_rounding_is_right_on_average_over_keys_and_over_elements(share, sign):
     """Rounded up `share` of the time: within five standard deviations of the mean of so many
     draws.
     """
@@ -50,7 +48,7 @@ def test_rounding_is_right_on_average_over_keys_and_over_elements(
         assert float(errors.abs().max()) <= 5 * deviation / num_draws**0.5 + 1e-12
 
 
-def test_draws_do_not_hang_together() -> None:
+def test_draws_do_not_hang_together():
     """Between neighbours, between steps, between far elements: no correlation beyond that of
     chance.
     """
@@ -73,14 +71,14 @@ def test_draws_do_not_hang_together() -> None:
 @pytest.mark.parametrize(
     "value", [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.0, -0.375]
 )
-def test_what_bfloat16_holds_stays_as_it_is(value: float) -> None:
+def test_what_bfloat16_holds_stays_as_it_is(value):
     kept = torch.full((64,), value).bfloat16().float()
     assert torch.equal(
         rounding.rounded(kept, 5, 0).view(torch.int16), kept.bfloat16().view(torch.int16)
     )
 
 
-def test_no_bits_of_a_nan_become_a_number() -> None:
+def test_no_bits_of_a_nan_become_a_number():
     values = torch.from_numpy(
         np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32)
     )
@@ -88,7 +86,7 @@ def test_no_bits_of_a_nan_become_a_number() -> None:
         assert rounding.rounded(values, key, 0).isnan().all()
 
 
-def test_a_part_is_rounded_as_within_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_rounded_as_within_the_whole(monkeypatch):
     whole = torch.randn(5000)
     expected = rounding.rounded(whole, 9, first=2**32 - 100)
     for begin, end in ((0, 1), (17, 90), (90, 5000)):
@@ -135,9 +133,7 @@ def states(model: nn.Module, optimizer: clip.Optimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_is_bit_equal_on_any_number_of_ranks(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_is_bit_equal_on_any_number_of_ranks(kind, monkeypatch):
     """Rows that do not divide, ranks that hold nothing, HSDP; a step left out (the third)
     changes no bit.
     """
@@ -152,7 +148,7 @@ def test_an_update_is_bit_equal_on_any_number_of_ranks(
             assert differing(found, expected) == []
 
 
-def test_float32_updates_are_those_of_torch() -> None:
+def test_float32_updates_are_those_of_torch():
     """The update in parts against torch's fused kernel, before anything is rounded."""
     torch.manual_seed(0)
     layers = [nn.Linear(300, 20, bias=False) for _ in range(2)]
@@ -191,8 +187,8 @@ def moved(rounded: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def test_small_changes_add_up_where_rounding_to_nearest_loses_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A weight at a rate of 1e-5, and a second moment with beta2 = 0.999, whose exact values
     are known.
     """

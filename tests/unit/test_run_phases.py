@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +57,7 @@ def rank_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]],
     return start
 
 
-def test_a_rank_is_watched_while_it_imports_torch(status: Status, rank_runs: Any) -> None:
+def test_a_rank_is_watched_while_it_imports_torch(status, rank_runs):
     def phase_of_the_first_rank(*args: Any) -> int:
         beat = status.beats()[0]
         assert (beat.phase, beat.limit_s) == ("start", 900)
@@ -69,12 +68,12 @@ def test_a_rank_is_watched_while_it_imports_torch(status: Status, rank_runs: Any
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_rank_that_lost_another_says_so_first(
-    is_signalled: bool,
-    status: Status,
-    rank_runs: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    is_signalled,
+    status,
+    rank_runs,
+    monkeypatch,
+    caplog,
+):
     """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what
     went wrong.
     """
@@ -110,8 +109,8 @@ def test_a_rank_that_lost_another_says_so_first(
     ],
 )
 def test_who_lost_another_machine_can_continue_with_the_same_command(
-    reason: str, num_ranks: int, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    reason, num_ranks, code, monkeypatch
+):
     """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the
     program is wrong.
     """
@@ -125,7 +124,7 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
     )
 
 
-def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_meeting_and_loading_have_limits(monkeypatch):
     phases: list[tuple[str, float]] = []
     heartbeat = SimpleNamespace(
         enter=lambda phase, *, limit_s: phases.append((phase, limit_s)),
@@ -158,8 +157,8 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
 
 
 def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(run, "prepare_inputs", lambda *_, **__: pytest.fail("prepared"))
     words = [
@@ -171,7 +170,7 @@ def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(
         run.run(load_config(words), StopRequest(), Heartbeat())
 
 
-def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_beats_as_bytes_arrive(tmp_path, monkeypatch):
     beats: list[int] = []
 
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')

@@ -5,8 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from trainer.launch import requirements
 
 ROOT = Path(requirements.__file__).parents[2]
@@ -82,7 +80,7 @@ def installed(calls: list[str]) -> list[str]:
     return [call.split("constraints.txt ")[1] for call in calls if "-m pip install" in call]
 
 
-def test_the_active_environment_is_used_as_it_is(tmp_path: Path) -> None:
+def test_the_active_environment_is_used_as_it_is(tmp_path):
     checkout = Checkout(tmp_path, lacks_requirements=False)
     result, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
     assert calls == ["system -m trainer.launch 2 optim.lr=1"]
@@ -90,7 +88,7 @@ def test_the_active_environment_is_used_as_it_is(tmp_path: Path) -> None:
     assert not (checkout.root / ".venv").exists()
 
 
-def test_the_second_call_installs_nothing(tmp_path: Path) -> None:
+def test_the_second_call_installs_nothing(tmp_path):
     checkout = Checkout(tmp_path)
     first, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
     assert first.returncode == 0, first.stderr
@@ -102,7 +100,7 @@ def test_the_second_call_installs_nothing(tmp_path: Path) -> None:
     assert second.stdout == ""
 
 
-def test_an_interrupted_installation_starts_over(tmp_path: Path) -> None:
+def test_an_interrupted_installation_starts_over(tmp_path):
     checkout = Checkout(tmp_path)
     checkout.broken_network.touch()
     result, calls = checkout.run("run_sft.sh", "2")
@@ -118,7 +116,7 @@ def test_an_interrupted_installation_starts_over(tmp_path: Path) -> None:
     assert checkout.run("run_sft.sh", "2", "optim.lr=1")[1] == [LAUNCH]
 
 
-def test_an_environment_of_someone_else_is_never_changed(tmp_path: Path) -> None:
+def test_an_environment_of_someone_else_is_never_changed(tmp_path):
     checkout = Checkout(tmp_path)
     mine = checkout.root / ".venv" / "mine"
     mine.parent.mkdir()
@@ -129,7 +127,7 @@ def test_an_environment_of_someone_else_is_never_changed(tmp_path: Path) -> None
     assert calls == [] and list(mine.parent.iterdir()) == [mine]
 
 
-def test_an_environment_of_someone_else_is_used_when_it_is_complete(tmp_path: Path) -> None:
+def test_an_environment_of_someone_else_is_used_when_it_is_complete(tmp_path):
     checkout = Checkout(tmp_path)
     python = checkout.root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -139,7 +137,7 @@ def test_an_environment_of_someone_else_is_used_when_it_is_complete(tmp_path: Pa
     assert list((checkout.root / ".venv").rglob("*")) == [python.parent, python]
 
 
-def test_an_old_python_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_an_old_python_is_refused_with_a_way_out(tmp_path):
     checkout = Checkout(tmp_path, is_old=True)
     result, _ = checkout.run("run_sft.sh", PYTHON="python3")
     assert result.returncode == 2
@@ -147,7 +145,7 @@ def test_an_old_python_is_refused_with_a_way_out(tmp_path: Path) -> None:
     assert "PYTHON" in result.stderr
 
 
-def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path: Path) -> None:
+def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     """Neither where the command is called nor in front in PYTHONPATH."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
@@ -163,9 +161,7 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path: Path) -> N
     assert "did you mean 'data.train_batch_size'?" in result.stderr
 
 
-def test_absent_and_other_versions_are_unmet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_and_other_versions_are_unmet(tmp_path, monkeypatch):
     project = '[project]\ndependencies = ["rich>=13", "rich<2", "no-such-thing"]\n'
     (tmp_path / "pyproject.toml").write_text(
         project + '[project.optional-dependencies]\nx = ["nope>=1"]\n'

@@ -38,7 +38,7 @@ def write(directory: Path, *parts: dict[str, torch.Tensor]) -> Path:
     return directory
 
 
-def test_equal_copies_have_one_digest_whatever_their_times(tmp_path: Path) -> None:
+def test_equal_copies_have_one_digest_whatever_their_times(tmp_path):
     copies = [write(tmp_path / name, tensors()) for name in ("a", "b")]
     os.utime(copies[1] / "model.safetensors", (1, 1))
     assert len({digest_of(copy) for copy in copies}) == 1
@@ -59,16 +59,12 @@ def changed(name: str, change: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("change", ["shape", "dtype", "name", "first", "last"])
-def test_every_tensor_counts_with_its_name_form_and_both_ends(
-    tmp_path: Path, name: str, change: str
-) -> None:
+def test_every_tensor_counts_with_its_name_form_and_both_ends(tmp_path, name, change):
     copies = [write(tmp_path / "a", tensors()), write(tmp_path / "b", changed(name, change))]
     assert len({digest_of(copy) for copy in copies}) == 2
 
 
-def test_a_large_tensor_is_sampled_at_equal_distances(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tensor_is_sampled_at_equal_distances(tmp_path, monkeypatch):
     num_bytes = []
     read = os.pread
 
@@ -85,7 +81,7 @@ def test_a_large_tensor_is_sampled_at_equal_distances(
     assert digest_of(write(tmp_path / "b", {"large": large})) != before
 
 
-def test_a_header_that_is_none_is_left_to_the_loader(tmp_path: Path) -> None:
+def test_a_header_that_is_none_is_left_to_the_loader(tmp_path):
     for content in (
         b"",
         b"short",

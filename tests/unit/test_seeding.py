@@ -10,8 +10,8 @@ from trainer.runtime import seeding
 
 
 def test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: pytest.fail("asked a card"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: pytest.fail("changed a card"))
@@ -21,7 +21,7 @@ def test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone(
     generators.load_state_dict({**state, "cuda": torch.zeros(8, dtype=torch.uint8)})
 
 
-def test_a_cuda_run_keeps_the_state_of_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_run_keeps_the_state_of_its_own_card(monkeypatch):
     device, calls = torch.device("cuda", 3), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: ("state of", device))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: calls.append(args))
@@ -34,7 +34,7 @@ def drawn() -> list[float]:
     return [torch.rand(()).item(), float(np.random.rand()), random.random()]
 
 
-def test_a_loaded_state_draws_what_came_after_it_was_saved() -> None:
+def test_a_loaded_state_draws_what_came_after_it_was_saved():
     generators = seeding.GeneratorState(torch.device("cpu"))
     seeding.seed_step(1, step=1, rank=0)
     state = generators.state_dict()
@@ -44,7 +44,7 @@ def test_a_loaded_state_draws_what_came_after_it_was_saved() -> None:
     assert drawn() == expected
 
 
-def test_each_step_and_rank_has_a_stream_of_its_own_that_no_version_changes() -> None:
+def test_each_step_and_rank_has_a_stream_of_its_own_that_no_version_changes():
     """Runs that were begun by an earlier version draw on where they were."""
     seeds = {}
     for step, rank in ((1, 0), (2, 0), (1, 1)):

@@ -55,7 +55,7 @@ def run(program: str, *, status: Status | None = None) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, status: Status) -> None:
+def test_outside_of_the_loop_a_signal_leaves_at_once(name, status):
     done = run(f"send('{name}'); print('still here')", status=status)
     assert done.returncode == EXIT_RESUMABLE
     assert done.stdout == ""
@@ -65,14 +65,14 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, status: Status) 
     assert status.exit_code() == EXIT_RESUMABLE
 
 
-def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(status: Status) -> None:
+def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(status):
     """Beside an error of the user's data "stopped by SIGTERM" would look like the cause."""
     status.report(65)
     done = run("send('SIGTERM')", status=status)
     assert (done.returncode, done.stderr, status.exit_code()) == (EXIT_RESUMABLE, "", 65)
 
 
-def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(status: Status) -> None:
+def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(status):
     """As it does for ranks that have not come yet: Python runs no handler there."""
     program = """
 import ctypes, threading
@@ -88,7 +88,7 @@ libc.pthread_mutex_lock(mutex)
     )
 
 
-def test_another_signal_with_a_handler_asks_for_nothing() -> None:
+def test_another_signal_with_a_handler_asks_for_nothing():
     """torch handles SIGCHLD, by which it hears of loader workers."""
     program = """
 signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -102,7 +102,7 @@ print("still here")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, status: Status) -> None:
+def test_inside_of_the_loop_a_signal_only_sets_the_flag(name, status):
     program = f"""
 assert not stop.is_set and stop.signal_name is None
 with stop.deferred():
@@ -114,7 +114,7 @@ with stop.deferred():
     assert status.exit_code() is None and status.beats() == {}
 
 
-def test_copies_of_a_signal_are_one_request() -> None:
+def test_copies_of_a_signal_are_one_request():
     program = """
 with stop.deferred():
     for name in ('SIGTERM', 'SIGTERM', 'SIGINT', 'SIGUSR1'):
@@ -128,7 +128,7 @@ with stop.deferred():
 
 
 @pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_later_leaves_at_once(second: str) -> None:
+def test_a_second_signal_later_leaves_at_once(second):
     program = f"""
 with stop.deferred():
     send('SIGTERM')
@@ -142,7 +142,7 @@ with stop.deferred():
     assert f"stopped by {second}" in done.stderr
 
 
-def test_the_flag_does_not_outlive_its_loop_silently() -> None:
+def test_the_flag_does_not_outlive_its_loop_silently():
     """After the loop a later signal leaves at once again."""
     program = """
 with stop.deferred():
@@ -153,13 +153,13 @@ print('still here')
     assert run(program).returncode == EXIT_RESUMABLE
 
 
-def test_the_first_reported_exit_code_stays(status: Status) -> None:
+def test_the_first_reported_exit_code_stays(status):
     done = run("report_exit_code(65); report_exit_code(1); report_exit_code(0)", status=status)
     assert done.returncode == 0, done.stderr
     assert status.exit_code() == 65
 
 
-def test_reporting_needs_no_launcher_and_survives_a_launcher_that_is_gone() -> None:
+def test_reporting_needs_no_launcher_and_survives_a_launcher_that_is_gone():
     assert run("report_exit_code(1)").returncode == 0
     assert run("report_exit_code(1)", status=Status("/proc/self/fd/999")).returncode == 0
 
@@ -167,7 +167,7 @@ def test_reporting_needs_no_launcher_and_survives_a_launcher_that_is_gone() -> N
 @pytest.mark.parametrize(
     "code", [EXIT_DONE, EXIT_CRASH, EXIT_USAGE, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED]
 )
-def test_leaving_without_a_launcher_keeps_the_code(code: int) -> None:
+def test_leaving_without_a_launcher_keeps_the_code(code):
     assert run(f"leave({code})").returncode == code
 
 
@@ -175,16 +175,14 @@ def test_leaving_without_a_launcher_keeps_the_code(code: int) -> None:
     ("code", "seen_by_torchrun"),
     [(EXIT_DONE, 0), (EXIT_RESUMABLE, 0), (EXIT_CRASH, 1), (EXIT_DIVERGED, 76)],
 )
-def test_under_the_launcher_an_orderly_end_is_no_crash(
-    code: int, seen_by_torchrun: int, status: Status
-) -> None:
+def test_under_the_launcher_an_orderly_end_is_no_crash(code, seen_by_torchrun, status):
     done = run(f"print('last words'); leave({code})", status=status)
     assert done.returncode == seen_by_torchrun
     assert done.stdout == "last words\n"
     assert status.exit_code() == code
 
 
-def test_a_rank_dies_with_its_parent(status: Status) -> None:
+def test_a_rank_dies_with_its_parent(status):
     program = """
 child = os.fork()
 if child == 0:

@@ -120,7 +120,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     )
 
 
-def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) -> None:
+def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda):
     """On device 0, where a thread begins, waiting would open a context of half a GiB for each
     of the other ranks.
     """
@@ -132,9 +132,7 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
 
 
 @pytest.mark.parametrize("device", [CPU, CARD])
-def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(
-    cuda: FakeCuda, device: torch.device
-) -> None:
+def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda, device):
     live = state()
     before = [bits(tensor) for tensor in all_tensors(live)]
     copied = HostBuffers(device).copy(live)
@@ -147,9 +145,7 @@ def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(
     assert copied.optim["param_groups"] == [{"lr": 1e-3}] and copied.extra["n"] == 3
 
 
-def test_one_block_of_the_size_of_the_state_is_page_locked_once(
-    cuda: FakeCuda, blocks: list[int]
-) -> None:
+def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda, blocks):
     buffers = HostBuffers(CARD)
     first, second = buffers.copy(state()), buffers.copy(state())
     assert [t.data_ptr() for t in all_tensors(first)] == [t.data_ptr() for t in all_tensors(second)]
@@ -165,9 +161,7 @@ def test_one_block_of_the_size_of_the_state_is_page_locked_once(
         )
 
 
-def test_other_shapes_get_another_block_and_the_first_is_released(
-    cuda: FakeCuda, blocks: list[int]
-) -> None:
+def test_other_shapes_get_another_block_and_the_first_is_released(cuda, blocks):
     buffers = HostBuffers(CARD)
     buffers.copy(state())
     grown = state(model={"head": torch.randn(1000)})
@@ -175,14 +169,14 @@ def test_other_shapes_get_another_block_and_the_first_is_released(
     assert len(blocks) == 2 and list(cuda.locked.values()) == blocks[1:]
 
 
-def test_a_state_in_host_memory_is_not_page_locked(cuda: FakeCuda) -> None:
+def test_a_state_in_host_memory_is_not_page_locked(cuda):
     buffers = HostBuffers(CPU)
     buffers.copy(state())
     buffers.wait_until_ready()
     assert cuda.locked == {} and cuda.waits == []
 
 
-def test_memory_that_cannot_be_locked_names_the_way_out(cuda: FakeCuda) -> None:
+def test_memory_that_cannot_be_locked_names_the_way_out(cuda):
     buffers, cuda.status = HostBuffers(CARD), 2
     with pytest.raises(RuntimeError, match=r"cudaError 2\); trainer.checkpoint.async_save=false"):
         buffers.copy(state())
@@ -190,7 +184,7 @@ def test_memory_that_cannot_be_locked_names_the_way_out(cuda: FakeCuda) -> None:
     assert bits(buffers.copy(state(extra={"n": torch.ones(3)})).extra["n"]) == bits(torch.ones(3))
 
 
-def test_a_forked_process_does_not_hold_the_copy() -> None:
+def test_a_forked_process_does_not_hold_the_copy():
     """A page that parent and child share is copied when it is written; the device would go on
     writing the old one.
     """

@@ -3,7 +3,6 @@ peak.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -48,9 +47,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize(("name", "tflops"), PEAKS.items())
-def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guessed(
-    name: str, tflops: float | None
-) -> None:
+def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guessed(name, tflops):
     assert PEAK_TFLOPS.get(known_as(name) or "") == tflops
 
 
@@ -105,7 +102,7 @@ def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, di
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path: Path, name: str) -> None:
+def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path, name):
     """Counted one by one: twice those that causality leaves, but for the diagonal, as n**2 is
     for whole documents.
     """
@@ -123,9 +120,7 @@ def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(
-    tmp_path: Path, is_tied: bool
-) -> None:
+def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(tmp_path, is_tied):
     """Counted by torch. The head for every token made MFU of a 7B model 4 % too high where half
     is supervised.
     """

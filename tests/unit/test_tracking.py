@@ -115,7 +115,7 @@ def boom() -> None:
     raise RuntimeError("boom")
 
 
-def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path: Path) -> None:
+def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path):
     tracking = track(tmp_path)
     tracking.log({"train/loss": 2.5, "optim/skipped_steps": 0}, step=1)
     tracking.log({"val/loss": 1.5}, step=1)
@@ -134,7 +134,7 @@ def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"step":2,"attempt":1,"kind":"tr', '{"step":2}', "\0" * 70000])
-def test_a_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path: Path, torn: str) -> None:
+def test_a_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path, torn):
     track(tmp_path).finish(0)
     first = track(tmp_path)
     log_steps(first, range(1, 2))
@@ -146,7 +146,7 @@ def test_a_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path: Path, tor
     assert raw_lines(tmp_path)
 
 
-def test_foreign_and_unfinished_lines_are_passed_over(tmp_path: Path) -> None:
+def test_foreign_and_unfinished_lines_are_passed_over(tmp_path):
     rows = [(1, 1, "train"), (2, 1, "train"), (2, 1, "val"), (2, 2, "train")]
     lines = [
         json.dumps({"step": step, "attempt": attempt, "kind": kind, "ts": 0, "x": place})
@@ -160,7 +160,7 @@ def test_foreign_and_unfinished_lines_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S3.29")
-def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path: Path) -> None:
+def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path):
     log_steps(track(tmp_path), range(1, 7))
     second = track(tmp_path)
     log_steps(second, range(4, 6))
@@ -179,7 +179,7 @@ def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path: Path) -> N
         third.start(3)
 
 
-def test_values_of_a_step_logged_one_after_the_other_all_count(tmp_path: Path) -> None:
+def test_values_of_a_step_logged_one_after_the_other_all_count(tmp_path):
     tracking = track(tmp_path)
     tracking.log({"train/loss": 1.0, "train/lr": 0.1}, 1)
     tracking.log({"train/loss": math.inf, "x": 2.0}, 1)
@@ -192,7 +192,7 @@ def test_values_of_a_step_logged_one_after_the_other_all_count(tmp_path: Path) -
 
 
 @pytest.mark.covers("S0.3", "S0.5", "S0.10", "S0.11", "S2.4", "S4.4", "S4.14")
-def test_any_key_passes_with_a_number_and_a_reducer_in_it_is_dropped(tmp_path: Path) -> None:
+def test_any_key_passes_with_a_number_and_a_reducer_in_it_is_dropped(tmp_path):
     tracking = track(tmp_path)
     keys = ("train/reward_total_std", "rewards/Format/mean", "actor/kl_loss", "a@b", "m@median")
     tracking.log({**dict.fromkeys(keys, 1.0), "tokens@sum": 2, "t@p99": 3.0, "@sum": 4.0}, 1)
@@ -221,11 +221,11 @@ REAL_WRITE = os.write
     "failing", [full_disk, lambda descriptor, line: REAL_WRITE(descriptor, line[:20])]
 )
 def test_rows_wait_for_a_full_disk_and_each_outage_warns(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    failing: Callable[[int, bytes], int],
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+    failing,
+):
     tracking = track(tmp_path)
     for step in range(1, 9):
         monkeypatch.setattr(json_lines.os, "write", failing if step in (2, 3, 6) else REAL_WRITE)
@@ -237,8 +237,8 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(
 
 
 def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
     tracking = track(tmp_path)
     tracking.start(0)
@@ -257,7 +257,7 @@ def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
     assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over"
 
 
-def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path: Path) -> None:
+def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path):
     tracking = track(tmp_path)
     tracking.start(100)
     log_steps(tracking, range(101, 104))
@@ -267,9 +267,7 @@ def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path: Path) ->
     assert lost_rows(tmp_path / "elsewhere", 103) == ""
 
 
-def test_flush_reaches_the_disk_without_waiting_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):
     release, synced = threading.Event(), threading.Semaphore(0)
 
     def slow_disk(descriptor: int) -> None:
@@ -289,15 +287,13 @@ def test_flush_reaches_the_disk_without_waiting_for_it(
     tracking.finish(0)
 
 
-def test_an_unwritable_directory_is_an_error_at_construction(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_an_error_at_construction(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWriteError, match=r"metrics\.jsonl"):
         track(tmp_path / "file")
 
 
-def test_a_backend_sees_every_row_in_order_and_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_sees_every_row_in_order_and_the_exit_code(tmp_path, monkeypatch):
     fake = install(monkeypatch, "fake")
     tracking = track(tmp_path, "fake")
     log_steps(tracking, range(1, 51))
@@ -316,9 +312,7 @@ def test_a_backend_sees_every_row_in_order_and_the_exit_code(
             getattr(tracking, call)(*args)
 
 
-def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_path, monkeypatch):
     """A library writes later what it was handed, and a step has several rows."""
     monkeypatch.setattr(backend, "RECORD_INTERVAL_S", 0.0)
     monkeypatch.setitem(facade.BACKENDS, "fake", FakeContinued)
@@ -341,12 +335,12 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
 @pytest.mark.parametrize("is_inline", [False, True])
 @pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_a_backend_that_raises_is_dropped_with_one_warning(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    call: str,
-    is_inline: bool,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+    call,
+    is_inline,
+):
     broken = install(monkeypatch, "broken", {call: boom}, is_inline=is_inline)
     healthy = install(monkeypatch, "healthy")
     tracking = track(tmp_path, "broken", "healthy")
@@ -363,9 +357,7 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(
 
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
-def test_backends_that_hang_delay_neither_steps_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
-) -> None:
+def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatch, caplog, call):
     release = threading.Event()
     names = [f"hung{number}" for number in range(4)]
     for name in names:
@@ -381,9 +373,7 @@ def test_backends_that_hang_delay_neither_steps_nor_the_end(
     assert len(losses(tmp_path)) == 100
 
 
-def test_a_full_queue_drops_the_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_queue_drops_the_backend(tmp_path, monkeypatch, caplog):
     release = threading.Event()
     monkeypatch.setattr(backend, "CAPACITY", 3)
     hung = install(monkeypatch, "hung", {"log": release.wait}, close_timeout_s=20.0)
@@ -398,7 +388,7 @@ def test_a_full_queue_drops_the_backend(
     assert "'hung' dropped: log() hangs" in caplog.text and len(hung.calls) == 2
 
 
-def test_the_process_ends_while_a_backend_hangs(tmp_path: Path) -> None:
+def test_the_process_ends_while_a_backend_hangs(tmp_path):
     program = """
 import sys, threading
 from trainer.tracking import Tracking, facade
@@ -418,9 +408,7 @@ sys.exit(7)
     assert done.returncode == 7
 
 
-def test_unknown_backends_and_missing_packages_are_configuration_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_backends_and_missing_packages_are_configuration_errors(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="swanlab"):
         track(tmp_path / "run", "swanlab")
     facade.require_backends(["console", "tensorboard", "mlflow", "wandb"])
@@ -438,7 +426,7 @@ def test_unknown_backends_and_missing_packages_are_configuration_errors(
         facade.require_backends(["console"])
 
 
-def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
+def test_the_advice_names_the_packages_of_the_extra(repository):
     """A name on an index that nobody registered could be anyone's."""
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -448,9 +436,7 @@ def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
 
 
 @pytest.mark.covers("S3.3")
-def test_run_json_describes_the_run_and_a_broken_one_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_json_describes_the_run_and_a_broken_one_is_replaced(tmp_path, caplog):
     (tmp_path / "run.json").write_text("{")
     track(tmp_path).start(0)
     assert "run.json" in caplog.text
@@ -460,9 +446,7 @@ def test_run_json_describes_the_run_and_a_broken_one_is_replaced(
     assert run_file(tmp_path)["group"] == "together"
 
 
-def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(tmp_path, monkeypatch, caplog):
     fake = install(monkeypatch, "fake")
     tracking = track(tmp_path, "fake")
     tracking.event("early", 0, "before the first row", "error")
@@ -487,8 +471,8 @@ def test_an_event_is_a_strict_line_shown_and_alerted_by_its_level(
 
 @pytest.mark.covers("S1.10")
 def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first = track(tmp_path)
     log_steps(first, range(1, 5))
     first.finish(75)
@@ -513,9 +497,7 @@ def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end
 
 
 @pytest.mark.covers("S3.3", "S3.7")
-def test_verls_call_works_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verls_call_works_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = {"data": {"path": Path("a.parquet")}, "optim": SimpleNamespace(lr=1e-5)}
     tracking = Tracking(
@@ -534,9 +516,7 @@ def test_verls_call_works_as_it_stands(
     assert Path("runs/a/metrics.jsonl").is_file() and Path("runs/b/metrics.jsonl").is_file()
 
 
-def test_a_directory_of_another_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_another_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     snippet = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[0]
     exec(compile(snippet, DOCS.name, "exec"), {})
@@ -558,7 +538,7 @@ def test_a_directory_of_another_run_is_refused(
     assert track(tmp_path / "run").attempt == 2, "the process itself"
 
 
-def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path: Path) -> None:
+def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path):
     tracking = track(tmp_path)
     log_steps(tracking, range(1, 20))
     tracking.log({"val/loss": 1.5}, 10)
@@ -572,9 +552,7 @@ def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path: P
     assert track(tmp_path).past.last_step == 19
 
 
-def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -55,9 +55,7 @@ def whole(tmp_path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.covers("S1.10")
-def test_the_end_of_an_epoch_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_of_an_epoch_is_logged_once(tmp_path, caplog):
     caplog.set_level("INFO", "trainer.tracking.histories")
     tracking = track(tmp_path)
     for step in range(1, STEPS + 1):
@@ -71,9 +69,7 @@ def test_the_end_of_an_epoch_is_logged_once(
 
 
 @pytest.mark.covers("S1.1", "S1.2", "S1.3", "S1.4")
-def test_one_row_per_epoch_from_one_without_any_setting(
-    tmp_path: Path, whole: tuple[str, str]
-) -> None:
+def test_one_row_per_epoch_from_one_without_any_setting(tmp_path, whole):
     header = "epoch,loss,steps,last_step,tokens,lr,grad_norm,seconds,nonfinite_steps"
     assert whole[0].splitlines()[0] == header
     training = rows(tmp_path / "whole", "training")
@@ -97,10 +93,10 @@ def test_one_row_per_epoch_from_one_without_any_setting(
 @pytest.mark.covers("S1.10", "S3.29")
 @pytest.mark.parametrize("pieces", [[(1, 3), (3, 6), (5, 9), (9, 12)], [(1, 12), (2, 12)]])
 def test_restarts_leave_no_trace(
-    tmp_path: Path,
-    whole: tuple[str, str],
-    pieces: list[tuple[int, int]],
-) -> None:
+    tmp_path,
+    whole,
+    pieces,
+):
     for first, last in pieces:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
@@ -112,7 +108,7 @@ def test_restarts_leave_no_trace(
 
 
 @pytest.mark.parametrize("target", [0, 2, 4, 6])
-def test_a_rollback_leaves_no_trace(tmp_path: Path, whole: tuple[str, str], target: int) -> None:
+def test_a_rollback_leaves_no_trace(tmp_path, whole, target):
     tracking = track(tmp_path / "rolled")
     for step in range(1, 8):
         log_step(tracking, step, spoiled=5.0 if step > target else 0.0)
@@ -124,7 +120,7 @@ def test_a_rollback_leaves_no_trace(tmp_path: Path, whole: tuple[str, str], targ
 
 
 @pytest.mark.covers("S1.4", "S1.7")
-def test_own_metrics_have_columns_and_nonfinite_losses_are_counted(tmp_path: Path) -> None:
+def test_own_metrics_have_columns_and_nonfinite_losses_are_counted(tmp_path):
     tracking = track(tmp_path)
     for step, loss in enumerate([1.0, float("nan"), 3.0], start=1):
         tracking.log({"train/loss": loss, "Train/Reward_Mean": loss, "latency": 30.0}, step)

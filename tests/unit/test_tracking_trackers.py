@@ -168,7 +168,7 @@ def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
 
 @by_tracker
 @pytest.mark.covers("S0.1", "S1.5", "S3.1", "S3.2", "S3.29", "S3.58")
-def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
+def test_kills_leave_one_continuous_run(tmp_path, backend):
     for first_step, kill_step in short_or_full(KILLS[:2], full=KILLS):
         assert run_piece(tmp_path, backend, first_step, kill_step) == -signal.SIGKILL
         if backend == "mlflow":
@@ -195,9 +195,7 @@ def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
 
 
 @by_tracker
-def test_a_tracker_switched_on_later_or_that_was_off_gets_what_it_lacks(
-    tmp_path: Path, backend: str
-) -> None:
+def test_a_tracker_switched_on_later_or_that_was_off_gets_what_it_lacks(tmp_path, backend):
     log_steps(track(tmp_path), range(1, 4))
     with_tracker = track(tmp_path, backend)
     log_steps(with_tracker, range(3, 6))
@@ -210,7 +208,7 @@ def test_a_tracker_switched_on_later_or_that_was_off_gets_what_it_lacks(
 
 
 @by_tracker
-def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: str) -> None:
+def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
     """Trackers that cannot take back show steps 5 to 8 as they were, then as they became; all
     continue to the end.
     """
@@ -233,9 +231,7 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: st
 
 
 @by_tracker
-def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(
-    tmp_path: Path, backend: str
-) -> None:
+def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(tmp_path, backend):
     killed = track(tmp_path, backend)
     log_steps(killed, range(1, 9))
     killed.finish(75)
@@ -252,9 +248,7 @@ def test_what_is_recorded_as_sent_is_not_sent_again_after_a_kill(
 
 
 @pytest.mark.covers("S1.9", "S3.14")
-def test_wandb_takes_its_names_from_the_environment_and_shows_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_takes_its_names_from_the_environment_and_shows_errors(tmp_path, monkeypatch):
     names = {"PROJECT": "train and eval", "NAME": "shown", "RUN_GROUP": "together"}
     for name, value in names.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -283,9 +277,7 @@ def test_wandb_takes_its_names_from_the_environment_and_shows_errors(
         track(tmp_path / "on")
 
 
-def test_wandb_without_key_is_dropped_and_never_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wandb_without_key_is_dropped_and_never_asks(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -299,9 +291,7 @@ def test_wandb_without_key_is_dropped_and_never_asks(
 
 
 @pytest.mark.covers("S1.5", "S1.45")
-def test_the_start_names_the_places_of_the_logs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "trainer.tracking.facade")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host.invalid/mlflow")
     monkeypatch.setattr(Sink, "open", lambda sink: None)
@@ -318,9 +308,7 @@ def test_the_start_names_the_places_of_the_logs_once(
     ]
 
 
-def test_the_console_prints_one_plain_line_per_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_console_prints_one_plain_line_per_row(tmp_path, capsys):
     tracking = track(tmp_path, "console")
     speed = {"throughput/train/tokens_per_s": 3900.4, "train/time(s)": 0.84}
     train = {"train/loss": 2.341, "train/lr(1e-3)": 0.12, "train/grad_norm": 1.02, **speed}
@@ -339,9 +327,7 @@ def test_the_console_prints_one_plain_line_per_row(
     ]
 
 
-def test_the_console_shows_few_steps_and_every_validation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_console_shows_few_steps_and_every_validation(tmp_path, capsys):
     tracking = Tracking(
         "own", "few", "console", CONFIG, run_dir=tmp_path, total_steps=12, log_every=5
     )
@@ -365,7 +351,7 @@ def test_the_console_shows_few_steps_and_every_validation(
 
 
 @not_here
-def test_trackio_has_name_group_and_configuration_of_a_run(tmp_path: Path) -> None:
+def test_trackio_has_name_group_and_configuration_of_a_run(tmp_path):
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     tracking = Tracking("own", "exp-eval", "trackio", CONFIG, run_dir=tmp_path, group="exp")
     tracking.log({"train/loss": math.nan, "train/lr(1e-3)": 0.125}, step=1)
@@ -392,7 +378,7 @@ assert is_telemetry_disabled() and get_telemetry_client() is None
 """
 
 
-def test_mlflow_reports_nothing_about_its_users(tmp_path: Path) -> None:
+def test_mlflow_reports_nothing_about_its_users(tmp_path):
     """In an environment without the variables by which MLflow recognises tests and CI, where it
     reports nothing.
     """
@@ -403,9 +389,7 @@ def test_mlflow_reports_nothing_about_its_users(tmp_path: Path) -> None:
     assert mlflow_run(tmp_path / "run")[1].info.status == "FAILED"
 
 
-def test_the_hub_reports_nothing_about_users_of_trackio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path, monkeypatch):
     """Also where the Hub's library was imported before, as by transformers: it reads the
     environment only then.
     """

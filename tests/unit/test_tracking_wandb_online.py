@@ -84,9 +84,7 @@ def steps_of(server: Server, key: str) -> list[int]:
 
 
 @pytest.mark.covers("S1.8", "S3.29", "S3.58")
-def test_a_resumed_run_goes_on_and_its_address_is_said(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_goes_on_and_its_address_is_said(tmp_path, server, caplog):
     caplog.set_level(logging.INFO, wandb_backend.__name__)
     attempt(tmp_path, range(1, 7))
     attempt(tmp_path, range(4, 9), exit_code=1)
@@ -97,9 +95,7 @@ def test_a_resumed_run_goes_on_and_its_address_is_said(
     assert f"wandb: {URL}" in caplog.text
 
 
-def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(
-    tmp_path: Path, server: Server
-) -> None:
+def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(tmp_path, server):
     server.capacity = 4  # steps 1, 2, its validation, 3
     attempt(tmp_path, range(1, 7))
     server.capacity = 1000

@@ -60,7 +60,7 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
 
 
 @pytest.mark.covers("S0.8", "S0.25", "S3.11")
-def test_a_validation_is_the_same_however_it_is_packed_and_dealt() -> None:
+def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
     samples = Samples()
     per_document, all_losses = [], []
     for index in range(30):
@@ -88,7 +88,7 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt() -> None:
 
 
 @pytest.mark.covers("S0.5", "S0.8")
-def test_what_is_logged_of_training_is_logged_of_validation() -> None:
+def test_what_is_logged_of_training_is_logged_of_validation():
     row = run_ranks(validated, 1, 30, None)[0]
     both = ("loss", "ppl", "seq_total_len_mean", "total_valid_token_count")
     assert all(f"val/{name}" in row for name in both)

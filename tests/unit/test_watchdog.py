@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,14 +87,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Clock:
     return made
 
 
-def test_silence_is_counted_from_the_last_change(bench: Bench, clock: Clock) -> None:
+def test_silence_is_counted_from_the_last_change(bench, clock):
     assert bench.hangs_after(clock, 4, 4, 4) == [False] * 3
     bench.write(0, 2)
     bench.write(1, 2)
     assert bench.hangs_after(clock, 4, 4, 4, 4) == [False, False, False, True]
 
 
-def test_the_time_a_suspended_launcher_missed_is_not_silence(bench: Bench, clock: Clock) -> None:
+def test_the_time_a_suspended_launcher_missed_is_not_silence(bench, clock):
     """A machine that was frozen wakes up: the ranks had no chance to beat, and have one now."""
     assert bench.hangs_after(clock, 1, 3600) == [False, False]
     bench.write(0, 2)
@@ -102,7 +102,7 @@ def test_the_time_a_suspended_launcher_missed_is_not_silence(bench: Bench, clock
     assert bench.hangs_after(clock, 1, 4) == [False, False]
 
 
-def test_a_rank_that_has_ended_does_not_hang(bench: Bench, clock: Clock) -> None:
+def test_a_rank_that_has_ended_does_not_hang(bench, clock):
     assert bench.hangs_after(clock, 1, 4, 4) == [False] * 3
     for rank in bench.ranks:
         rank.kill()  # not reaped yet: the agent may be slow
@@ -123,12 +123,12 @@ def never_answer(run_dir: Path, files: dict[str, str]) -> Path:
     ("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no answer within 0.2 s")]
 )
 def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
-    write: Callable,
-    why: str,
-    bench: Bench,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    write,
+    why,
+    bench,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(watchdog, "_write_hang_dir", write)
     monkeypatch.setattr(watchdog, "COPY_S", 0.2)
     bench.fall_silent()
@@ -143,8 +143,8 @@ def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
 
 
 def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_too(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bench, monkeypatch
+):
     """Otherwise the peers would see a broken connection and leave, without a trace of what they
     did.
     """
@@ -162,8 +162,8 @@ def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_to
 
 @pytest.mark.parametrize("has_peers", [True, False])
 def test_an_agent_whose_ranks_ended_in_order_does_not_wait_long_for_machines_that_are_gone(
-    has_peers: bool, bench: Bench, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_peers, bench, clock, monkeypatch
+):
     monkeypatch.setattr(bench.dog, "has_peers", has_peers)
     bench.dog.finds_hang()
     found = []

@@ -41,7 +41,7 @@ def entry_points(file: zipfile.ZipFile) -> str:
     return next(name for name in file.namelist() if name.endswith("entry_points.txt"))
 
 
-def test_a_wheel_holds_every_file_of_the_package(site: Path) -> None:
+def test_a_wheel_holds_every_file_of_the_package(site):
     installed, own = ({str(path) for path in files_below(root)} for root in (site, ROOT))
     assert own - installed == OF_A_CHECKOUT
 
@@ -55,7 +55,7 @@ def files_below(root: Path) -> list[Path]:
     return [path for path in found if path.suffix != ".pyc"]
 
 
-def test_a_foreign_package_of_the_same_name_is_named(site: Path, tmp_path: Path) -> None:
+def test_a_foreign_package_of_the_same_name_is_named(site, tmp_path):
     command = [
         sys.executable,
         "-c",
@@ -98,9 +98,7 @@ except ConfigError as error:
 """
 
 
-def test_an_installed_package_trains_the_recipe_of_the_working_directory(
-    site: Path, tmp_path: Path
-) -> None:
+def test_an_installed_package_trains_the_recipe_of_the_working_directory(site, tmp_path):
     """Beside a folder of the same name, by the console's command, from a file that nobody has
     to name.
     """
