@@ -131,7 +131,7 @@ def candidates_of(config: TrainerConfig) -> Selection:
 
 
 def contents_of(config: TrainerConfig, info: CheckpointInfo) -> Sequence[str]:
-    """What is taken over of a checkpoint: `load_contents` of the one that is named, everything of
+    """Return the parts that are taken over of a checkpoint: `load_contents` of the one that is named, everything of
     others.
 
     These are the run's own: one that began with the weights of another run alone goes on like any

@@ -57,7 +57,7 @@ class PackedBatch:
         sample_ids: tuple[int, ...],
         sources_D: Tensor | None = None,
     ) -> "PackedBatch":
-        """Of documents of these lengths, laid end to end, on the host; `sources_D` None: all of
+        """Make a batch of documents of these lengths, laid end to end, on the host; `sources_D` None: all of
         the first source.
         """
         return cls(
@@ -149,7 +149,7 @@ def share_lengths(num_tokens: int, size: int) -> list[int]:
 
 
 class LossOutput(NamedTuple):
-    """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it
+    """Losses and hits of a micro-batch; a tuple, because FSDP looks for the tensors in it
     that carry gradients.
     """
 
@@ -160,7 +160,7 @@ class LossOutput(NamedTuple):
     """Cross-entropy of each supervised position, float32, without gradient; `loss_sum` is its sum
     unless the model trains another loss."""
     hits_S: Tensor
-    """Whether no token was likelier than the label."""
+    """True where no token was likelier than the label."""
     terms_K: Tensor | None = None
     """Sums of the terms of the trained loss beside the main one, float64, without gradient."""
 
@@ -181,7 +181,7 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank runs in one optimizer step, with the global counts the loss is divided by.
+    """The micro-batches of one rank in one optimizer step, with the global counts the loss is divided by.
 
     Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the
     whole global batch.
@@ -199,7 +199,7 @@ class StepBatch:
     them.
     """
     sample_ids: tuple[int, ...] = ()
-    """Of the global batch, in the order of the epoch; a sample may come twice where its source
+    """The samples of the global batch, in the order of the epoch; a sample may come twice where its source
     is repeated.
     """
     loss_tokens_by: Mapping[str, int] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class StepFlops:
     per_token: float
     per_loss_token: float
     per_squared_length: float
-    """Of the layers without a window."""
+    """Cost of the layers without a window."""
     per_window: Mapping[int, float] = field(default_factory=dict)
     """{sliding window: the same of the layers that have it}."""
 
@@ -239,7 +239,7 @@ class StepFlops:
         return matrices + self.attention(batch.lengths)
 
     def attention(self, lengths: Sequence[int]) -> float:
-        """Of documents of these lengths."""
+        """Return the operations of attention over documents of these lengths."""
         lengths_D = np.asarray(lengths, dtype=np.float64)
         windowed = sum(
             cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()

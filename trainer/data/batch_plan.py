@@ -37,7 +37,7 @@ class Share:
 
     @property
     def num_samples(self) -> int:
-        """The same in every epoch; half a sample counts whole."""
+        """Samples of each epoch; half a sample counts whole."""
         return math.floor(self.num_rows * self.repeat + 0.5)
 
 
@@ -147,7 +147,7 @@ class Schedule:
 
     @property
     def num_samples(self) -> int:
-        """Of one epoch."""
+        """Samples of one epoch."""
         return sum(share.num_samples for share in self.shares)
 
     @property

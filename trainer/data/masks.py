@@ -224,7 +224,7 @@ class Renderings:
     # Turns as a server has them generated
 
     def _is_as_served(self, part: Part) -> bool:
-        """Whether the whole rendering shows each supervised turn as `_served` does."""
+        """Return whether the whole rendering shows each supervised turn as `_served` does."""
         text, spans = part.marked.text, part.marked.spans
         if len(spans) != len(part.turns):
             return False

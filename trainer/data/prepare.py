@@ -55,9 +55,9 @@ class PreparedRows:
     """The samples of a block of rows, and the rows that have none or were cut."""
 
     tokens: np.ndarray
-    """As `TOKEN`."""
+    """Tokens, as `TOKEN`."""
     samples: np.ndarray
-    """As `ROW`; `end` counts from the first of these tokens."""
+    """Rows, as `ROW`; `end` counts from the first of these tokens."""
     bad: list[dict[str, object]]
     over_long: list[dict[str, object]]
     summary: Summary

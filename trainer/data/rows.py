@@ -58,7 +58,7 @@ class PrepareOptions:
 
 @dataclass
 class Summary:
-    """What became of rows: `num_rows` = kept rows + bad rows + dropped ones."""
+    """Counts of rows: `num_rows` = kept rows + bad rows + dropped ones."""
 
     num_rows: int = 0
     num_samples: int = 0

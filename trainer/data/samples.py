@@ -18,7 +18,7 @@ from trainer.data.rows import Summary, location
 from trainer.errors import DataError, ResumableError
 
 SUMMARY, CHECKSUMS = "summary.json", "SHA256SUMS"
-"""What became of the rows, and a list of every other file in the format of `sha256sum`."""
+"""Counts of the rows, and a list of every other file in the format of `sha256sum`."""
 
 
 class MappedFile:
@@ -64,7 +64,7 @@ class TokenDataset:
     files: tuple[Path, ...]
     summary: Summary
     tokens: np.ndarray
-    """Of all samples, end to end, as `TOKEN`."""
+    """The tokens of all samples, end to end, as `TOKEN`."""
     rows: np.ndarray
     """`ROW` of each sample."""
     bounds: np.ndarray | None

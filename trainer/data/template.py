@@ -248,7 +248,7 @@ class ChatTemplate:
 
     @cached_property
     def closing(self) -> str:
-        """What the end of a conversation adds after the end token of its last turn: nothing
+        """Return the text that the end of a conversation adds after the end token of its last turn: nothing
         generates that.
 
         Where every turn, also one that others follow, has the tokenizer's own end token directly
@@ -268,7 +268,7 @@ class ChatTemplate:
         return {token for token in self._added if token in text and self._is_mark(token)}
 
     def _is_mark(self, token: str) -> bool:
-        """Whether a token is neither a word, which some vocabularies add, nor one of a pair."""
+        """Return whether a token is neither a word, which some vocabularies add, nor one of a pair."""
         partner = token.replace("</", "<", 1)
         if partner == token:
             partner = token.replace("<", "</", 1)

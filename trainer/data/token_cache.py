@@ -107,7 +107,7 @@ def _names(files: list[Path]) -> str:
 
 @dataclass(frozen=True)
 class FileState:
-    """What a data file held when it was hashed, and what changes with its content."""
+    """The hash of a data file, and its size and times at that moment."""
 
     size: int
     mtime_ns: int

@@ -86,7 +86,7 @@ class Tracking:
             raise ConfigError(f"pid {pid} is training in '{run_dir}'. {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
         self.past = self._metrics_file.past
-        """What earlier attempts of this run left behind."""
+        """Facts from the earlier attempts of this run."""
         self.attempt = self._metrics_file.attempt
         """1 for the first start of a run that logged anything, one more for each later one."""
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self.attempt)

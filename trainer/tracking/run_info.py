@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
 NOTHING_SENT = -1
-"""As the last step sent: step 0 is that before training."""
+"""The last step sent of a new tracker run; step 0 is the state before training."""
 ELSEWHERE = (
     "Fix: log into another directory (run_dir, trainer.default_local_dir or "
     "trainer.experiment_name)"

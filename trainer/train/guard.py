@@ -26,13 +26,13 @@ EVIDENCE_REST_STEPS = 500
 MAX_ROLLBACKS = 3
 MAX_EPISODES = 100
 EARLY_STOP_MIN_DELTA = 0.002
-"""By how many nats a validation has to be better to count as better."""
+"""Nats by which a validation must improve to count."""
 HARMFUL = (Level.SEVERE, Level.DIVERGING)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the guard wants done after a step or a validation; equal on all ranks."""
+    """The guard's answer to a step or a validation; equal on all ranks."""
 
     wants_evidence: bool = False
     rollback_onset: int | None = None

@@ -33,7 +33,7 @@ TIME_KEYS = {phase: f"time/train/{phase}_s" for phase in (*PHASES, "step")}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is ahead of a run, and the seconds that earlier attempts took."""
+    """The length of a run, and the seconds that earlier attempts took."""
 
     total_steps: int
     save_freq: int

@@ -1,4 +1,4 @@
-"""What ranks tell each other at once: one packed sum, one copy to the host.
+"""One packed sum over ranks in a step, and one copy to the host.
 
 Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero:
 maxima, medians and the slowest rank come out of it without a second collective, and a NaN stays in

@@ -167,7 +167,7 @@ class Supervision(Part):
     def __init__(self, guard: Guard, evidence: EvidenceKeeper) -> None:
         self._guard, self._evidence = guard, evidence
         self.losses: list[Tensor] = []
-        """Of each micro-batch the loss of each supervised position."""
+        """The losses of the supervised positions, by micro-batch."""
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput

@@ -1,4 +1,4 @@
-"""What a run is made of, and what of it survives a restart, by name.
+"""The parts of a run, and the states that survive a restart, by name.
 
 `trainer/train/start/main.py` makes it, and the functions of this package use it.
 """
@@ -80,7 +80,7 @@ class Run:
     checkpoints: CheckpointManager = field(init=False)
     """It saves and loads the others, and so comes last."""
     is_stopping: bool = field(default=False, init=False)
-    """Whether any rank was asked to stop, as of the last time they told each other."""
+    """True if any rank was asked to stop, as of their last reduction."""
     is_save_requested: bool = field(default=False, init=False)
     parts: dict[str, Part] = field(init=False)
     """They take their turn in every step, in this order."""

@@ -40,7 +40,7 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What every checkpoint is asked, and how its answers are scored."""
+    """The questions to every checkpoint, and the scoring of its answers."""
 
     name: str
     questions: Sequence[Question]

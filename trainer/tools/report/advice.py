@@ -1,4 +1,4 @@
-"""What to do: sentences that remedies are made of, in the options of the framework that wrote
+"""Advice: the sentences of remedies, in the options of the framework that wrote
 the log.
 """
 

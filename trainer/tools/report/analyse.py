@@ -109,7 +109,7 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 
 def _normal(run: AnalysedRun) -> str:
-    """What a healthy run shows; a controller by the trends of its three results."""
+    """Describe a healthy run; a controller by the trends of its three results."""
     if run.profile == "controller":
         courses = {
             "reward": run.is_rising,
@@ -153,7 +153,7 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
 
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
-    """What happened, how usual that is, what to do next."""
+    """Describe the events, how usual they are, and the next steps."""
     if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
         return "The run is complete. Score its checkpoints on your task before you use one."
     if verdict == "OK":

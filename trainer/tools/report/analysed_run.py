@@ -111,7 +111,7 @@ class AnalysedRun:
 
     @cached_property
     def is_configured(self) -> bool:
-        """Whether the log holds launch options; trainer_state.json alone tells no more than how
+        """Return whether the log holds launch options; trainer_state.json alone tells no more than how
         long and how often.
         """
         purposes = ("lr", "clip", "warmup", "schedule")
@@ -133,7 +133,7 @@ class AnalysedRun:
 
     @cached_property
     def is_pretrained(self) -> bool:
-        """Whether usual ranges of losses, which are those of pretrained models, apply."""
+        """Return whether usual ranges of losses, which are those of pretrained models, apply."""
         is_quickstart = self.config("model.partial_pretrain") == "quickstart"
         return not (self.config("model.random_weights") or is_quickstart)
 

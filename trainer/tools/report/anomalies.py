@@ -31,7 +31,7 @@ MERGE_POINTS = 3
 NUM_START = 16
 """Points of a steep start, in which nothing stands out."""
 RATE_SPREAD = 0.05
-"""Of the logarithm of a learning rate, which has no noise of its own."""
+"""Spread of the logarithm of a learning rate, which has no noise."""
 NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
 """Points by which it is judged whether a metric has recovered, and how far above its level a
 loss may stay.

@@ -12,7 +12,7 @@ class Band(NamedTuple):
     """The range of a metric, and what a finding says when its level is outside."""
 
     id: str
-    """Of the finding. Of two rows with one id the first that is left counts."""
+    """Id of the finding. Of two rows with one id the first that is left counts."""
     role: str
     low: float
     high: float

@@ -31,7 +31,7 @@ BOTTLENECKS = {
     "shard": MOVING,
     "optimizer": "the optimizer is the bottleneck: larger batches amortise it",
 }
-"""What the longest phase tells."""
+"""The bottleneck by the longest phase."""
 MIN_LEAK_STEPS = 500
 """In fewer steps memory grows by its start: buffers and caches fill."""
 RISING_P = 0.01

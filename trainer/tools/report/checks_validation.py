@@ -30,7 +30,7 @@ of their noise.
 
 @dataclass(frozen=True)
 class Criterion:
-    """What checkpoints are compared by; finite points."""
+    """The metric by which checkpoints are compared; finite points."""
 
     metric: str
     points: Series

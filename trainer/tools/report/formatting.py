@@ -40,7 +40,7 @@ def step(value: int) -> str:
 
 
 def shown(value: object) -> str:
-    """By its type: a whole number as steps are, another with four digits, what is not known as
+    """Write a value by its type: a whole number as steps are, another with four digits, what is not known as
     a dash.
     """
     if isinstance(value, Integral):

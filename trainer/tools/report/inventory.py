@@ -12,7 +12,7 @@ from trainer.tools.report.statistics import bins, epoch_means, finite, noise, sl
 from trainer.tools.report.vocabulary import meaning, role_order
 
 MIN_POINTS = 4
-"""Of a trend."""
+"""Points of a trend."""
 MIN_EPOCHS = 8
 """With fewer, a trend is that of 50 bins."""
 

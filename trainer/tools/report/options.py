@@ -1,4 +1,4 @@
-"""What each framework calls an option, by its purpose."""
+"""Names of options in each framework, by their purpose."""
 
 from collections.abc import Mapping
 

@@ -21,7 +21,7 @@ LOG_RATIO = 20.0
 LIMIT = 1e100
 """Beyond it an axis overflows."""
 PLACE = (0.1, 0.18, 0.88, 0.74)
-"""Of the axes in a figure: left, bottom, width, height."""
+"""Place of the axes in a figure: left, bottom, width, height."""
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "axes.grid": True}
 RAW, SMOOTH, VALIDATION = "#9cc4e4", "#0b66b2", "#c8520a"
 ANOMALY, BAD, BEST = "#f2b705", "#b3261e", "#0a7d5e"

@@ -11,7 +11,7 @@ from trainer.runtime.json_lines import strict
 from trainer.tools.report.run_log import ServingCheck
 
 LEVELS = ("fail", "warn", "note", "info")
-"""Of a finding, worst first."""
+"""Levels of a finding, worst first."""
 
 
 @dataclass(frozen=True)

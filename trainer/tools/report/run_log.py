@@ -1,6 +1,4 @@
-"""What every reader makes of a training log: series under our own key names, and the facts
-around them.
-"""
+"""The result of every reader of training logs: series under our key names, and facts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,9 +108,9 @@ class RunLog:
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()
-    """By rising step."""
+    """Proofs by rising step."""
     tracker_step: int | None = None
-    """What `latest_checkpointed_iteration.txt` says."""
+    """The step in `latest_checkpointed_iteration.txt`."""
     total_steps: int | None = None
     """Planned, where the log or the configuration tells."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
@@ -127,4 +125,4 @@ class RunLog:
     is_running: bool = False
     """A process trains in its directory right now."""
     notes: tuple[str, ...] = ()
-    """What the reader wants said, e.g. that the format hides NaN losses."""
+    """Remarks of the reader, e.g. that the format hides NaN losses."""

@@ -8,7 +8,7 @@ from trainer.tools.report.run_log import Series
 from trainer.tools.report.statistics import finite
 
 WEIGHT = 0.9
-"""Of the exponential mean, as TensorBoard's slider counts it."""
+"""Weight of the exponential mean, as TensorBoard's slider counts it."""
 NUM_TERMS = 160
 """Older values together weigh less than 1e-7."""
 NUM_COLUMNS = 400

@@ -14,7 +14,7 @@ from trainer.tools.report.sections import Section, Table, sections
 
 MAX_WIDTH = 120
 MAX_ROWS, MAX_COLUMNS = 8, 6
-"""Of a table."""
+"""Rows and columns of a table."""
 MAX_OTHERS = 6
 """Findings beside the three that matter."""
 REST = "The rest: --html FILE, or --json."

@@ -45,7 +45,7 @@ GROUPS = {
 @dataclass(frozen=True)
 class Metric:
     key: str
-    """As it is logged; may hold placeholders."""
+    """The key in the log; it may hold placeholders."""
     unit: str
     """"1" is a pure number, "share" 0 to 1."""
     better: str

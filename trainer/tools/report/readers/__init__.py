@@ -27,7 +27,7 @@ READERS: dict[str, Callable[[Path], RunLog]] = {
     ".txt": rows.read_console,
     ".out": rows.read_console,
 }
-"""By suffix, the best first; files without any of them are read as a console."""
+"""Readers by suffix, the best first; files without any of them are read as a console."""
 
 
 def read_run(path: Path) -> RunLog:
