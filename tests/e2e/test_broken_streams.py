@@ -55,18 +55,21 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
         wait_for_step(run_dir, 4, headed)
         headed.send_signal(signal.SIGHUP)  # the terminal is closed
         assert headed.wait(timeout=60) == 75
+        starting, tokenizing, loss = headed.stderr.read().splitlines()
+        assert starting.startswith("start ") and tokenizing.startswith("tokenize ")
         assert (
-            headed.stderr.read()
-            == "stdout can no longer be written (Broken pipe): nothing is shown there from now on\n"
+            loss
+            == "stdout can no longer be written (Broken pipe): nothing is shown there from now on"
         )
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
     with started(cwd, ">/dev/full", 1, cache) as full:
         _, stderr = full.communicate(timeout=120)
         assert full.returncode == 0, stderr
-        assert (
-            stderr
-            == "stdout can no longer be written (No space left on device): nothing is shown there "
-            "from now on\n"
+        starting, loss = stderr.splitlines()
+        assert starting == "start       1 rank on CPU"
+        assert loss == (
+            "stdout can no longer be written (No space left on device): nothing is shown there "
+            "from now on"
         )
     with started(cwd, ">&- 2>&-", 1, cache) as closed:
         assert closed.wait(timeout=120) == 0

@@ -107,7 +107,8 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
         )
     devices = "GPUs" if launch.num_gpus else "CPU"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    print(labelled("start", f"{ranks} on {devices}"), flush=True)
+    # not on stdout: a rank tells if that is broken
+    print(labelled("start", f"{ranks} on {devices}"), file=sys.stderr, flush=True)
     with new_status(num_ranks) as status:
         env = rank_environment(os.environ, layout, num_ranks=num_ranks, status=status)
         run_dir = Path(config.trainer.default_local_dir)
