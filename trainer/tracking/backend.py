@@ -25,7 +25,7 @@ class Backend:
 
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
-    """Called in the caller's thread: for the console, whose order among other output matters."""
+    """Calls run in the caller's thread: the console's order among other output matters."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules it imports."""
     install: ClassVar[str] = ""
@@ -41,17 +41,17 @@ class Backend:
         return ""
 
     def open(self) -> None:
-        """Called before the first row of the attempt."""
+        """Prepare for the first row of the attempt."""
 
     def log(self, row: MetricsRow) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """The run continues from finished step `step`: rows of later steps come again, with other
-        values after a rollback.
+        """Continue from finished step `step`: rows of later steps come again, with other values
+        after a rollback.
         """
 
     def alert(self, event: Event) -> None:
-        """An event of level error happened."""
+        """Report an event of level error."""
 
     def close(self, exit_code: int) -> None: ...
 

@@ -1,6 +1,6 @@
 """The one table of metrics: unit, meaning, reduction over ranks, console and CSV format.
 
-To add a metric, write an entry in the text of `table.py` and call `put` where its value is known. The entry's
+To add a metric, write an entry in `table.py` and call `put` where its value is known. The entry's
 `over_ranks` decides whether the value travels to the other ranks. Rows, the guard's rules, the
 console, histories and docs/metrics.md follow the table.
 """
@@ -15,7 +15,9 @@ from trainer.tracking.metrics import table
 from trainer.tracking.metrics.words import COMBINED, Metric, entry_of
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in table.TABLE}
-"""By key, which may hold placeholders. An entry is added on every rank, before the run is built."""
+"""Maps a key, which may hold placeholders, to its entry. Entries are added on every rank, before the
+run is built.
+"""
 FOREIGN: dict[str, Metric] = {metric.key: metric for metric in table.FOREIGN}
 """Metrics of other trainers."""
 NOT_COMBINED = ("global", "guard", "main")
@@ -54,7 +56,10 @@ def put(key: str, value: SupportsFloat) -> None:
     """
     metric = find(key)
     if metric is None:
-        cause = f"metric '{key}' is not in the table: add its entry (trainer/tracking/metrics/table.py) on every rank"
+        cause = (
+            f"metric '{key}' is not in the table: add its entry "
+            f"(trainer/tracking/metrics/table.py) on every rank"
+        )
         warnings.warn(cause, UnknownMetricWarning, stacklevel=2)
     elif metric.over_ranks in COMBINED and key not in METRICS:
         raise ValueError(

@@ -47,14 +47,16 @@ class Metric:
     key: str
     """The key in the log; it may hold placeholders."""
     unit: str
-    """"1" is a pure number, "share" 0 to 1."""
+    """The unit of its values: "1" is a pure number, "share" a number from 0 to 1."""
     better: str
-    """up, down, middle (a middle range is best) or none."""
+    """The direction that is better: up, down, middle (a middle range is best) or none."""
     meaning: str
     over_ranks: str = "global"
-    """A key of `COMBINED`, "global", "guard" or "main"."""
+    """The reduction over ranks: a key of `COMBINED`, "global", "guard" or "main"."""
     every: str = "step"
-    """step, eval, checkpoint, rare (every 50 steps), timer (measured every 10 s) or event."""
+    """The rows that hold it: step, eval, checkpoint, rare (every 50 steps), timer (measured every
+    10 s) or event.
+    """
     of: str = ""
     """The metric whose values of all ranks it combines in another way; empty: its own."""
     console: str = ""
@@ -64,7 +66,7 @@ class Metric:
 
     @property
     def factor(self) -> float:
-        """From its unit to the value that people are shown."""
+        """The factor from its unit to the value that people are shown."""
         return 1e-3 if self.unit == "1e-3" else 1
 
     @property

@@ -22,7 +22,7 @@ EMPTY = (
 
 
 class Detector(Remembered):
-    """`limits()` before a step and `observe()` after it agree on what is severe."""
+    """Judge steps: `limits()` before a step and `observe()` after it agree on what is severe."""
 
     KEPT: ClassVar = ("_steps", "_divergence", "_ledger", "_dead", "_rules")
 
@@ -36,7 +36,7 @@ class Detector(Remembered):
         """Metrics of the step observed last, all finite."""
 
     def limits(self) -> StepLimits:
-        """The limits of the coming step."""
+        """Return the limits of the coming step."""
         return self._steps.limits()
 
     def observe(self, step: int, values: Mapping[str, float]) -> list[Anomaly]:

@@ -40,8 +40,8 @@ def require_usable_rules(rules: Sequence[GuardRule]) -> None:
 
 
 def skip_limits(rules: Iterable[GuardRule]) -> StepLimits:
-    """The smallest limits of the rules with the action `skip`, which the device applies before
-    an update.
+    """Return the smallest limits of the rules with the action `skip`, which the device applies
+    before an update.
     """
     limits = {LOSS: inf, GRAD_NORM: inf}
     for rule in rules:

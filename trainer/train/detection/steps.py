@@ -45,7 +45,9 @@ class _Bounds(NamedTuple):
 
 
 class SpikeWatch(Remembered):
-    """`limits()` before a step and `observe()` after it agree exactly on what is severe."""
+    """Judge single steps: `limits()` before a step and `observe()` after it agree exactly on what
+    is severe.
+    """
 
     KEPT: ClassVar = ("_loss", "_grad_norm", "_earlier")
 
@@ -57,7 +59,7 @@ class SpikeWatch(Remembered):
 
     @property
     def is_ready(self) -> bool:
-        """Enough steps are known to judge a loss."""
+        """Return whether enough steps are known to judge a loss."""
         return self._loss.usual.is_known
 
     def limits(self) -> StepLimits:

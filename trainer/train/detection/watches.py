@@ -194,7 +194,7 @@ class ValidationWatch(Remembered):
     KEPT: ClassVar = ("_val_losses", "_train_losses", "_best_step")
 
     def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
-        """`patience`: the number of validations in a row, none better by `min_delta` nats, that
+        """Set `patience`, the number of validations in a row, none better by `min_delta` nats, that
         ends a run; None: no early stopping.
         """
         self._patience, self._min_delta = patience, min_delta
@@ -213,7 +213,7 @@ class ValidationWatch(Remembered):
 
     @property
     def is_exhausted(self) -> bool:
-        """No better validation loss for `patience` validations."""
+        """Return whether the last `patience` validations brought no better loss."""
         best, num_unimproved = inf, 0
         for loss in self._val_losses:
             is_better = loss < best - self._min_delta

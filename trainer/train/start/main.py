@@ -108,8 +108,8 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         if start.position.step < setup.total_steps:
             described["sample"] = _announce(parts, setup.inputs)
         if held.tracking is not None:
-            held.tracking.describe(described)
             held.tracking.start(start.position.step)
+            held.tracking.describe(described)
         held.exit_code = fit(parts)
         held.last_step, held.best = parts.batches.step, parts.guard.validation_scores()
     return held.exit_code
