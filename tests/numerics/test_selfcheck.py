@@ -16,10 +16,10 @@ from family_trials import PACKED, REFUSED, save_model
 from ranks import run_ranks
 from support_table import read_results
 from test_rope import DYNAMIC, LONGROPE
-from toy import build_toy_model, write_model_config
+from toy import EXPERTS, build_toy_model, write_model_config
 from transformers import PretrainedConfig
 
-from trainer.model import attention, head, norm, packed_lm, rope, selfcheck
+from trainer.model import attention, experts, head, norm, packed_lm, rope, selfcheck
 from trainer.model.attention import DocumentLengths
 from trainer.model.losses import LOSSES, Loss, cross_entropy, dft
 from trainer.model.norm import rms_norm
@@ -60,6 +60,14 @@ def _running_positions(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _detached(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: (original(*args, **kwargs)[0].detach(), None)
+
+
+def _doubled_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        result = original(*args)
+        return 2 * result - result.detach()
+
+    return forward
 
 
 def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,6 +140,9 @@ FAULTS: dict[str, Fault] = {
     "norm in the backward pass": _wrapped(
         norm._RmsNorm, "backward", lambda _: staticmethod(_without_mean)
     ),
+    "experts in the backward pass": _wrapped(
+        experts, "grouped_mm_experts_forward", _doubled_gradient
+    ),
     "unweighted dft": lambda: patch.dict(LOSSES, {"dft": Loss(dft, _unweighted)}),
 }
 BEYOND_16 = (25, 21, 8)
@@ -155,6 +166,7 @@ def compared(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str,
             )
             assert forwards == {module: vars(module).get("forward") for module in model.modules()}
             assert model.config._attn_implementation == ("packed" if is_packed else "sdpa")
+            assert model.config._experts_implementation == experts.COUNTED
             assert all(parameter.grad is None for parameter in model.parameters())
     return found
 
@@ -229,6 +241,8 @@ def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path,
         "detached branch": ("qwen2", {}),
         "leak in the backward pass": ("qwen2", {}),
         "norm in the backward pass": ("qwen2", untied),
+        "no fault, experts": ("qwen3_moe", EXPERTS),
+        "experts in the backward pass": ("qwen3_moe", EXPERTS),
         "unweighted dft": ("qwen2", untied),
     }
     if param_dtype == "float32":  # in bfloat16 rounding is larger

@@ -185,12 +185,13 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
     }
     head.forward = types.MethodType(nn.Linear.forward, head)
     model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
+    # `set_experts_implementation` ignores classes that FSDP has derived
+    model.config._experts_implementation = "eager"
     try:
         yield
     finally:
         model.set_attn_implementation(attention)
-        model.set_experts_implementation(experts)
+        model.config._experts_implementation = experts
         del head.forward
         for module, forward in ours.items():
             module.forward = forward
