@@ -25,8 +25,8 @@ def started_ranks(
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
 
-    `kwargs` may hold `fsdp_size`, `sequence_size` and `on_device`. Processes are gone at the end of
-    the block.
+    `kwargs` may hold `fsdp_size`, `sequence_size`, `expert_size` and `on_device`. Processes are gone
+    at the end of the block.
     """
     port = free_port()
     ranks = []
@@ -98,6 +98,7 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
         sizes = {
             "fsdp_size": kwargs.pop("fsdp_size", -1),
             "sequence_size": kwargs.pop("sequence_size", 1),
+            "expert_size": kwargs.pop("expert_size", 1),
         }
         world = distributed.start(device, timeout_s=60, heartbeat=Heartbeat(), **sizes)
         sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))

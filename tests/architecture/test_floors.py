@@ -40,6 +40,7 @@ STEP_FILES = (
     "trainer/data/loader.py",
     "trainer/data/batch_plan.py",
     "trainer/model/attention.py",
+    "trainer/model/expert_exchange.py",
     "trainer/model/experts.py",
     "trainer/model/head.py",
     "trainer/model/packed_lm.py",
@@ -60,6 +61,8 @@ ALLOWED_WAITS = {
     "memory",
     "trainer/data/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in "
     "host memory",
+    "trainer/model/expert_exchange.py:ExpertExchange.send": "the number of rows that other ranks send "
+    "is the shape of what follows",
     "trainer/train/packet.py:Packet.read": "the one wait of a training or a validation step",
     "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before "
     "the first step",

@@ -85,6 +85,11 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
         (4, {"max_tokens": 48, "fsdp_size": 2}),
         (5, {"max_samples": 1}),
         (2, {"max_samples": 2, "compile": True}),
+        (2, {"expert_size": 2, "max_samples": 1}),
+        (4, {"expert_size": 4, "max_samples": 1, "enable_gradient_checkpointing": True}),
+        (4, {"expert_size": 2, "max_tokens": 48, "enable_gradient_checkpointing": "selective"}),
+        (4, {"expert_size": 2, "max_tokens": 48, "fsdp_size": 2}),
+        (2, {"expert_size": 2, "sequence_size": 2, "max_tokens": 48}),
     ],
     ids=[
         "1 rank",
@@ -93,6 +98,11 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
         "4 ranks, HSDP",
         "a rank without samples",
         "compiled",
+        "experts on 2 ranks",
+        "experts on 4 ranks, recomputed",
+        "experts on 2 of 4 ranks, selective",
+        "experts on 2 ranks, HSDP",
+        "experts and positions on 2 ranks",
     ],
 )
 def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(

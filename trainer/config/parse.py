@@ -211,6 +211,17 @@ def contradictions(config: Config) -> Iterator[str]:
             "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together "
             "on a GPU alone: attention on a CPU is no part of a compiled layer; use false or true"
         )
+    if model.expert_parallel_size > 1:
+        others = {
+            "model.compile=true": model.compile,
+            "model.fsdp_config.cpu_offload=true": model.fsdp_config.cpu_offload,
+            "LoRA": model.has_adapters,
+        }
+        for name in (name for name, is_set in others.items() if is_set):
+            yield (
+                f"'model.expert_parallel_size={model.expert_parallel_size}' does not go with {name}; "
+                f"remove one of the two"
+            )
     if model.has_adapters and model.freeze:
         yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
     if model.has_adapters and model.new_tokens:

@@ -138,6 +138,12 @@ class ModelConfig:
         "up to data.max_token_len_per_gpu of its tokens; divides ranks and attention heads",
         at_least(1),
     )
+    expert_parallel_size: int = key(
+        1,
+        "mixtures of experts: ranks that hold all experts between them; tokens travel to their "
+        "experts instead of experts to the tokens; divides the ranks that shard the model",
+        at_least(1),
+    )
     fsdp_config: FsdpConfig = group(FsdpConfig)
 
     @property

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, ConfigError, ModelConfig
 from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck, state_mixers
+from trainer.model.experts import experts_of
 from trainer.model.head_exchange import require_divisible
 from trainer.model.losses import LOSSES
 from trainer.model.pretrained import ModelSource
@@ -59,6 +60,11 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
             f"its text part"
         )
     design = Design(config, source, reason, on_meta(config, source, is_packed=reason is None))
+    if config.expert_parallel_size > 1 and not experts_of(design.model):
+        raise ConfigError(
+            f"model.expert_parallel_size={config.expert_parallel_size}: "
+            f"{type(design.model).__name__} has no experts that ranks could share; use 1"
+        )
     if config.ulysses_sequence_parallel_size > 1:
         _require_splittable(design, config.ulysses_sequence_parallel_size)
     return design

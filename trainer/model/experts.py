@@ -4,6 +4,7 @@ the auxiliary loss that keeps them even.
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
 """
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.utils.output_capturing import OutputRecorder
 
 from trainer.data.batch import PackedBatch, StepBatch
+from trainer.model.expert_exchange import ExpertExchange
 
 COUNTED = "counted_grouped_mm"
 logger = logging.getLogger(__name__)
@@ -30,16 +32,59 @@ def register() -> None:
 def counted_grouped_mm(
     experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """All experts in one grouped product, which waits for no device, unlike transformers' loop over
-    those that were chosen; in training each module remembers how many tokens of its last forward
-    pass every expert got.
+    """Compute all experts in one grouped product. It waits for no device, unlike transformers' loop
+    over the experts that were chosen. In training each module remembers how many tokens of its last
+    forward pass every expert got.
     """
-    if experts.training:
+    exchange: ExpertExchange | None = vars(experts).get("exchange")
+    if experts.training or exchange is not None:
         index = index_TK.flatten()
         experts.tokens_E = index.new_zeros(experts.num_experts).index_add_(
             0, index, torch.ones_like(index)
         )
+    if exchange is not None:
+        return _exchanged_grouped_mm(experts, exchange, hidden_TH, index_TK, weights_TK)
     result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
+    return result
+
+
+def _exchanged_grouped_mm(
+    experts: Any,
+    exchange: ExpertExchange,
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """Compute each pair of a token and an expert on the rank that holds the expert.
+
+    S pairs of this rank, R pairs that this rank computes. The routers' weights stay here: they are
+    applied to what comes back.
+    """
+    order_S = index_TK.flatten().argsort(stable=True)  # by expert, and so by the rank that has it
+    rows_RH, expert_ids_R, route = exchange.send(
+        hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
+    )
+    own = copy.copy(experts)
+    own.num_experts = experts.num_experts // exchange.size
+    own._parameters = {
+        name: exchange.gather(parameter)
+        for name, parameter in experts.named_parameters(recurse=False)
+    }
+    ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
+    made_RH = grouped_mm_experts_forward(own, rows_RH, expert_ids_R[:, None], ones_R1)
+    made_SH = exchange.send_back(made_RH, route)
+    made_TKH = made_SH[order_S.argsort()].view(*index_TK.shape, hidden_TH.shape[1])
+    return (made_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
+
+
+def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
+    """Compute all experts on this rank by transformers' own forward. Collective."""
+    whole = copy.copy(experts)
+    whole._parameters = {
+        name: experts.exchange.gather_all(parameter)
+        for name, parameter in experts.named_parameters(recurse=False)
+    }
+    result: Tensor = type(experts).forward(whole, *args)
     return result
 
 

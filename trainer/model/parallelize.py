@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, OFFLOAD, SELECTIVE, ConfigError, ModelConfig
-from trainer.model import attention
+from trainer.model import attention, expert_exchange
+from trainer.model.experts import experts_of
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
@@ -115,22 +116,28 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     share a weight.
     """
     fsdp = config.fsdp_config
+    dtype = compute_dtype(fsdp.param_dtype, world.device)
+    ignored = _used_in_place(model, world, is_offloaded=fsdp.cpu_offload)
+    if world.expert_mesh is not None:
+        ignored |= expert_exchange.distribute(
+            experts_of(model), world.mesh, world.expert_mesh, dtype
+        )
     unit = partial(
         fully_shard,
         mesh=world.mesh,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=compute_dtype(fsdp.param_dtype, world.device),
+            param_dtype=dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
         offload_policy=CPUOffloadPolicy()
         if fsdp.cpu_offload and world.device.type == "cuda"
         else OffloadPolicy(),
-        ignored_params=_used_in_place(model, world, is_offloaded=fsdp.cpu_offload),
+        ignored_params=ignored,
     )
     reshard = fsdp.reshard_after_forward
     if reshard == AUTO:
-        reshard = _is_worth_freeing(model, compute_dtype(fsdp.param_dtype, world.device), world)
+        reshard = _is_worth_freeing(model, dtype, world)
     owner: Any = model
     owner.frees_gathered = bool(reshard)
     for layer in decoder_layers(model):
@@ -220,6 +227,10 @@ def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
             group._orig_dtype = torch.float32
             for parameter in group.fsdp_params:
                 parameter.sharded_param.grad_dtype = torch.float32
+    for experts in experts_of(model):
+        if "exchange" in vars(experts):
+            for parameter in experts.parameters(recurse=False):
+                parameter.grad_dtype = torch.float32
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trainer.data.batch import PackedBatch
+from trainer.model.experts import compute_without_exchange, experts_of
 from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
 
@@ -184,6 +185,9 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
         if "forward" in vars(module)
     }
     head.forward = types.MethodType(nn.Linear.forward, head)
+    exchanging = [module for module in experts_of(model) if "exchange" in vars(module)]
+    for module in exchanging:
+        module.forward = types.MethodType(compute_without_exchange, module)
     model.set_attn_implementation("eager")
     # `set_experts_implementation` ignores classes that FSDP has derived
     model.config._experts_implementation = "eager"
@@ -192,7 +196,8 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
     finally:
         model.set_attn_implementation(attention)
         model.config._experts_implementation = experts
-        del head.forward
+        for module in (head, *exchanging):
+            del module.forward
         for module, forward in ours.items():
             module.forward = forward
 

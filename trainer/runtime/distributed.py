@@ -53,6 +53,11 @@ class World:
     sequence_size: int = 1
     sequence_group: dist.ProcessGroup | None = None
     """The ranks of this data rank; None where it is one."""
+    expert_mesh: DeviceMesh | None = None
+    """All ranks as experts lie on them, ("replica", "expert", "expert_shard"): the ranks of "expert"
+    hold all experts between them, and those of "expert_shard" the same ones. None where every rank
+    gathers all experts.
+    """
 
     @property
     def is_main(self) -> bool:
@@ -120,6 +125,7 @@ def start(
     fsdp_size: int,
     heartbeat: Heartbeat,
     sequence_size: int = 1,
+    expert_size: int = 1,
     facts: Mapping[str, str] | None = None,
 ) -> World:
     """Join the process group, build the mesh, and see that every rank answers on its device.
@@ -142,9 +148,12 @@ def start(
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
     _require_all(device, size, card=card, facts=facts)
-    world = make_world(device, dimensions, sequence_size=sequence_size)
+    world = make_world(device, dimensions, sequence_size=sequence_size, expert_size=expert_size)
+    groups = [*world.mesh.get_all_groups(), world.sequence_group]
+    if world.expert_mesh is not None:
+        groups += world.expert_mesh.get_all_groups()
     # else groups of single dimensions have torch's own half hour
-    for group in filter(None, [*world.mesh.get_all_groups(), world.sequence_group]):
+    for group in filter(None, groups):
         set_timeout(timeout, group)
     return world
 
@@ -169,13 +178,34 @@ def require_divided(size: int, sequence_size: int) -> None:
         )
 
 
+def require_groups_of_experts(num_shards: int, expert_size: int) -> None:
+    """Raises `ConfigError` unless the ranks that shard a model make whole groups of experts."""
+    if num_shards % expert_size:
+        raise ConfigError(
+            f"model.expert_parallel_size={expert_size} does not divide the {num_shards} ranks that "
+            f"shard the model"
+        )
+
+
 def make_world(
-    device: torch.device, dimensions: dict[str, int], *, sequence_size: int = 1
+    device: torch.device,
+    dimensions: dict[str, int],
+    *,
+    sequence_size: int = 1,
+    expert_size: int = 1,
 ) -> World:
     """The mesh of these dimensions over the ranks that have met. Collective. Raises
     `ConfigError`.
     """
-    require_divided(dist.get_world_size(), sequence_size)
+    num_ranks, num_shards = dist.get_world_size(), dimensions["fsdp"]
+    require_divided(num_ranks, sequence_size)
+    require_groups_of_experts(num_shards, expert_size)
+    expert_mesh = None
+    if expert_size > 1:
+        # a rank's own shards of the experts are among those it gathers
+        sizes = num_ranks // num_shards, expert_size, num_shards // expert_size
+        names = "replica", "expert", "expert_shard"
+        expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     return World(
         device=device,
         mesh=init_device_mesh(
@@ -186,6 +216,7 @@ def make_world(
         num_shards=dimensions["fsdp"],
         sequence_size=sequence_size,
         sequence_group=dist.new_subgroups(sequence_size)[0] if sequence_size > 1 else None,
+        expert_mesh=expert_mesh,
     )
 
 

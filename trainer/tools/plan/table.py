@@ -23,6 +23,8 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
         f"micro-batch: up to {load.num_tokens:,} tokens, {len(load.seqlens)} documents of up to "
         f"{max(load.seqlens):,}; {load.num_micro_batches} a step at most"
     )
+    if config.model.expert_parallel_size > 1:
+        yield "the plan leaves out model.expert_parallel_size: it counts gathered experts"
     device = {name: size_bytes / GIB for name, size_bytes in plan.device_bytes.items()}
     host = {name: size_bytes / GIB for name, size_bytes in plan.host_bytes.items()}
     if plan.is_cuda:

@@ -65,14 +65,18 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         seeding.use_deterministic_kernels()
     # what is wrong with these is known before anything slow
     require_usable_rules(trainer.guard.rules)
-    distributed.require_divided(rank_and_size()[1], model.ulysses_sequence_parallel_size)
+    num_ranks, fsdp_size = rank_and_size()[1], model.fsdp_config.fsdp_size
+    distributed.require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    num_shards = distributed.mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
+    distributed.require_groups_of_experts(num_shards, model.expert_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)
     world = distributed.start(
         device,
         timeout_s=trainer.dist_timeout_s,
-        fsdp_size=model.fsdp_config.fsdp_size,
+        fsdp_size=fsdp_size,
         sequence_size=model.ulysses_sequence_parallel_size,
+        expert_size=model.expert_parallel_size,
         heartbeat=heartbeat,
         facts=facts_of(inputs, progress=heartbeat.beat),
     )

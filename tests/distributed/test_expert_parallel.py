@@ -1,0 +1,124 @@
+"""Ranks that hold whole experts train, save and export what ranks that gather them do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_trials import save_model
+from ranks import each, run_ranks
+from toy import EXPERTS, build_toy_model, differing, short_run, write_model_config
+from toy_runs import Recipe, Result, begun, run
+
+from trainer.config import ConfigError
+from trainer.model import selfcheck
+from trainer.model.experts import experts_of
+from trainer.model.losses import LOSSES
+from trainer.model.pretrained import ModelSource
+from trainer.runtime.distributed import World
+from trainer.train.start.compose import load_config
+
+RECIPE = Recipe(total_steps=4)
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
+"""Fused experts; transposed ones with biases; layers with and without experts; experts apart in files."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "frozen experts": {"freeze": ["experts"]},
+    "bfloat16 weights and compute": {"master_dtype": "bfloat16", "param_dtype": "bfloat16"},
+    "muon": {"optim": {"name": "muon"}},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(tmp_path_factory.mktemp("model"), "qwen3_moe", **EXPERTS)
+
+
+def checked(world: World, root: Path) -> dict[str, tuple[float, ...]]:
+    """Differences from transformers' own forward and backward pass, by family."""
+    found = {}
+    for family in FAMILIES:
+        source = ModelSource(str(root / family), random_weights=False)
+        model = build_toy_model(world, source, random_weights=False)
+        assert all("exchange" in vars(experts) for experts in experts_of(model))
+        errors = selfcheck.compare(model, world.device, formula=LOSSES["cross_entropy"].formula)
+        found[family] = (errors.loss, *errors.gradients.values(), errors.foresight)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "expert_size"), [(2, 2), (4, 2)])
+def test_loss_and_gradient_are_those_of_transformers(tmp_path, world_size, expert_size):
+    for family in FAMILIES:
+        save_model(tmp_path / family, family)
+    found = run_ranks(checked, world_size, tmp_path, expert_size=expert_size)[0]
+    assert {family: max(errors) for family, errors in found.items() if max(errors) > 1e-5} == {}
+
+
+def trained(world: World, source: Any, **settings: Any) -> dict[str, Any]:
+    """Loss and norm by step, and the parameters after the last one."""
+    parts = short_run(world, source, total_steps=3, **settings)
+    parameters = dict(parts.model.named_parameters())
+    return {
+        "loss": parts.tracking.column("train/loss"),
+        "norm": parts.tracking.column("train/grad_norm"),
+        "parameters": {n: p.full_tensor().detach().float() for n, p in parameters.items()},
+    }
+
+
+def test_any_optimizer_dtype_and_choice_of_parameters_is_trained_alike(source):
+    theirs = run_ranks(each, 2, trained, source, SETTINGS)[0]
+    ours = run_ranks(each, 2, trained, source, SETTINGS, expert_size=2)[0]
+    for name, expected in theirs.items():
+        tolerance = 2e-2 if "bfloat16" in name else 1e-6
+        assert ours[name]["loss"] == pytest.approx(expected["loss"], rel=tolerance), name
+        assert ours[name]["norm"] == pytest.approx(expected["norm"], rel=10 * tolerance), name
+        for key, tensor in expected["parameters"].items():
+            difference = ours[name]["parameters"][key] - tensor
+            assert difference.norm() <= 10 * tolerance * tensor.norm(), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((2, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 4), (4, 2)), ((4, 2), (2, 1))],
+)
+def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then):
+    """`first` and `then`: numbers of ranks and of ranks that hold all experts."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    expected: Result = run_ranks(run, first[0], whole, source, RECIPE, expert_size=first[1])[0]
+    begun(whole, resumed, 2)
+    found: Result = run_ranks(run, then[0], resumed, source, RECIPE, expert_size=then[1])[0]
+    assert found.start_step == 2
+    later = {step: numbers for step, numbers in expected.losses.items() if step > 2}
+    if first == then:
+        assert found.losses == later
+        assert not differing(found.parameters, expected.parameters)
+        assert not differing(found.moments, expected.moments)
+    for step, numbers in later.items():
+        assert found.losses[step] == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("model.compile=true", "model.compile"),
+        ("model.fsdp_config.cpu_offload=true", "cpu_offload"),
+        ("model.lora_rank=4", "LoRA"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(word, cause):
+    with pytest.raises(ConfigError, match=cause):
+        load_config(["model.expert_parallel_size=2", word])
+
+
+def refusal(world: World, source: Any) -> str:
+    try:
+        build_toy_model(world, source)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_that_cannot_be_dealt_evenly_are_refused(tmp_path):
+    odd = write_model_config(tmp_path, "qwen3_moe", **EXPERTS | {"num_experts": 5})
+    assert "5 experts cannot be dealt evenly" in run_ranks(refusal, 2, odd, expert_size=2)[0]

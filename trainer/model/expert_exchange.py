@@ -1,0 +1,160 @@
+"""Expert parallelism: ranks hold whole experts, and tokens travel to the experts that they chose.
+
+The ranks of a group hold all experts between them. Parameters of experts stay `Shard(0)` over the
+whole mesh, as FSDP would shard them, so that checkpoints, optimizers and exports know nothing of the
+group size. With F shards and groups of G ranks, a rank computes E / G experts, which it gathers from
+F / G neighbours; where G is F, nothing is gathered.
+
+Tokens are exchanged once forward and once backward, in each direction, as in GShard (Lepikhin et
+al., 2020), but no token is dropped: ranks first tell each other how many they send.
+
+Shape suffixes: S pairs of a token and an expert on the rank of the token, R pairs on the rank of the
+expert, E experts, H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from trainer.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Route:
+    """Number of rows for each rank of the group, and from each of them."""
+
+    num_sent: list[int]
+    num_received: list[int]
+
+
+class ExpertExchange:
+    """Send tokens to the ranks of their experts, and results back."""
+
+    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        """`mesh`: ("replica", "expert", "expert_shard"). `dtype`: of the experts' products."""
+        self.mesh, self.dtype = mesh, dtype
+        self.group = mesh.get_group("expert")
+        self.size = mesh["expert"].size()
+
+    def send(self, rows_SH: Tensor, tokens_E: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Return the rows whose experts this rank holds, the number of the expert of each row among
+        those, and the way back. Collective.
+
+        `rows_SH`: sorted by expert. `tokens_E`: rows for each expert.
+        """
+        counts = torch.empty_like(tokens_E)
+        dist.all_to_all_single(counts, tokens_E, group=self.group)
+        num_sent, num_received = torch.stack(
+            [each.view(self.size, -1).sum(1) for each in (tokens_E, counts)]
+        ).tolist()
+        route = Route(num_sent, num_received)
+        rows_RH: Tensor = _AllToAll.apply(rows_SH, num_received, num_sent, self.group)
+        num_own = len(tokens_E) // self.size
+        own_ids = torch.arange(num_own, device=counts.device).repeat(self.size)
+        ids_R = own_ids.repeat_interleave(counts, output_size=sum(num_received))
+        return rows_RH, ids_R, route
+
+    def send_back(self, rows_RH: Tensor, route: Route) -> Tensor:
+        """Return the results to the ranks of their tokens, in the order of `send`. Collective."""
+        rows_SH: Tensor = _AllToAll.apply(rows_RH, route.num_sent, route.num_received, self.group)
+        return rows_SH
+
+    def gather(self, parameter: nn.Parameter) -> Tensor:
+        """Return the experts that this rank computes, in the dtype of their products. Collective."""
+        gathered: Tensor = _Gather.apply(parameter, self)
+        return gathered
+
+    def gather_all(self, parameter: nn.Parameter) -> Tensor:
+        """Return all experts on every rank. Collective."""
+        assert isinstance(parameter, DTensor)
+        partial = [Partial()] * parameter.device_mesh.ndim
+        return parameter.full_tensor(grad_placements=partial).to(self.dtype)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send rows to the ranks of a group; send the gradient back the way the rows came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        num_received: list[int],
+        num_sent: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.num_received, ctx.num_sent, ctx.group = num_received, num_sent, group
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        returned = gradient.new_empty(sum(ctx.num_sent), *gradient.shape[1:])
+        dist.all_to_all_single(
+            returned, gradient.contiguous(), ctx.num_sent, ctx.num_received, group=ctx.group
+        )
+        return returned, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Gather the shards of the neighbours; sum the gradient in float32, as FSDP does."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, exchange: ExpertExchange) -> Tensor:
+        ctx.layout, ctx.mesh = (parameter.device_mesh, parameter.placements), exchange.mesh
+        own = parameter.to_local().to(exchange.dtype)
+        neighbours = exchange.mesh["expert_shard"]
+        if neighbours.size() == 1:
+            return own.view_as(own)
+        gathered = own.new_empty(len(own) * neighbours.size(), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=neighbours.get_group())
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        neighbours, replicas = ctx.mesh["expert_shard"], ctx.mesh["replica"]
+        own = gradient.float()
+        if neighbours.size() > 1:
+            whole, own = (
+                own.contiguous(),
+                own.new_empty(len(own) // neighbours.size(), *own.shape[1:]),
+            )
+            dist.reduce_scatter_tensor(own, whole, group=neighbours.get_group())
+        if replicas.size() > 1:
+            dist.all_reduce(own, group=replicas.get_group())
+        return DTensor.from_local(own, *ctx.layout, run_check=False), None
+
+
+def distribute(
+    modules: Sequence[Any], mesh: DeviceMesh, expert_mesh: DeviceMesh, dtype: torch.dtype
+) -> set[nn.Parameter]:
+    """Let these modules exchange tokens. Return their parameters, which FSDP must leave alone.
+
+    `mesh`: of all parameters. Raises `ConfigError`.
+    """
+    exchange, found = ExpertExchange(expert_mesh, dtype), set[nn.Parameter]()
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for module in modules:
+        if module.num_experts % mesh["fsdp"].size():
+            raise ConfigError(
+                f"model.expert_parallel_size={exchange.size}: {module.num_experts} experts cannot be "
+                f"dealt evenly to the {mesh['fsdp'].size()} ranks that shard them.\nFix: set "
+                f"model.fsdp_config.fsdp_size to a divisor of {module.num_experts}, or "
+                f"model.expert_parallel_size=1"
+            )
+        module.exchange = exchange
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            sharded = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+            held = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, held)
+            found.add(held)
+    return found
