@@ -14,14 +14,20 @@ from trainer.runtime.distributed import World
 
 
 def export_model(
-    world: World, model: Any, target: Path, source: ExportSource, *, dtype: str
+    world: World,
+    model: Any,
+    target: Path,
+    source: ExportSource,
+    *,
+    dtype: str,
+    lora: str = "adapter",
 ) -> list[FileRecord]:
     """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the
     export.
     """
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
-    parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
+    parameters, buffers = shards.saved_parameters(model), shards.weight_buffers(model)
     shards.write_torch(
         root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root
     )
@@ -34,7 +40,9 @@ def export_model(
         num_shards=world.num_shards,
         buffers=buffers,
     )
-    plan = export.plan_export(parameters, buffers, export.meta_copy(model), source, dtype=dtype)
+    plan = export.plan_export(
+        parameters, buffers, export.meta_copy(model), source, dtype=dtype, lora=lora
+    )
     records = export.write_export(plan, target, reader, share=(world.rank, world.size))
     dist.barrier()
     return records

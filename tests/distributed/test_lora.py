@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from test_offline_export import contents
 from torch.distributed.tensor import Shard
 from toy import relative
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_equality import compare_runs
+from whole_models import write_whole_model
 from whole_runs import run, stop_in_step, tiny_model
 
 from trainer.checkpoint import layout
@@ -313,3 +314,37 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tm
     assert not torch.allclose(before, of_merged, rtol=1e-3)
     for logits in (in_peft, direct):
         assert (logits - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
+
+
+def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp_path):
+    prepare(tmp_path, "qwen3_moe")  # samples and tokenizer
+    write_whole_model(tmp_path / "model", "qwen3_5_moe")
+    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
+    runs = {name: tmp_path / name for name in ("straight", "killed")}
+    words = {
+        name: (*words_of_run(tmp_path, tmp_path / "model", path), *lora)
+        for name, path in runs.items()
+    }
+    start(runs["straight"], 2, *words["straight"])
+    stop = partial(stop_in_step, 5, signal.SIGKILL)
+    start(runs["killed"], 2, *words["killed"], code=None, before=stop)
+    assert "continuing at step 5 of 6" in start(runs["killed"], 2, *words["killed"])
+    found = compare_runs(runs["straight"], runs["killed"], steps=6)
+    assert found.num_equal > 10 and not found.differences, found.differences
+
+    checkpoint, alone = runs["killed"] / "global_step_6", tmp_path / "adapter"
+    whole = checkpoint / "huggingface"
+    export_from_shards(checkpoint, alone, dtype="float32", lora="adapter")
+    export_from_shards(checkpoint, tmp_path / "merged", dtype="float32")
+    assert contents(tmp_path / "merged") == contents(whole)
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", whole))
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    adapter = load_file(alone / ADAPTER)
+    assert base.keys() == merged.keys() and len(changed) == len(adapter) // 2
+    assert all(name.startswith("base_model.model.model.language_model.") for name in adapter)
+    assert all("language_model" in name for name in changed)
+    load = partial(AutoModelForMultimodalLM.from_pretrained, dtype=torch.float32)
+    in_peft = logits_of(PeftModel.from_pretrained(load(tmp_path / "model"), alone))
+    of_merged = logits_of(load(whole))
+    assert (in_peft - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
+    assert not torch.allclose(logits_of(load(tmp_path / "model")), of_merged, rtol=1e-3)

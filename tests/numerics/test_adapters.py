@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plain_training
 import pytest
 import torch
 from family_trials import family_config
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 from test_invariance import plain_run, train
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, differing, model_config, relative, write_model_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from whole_models import write_whole_model
 
 from trainer.checkpoint import shards
 from trainer.config import ConfigError
@@ -56,11 +58,11 @@ def assert_as_plain(source: ModelSource, adapter: str, ways: Ways) -> None:
     plain = plain_run(source, adapter)
     losses, norms = plain["train/loss"], plain["train/grad_norm"]
     for num_ranks, settings in ways.items():
-        variants = {way: {**own, "lora_adapter_path": adapter} for way, own in settings.items()}
+        common = {"lora_adapter_path": adapter, "random_weights": source.random_weights}
+        variants = {way: {**own, **common} for way, own in settings.items()}
         for way, found in run_ranks(each, num_ranks, train, source, variants)[0].items():
             assert relative(found[0], losses) < 1e-5, way
             assert relative(found[1], norms) < 1e-5, way
-    assert losses[-1] < losses[0]
 
 
 ON_ONE_RANK: Ways = {1: {"one rank": {}, "one document": {"is_packed": False}}}
@@ -130,15 +132,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
         assemble.design_model(model_config(**changes), model, max_length=64)
 
 
-def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path):
+def test_new_tokens_of_several_parts_are_refused(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path)
-    parts = ModelSource(str(tmp_path))
-    with pytest.raises(
-        ConfigError,
-        match=r"is a model of several parts, .* full fine-tuning, or model.freeze, trains",
-    ):
-        assemble.design_model(model_config(lora_rank=4), parts, max_length=64)
     with pytest.raises(ConfigError, match="of several parts, whose vocabulary cannot grow"):
         new_tokens.extended(str(tmp_path), ["<|new|>"], tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -299,7 +295,7 @@ def exported(source: ModelSource, path: Path) -> str:
     model = on_meta(source, partial_pretrain=source.path, lora_rank=3)
     torch.manual_seed(5)
     tensors = {
-        peft_name(n): 0.05 * torch.randn(p.shape)
+        peft_name(n, {}): 0.05 * torch.randn(p.shape)
         for n, p in model.named_parameters()
         if ".lora_" in n
     }
@@ -315,6 +311,26 @@ def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family, tmp_path,
     source = family(name, initializer_range=0.05)
     adapter = exported(source, tmp_path / "adapter")
     assert_as_plain(source, adapter, {**ON_ONE_RANK, 2: MICRO_BATCHES})
+
+
+def adapter_of_whole(source: ModelSource, path: Path, targets: str) -> str:
+    """One that peft makes for layers of the whole checkpoint."""
+    whole: Any = AutoModelForMultimodalLM.from_pretrained(source.path, dtype=torch.float32)
+    return write_adapter(whole, path, target_modules=targets, lora_alpha=4)
+
+
+def test_the_text_part_of_several_trains_as_in_a_plain_loop_with_peft(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_training, "AutoModelForCausalLM", AutoModelForMultimodalLM)
+    source = write_whole_model(tmp_path / "model", "mistral3")
+    adapter = adapter_of_whole(source, tmp_path / "adapter", r".*language_model.*\.\w+_proj")
+    assert_as_plain(source, adapter, {1: {"one rank": {}}, 2: MICRO_BATCHES})
+
+
+def test_an_adapter_of_another_part_is_refused(tmp_path):
+    source = write_whole_model(tmp_path / "model", "mistral3")
+    adapter = adapter_of_whole(source, tmp_path / "adapter", r".*\.q_proj")
+    with pytest.raises(ConfigError, match=r"outside the text part, .*: .*vision_tower.*q_proj"):
+        on_meta(source, lora_rank=0, lora_adapter_path=adapter)
 
 
 def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
@@ -362,7 +378,7 @@ def test_operations_are_those_that_torch_counts(tmp_path, changes):
         64,
     )
     built: Any = packed_lm.build_on_meta(model, is_packed=True)
-    adapters.choose_trained(built, model_config(**changes))
+    adapters.choose_trained(built, model_config(**changes), model)
     plain = plain_model(model.path, attn_implementation="eager")
     if "lora_rank" in changes:
         plain = get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear"))

@@ -60,7 +60,10 @@ def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  
     config = AutoConfig.from_pretrained(source.path)
     path = Path(source.path) / "weights"
     eager = {"attn_implementation": "eager"}
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).save_pretrained(path)
+    if source.random_weights:
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).save_pretrained(path)
+    else:
+        path = Path(source.path)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     steps = [schedule.rows(step) for step in range(1, num_steps + 1)]
     definition = Definition(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exports import export_model
+from peft import PeftModel
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,11 +19,13 @@ from toy import ToySamples, build, plain_loss
 from transformers import AutoModelForMultimodalLM, logging
 from whole_models import EXTRA, WRAPPERS, write_whole_model
 
+from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.shards import weight_buffers
 from trainer.config import ConfigError
 from trainer.data.loader import pack
+from trainer.model import adapters
 from trainer.model.packed_lm import run_plain
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
@@ -51,15 +54,40 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
         torch.distributed.all_reduce(loss)
         for tensor in (*model.parameters(), *weight_buffers(model).values()):
             tensor.mul_(1.25)
-        ours, plain = model.forward, model.original_forward
-        model.forward = lambda batch: run_plain(model, plain, batch).logits
-        logits = model(pack(SAMPLES, DOCUMENTS[:1]))
-        model.forward = ours
+        logits = run_logits(model)
     whole = whole_checkpoint(source)
     assert whole is not None
     export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
     export_model(world, model, export_dir, export_source, dtype="float32")
     return {"loss": float(loss), "logits": logits, "passes": len(whole.others)}
+
+
+def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Tensor:
+    """Export adapters that add something, alone and merged. Returns the logits with them."""
+    lora = {"lora_rank": 3, "partial_pretrain": source.path}
+    model = build(world, source, random_weights=False, **lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(0.05)
+    settings = adapters.settings(model)
+    for kind in ("adapter", "merged"):
+        adapter = Adapter(settings, Path(source.path), source.whole)
+        export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
+        target = export_dir.with_name(f"{export_dir.name}-{kind}")
+        export_model(world, model, target, export_source, dtype="float32", lora=kind)
+    begun = {"lora_adapter_path": f"{export_dir}-adapter", "partial_pretrain": source.path}
+    again = build(world, source, random_weights=False, **begun)
+    with torch.no_grad():
+        return run_logits(again)
+
+
+def run_logits(model: Any) -> torch.Tensor:
+    ours, plain = model.forward, model.original_forward
+    model.forward = lambda batch: run_plain(model, plain, batch).logits
+    logits: torch.Tensor = model(pack(SAMPLES, DOCUMENTS[:1]))
+    model.forward = ours
+    return logits
 
 
 def train_all(world: Any, root: Path) -> dict[str, Any]:
@@ -68,7 +96,9 @@ def train_all(world: Any, root: Path) -> dict[str, Any]:
     for name in WRAPPERS:
         source = ModelSource(str(root / name))
         try:
-            results[name] = train_one(world, source, root / f"{name}-export-{world.size}")
+            export_dir = root / f"{name}-export-{world.size}"
+            results[name] = train_one(world, source, export_dir)
+            results[name]["adapted"] = train_adapter(world, source, export_dir)
         except Exception:
             results[name] = traceback.format_exc()
     return results
@@ -138,6 +168,34 @@ def test_the_export_is_the_whole_again_with_another_text_part(results, root, nam
     assert not torch.allclose(
         original(root / name)[0](input_ids=IDS, use_cache=False).logits, logits, atol=1e-2
     )
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
+    world_size, by_name = results
+    assert isinstance(by_name[name], dict), by_name[name]
+    export = root / f"{name}-export-{world_size}"
+    adapter, merged = Path(f"{export}-adapter"), Path(f"{export}-merged")
+    base = original(root / name)[0]
+    with torch.no_grad():
+        before = base(input_ids=IDS, use_cache=False).logits
+        in_peft: Any = PeftModel.from_pretrained(base, adapter)
+        of_adapter = in_peft(input_ids=IDS, use_cache=False).logits
+        of_merged = original(merged)[0](input_ids=IDS, use_cache=False).logits
+    loaded = {n: p for n, p in in_peft.named_parameters() if ".lora_" in n}
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert loaded.keys() == {n.replace(".weight", ".default.weight") for n in stored}
+    assert all(
+        torch.equal(loaded[n.replace(".weight", ".default.weight")], stored[n]) for n in stored
+    )
+    trained = by_name[name]["adapted"]
+    assert not torch.allclose(before, trained, atol=1e-2)
+    torch.testing.assert_close(of_adapter, trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_merged, trained, rtol=1e-5, atol=1e-4)
+    theirs, ours = raw(root / name), raw(merged)
+    changed = {key for key in theirs if ours[key] != theirs[key]}
+    assert ours.keys() == theirs.keys() and len(changed) == len(stored) // 2
+    assert not any("vis" in key or "projector" in key for key in changed)
 
 
 def rewritten(source: Path, target: Path, change: Any) -> ModelSource:

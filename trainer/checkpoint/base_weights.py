@@ -7,13 +7,14 @@ An export reads them again, to make one model of both.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
@@ -28,10 +29,14 @@ from trainer.runtime.environment import local_rank, ranks_on_machine
 class Adapter:
     """Adapters: their `settings` as in `adapter_config.json`, and the directory of the model
     they are for.
+
+    `whole`: the class of that model on the meta device, if it has several parts, of which the text
+    part is adapted.
     """
 
     settings: Mapping[str, Any]
     base: Path
+    whole: PreTrainedModel | None = None
 
     @property
     def scaling(self) -> float:
@@ -99,13 +104,14 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
 
 
-def stored_name(base: Collection[str], name: str) -> str:
-    """Return the name of a weight in a base's files: some leave out the name of the part
-    without the head. Raises `ConfigError`.
+def stored_name(names: Mapping[str, str], name: str) -> str:
+    """Return the name of a weight in a base's files, of `names`: name in the model -> in the files.
+
+    Some files leave out the name of the part without the head. Raises `ConfigError`.
     """
     for known in (name, name.partition(".")[2]):
-        if known in base:
-            return known
+        if known in names:
+            return names[known]
     raise ConfigError(
         f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in "
         f"another form; trainer.checkpoint.export_lora=adapter needs none"

@@ -32,9 +32,15 @@ from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
 from trainer.checkpoint.shards import copied, shapes_of, write_tensors
 from trainer.config import ConfigError
-from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name, peft_name
+from trainer.model.adapter_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Places,
+    adapted_name,
+    peft_name,
+)
 from trainer.model.weight_files import INDEX
-from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, match
+from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, match, places_of
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
@@ -154,8 +160,12 @@ def plan_export(
     if source.adapter is not None and not is_adapter:
         base = base_tensors(source.adapter.base)
         downs = [name for name in shapes if ".lora_A." in name]
-        adapted = {stored_name(base, adapted_name(name)): name for name in downs}
-        unknown = match(architecture, None, base)[1] if architecture is not None else []
+        names = {name: name for name in base}
+        unknown: list[str] = []
+        if architecture is not None:
+            known, unknown = match(architecture, source.adapter.whole, base)
+            names = {group.own[0]: group.stored[0] for group in known if group.converter is None}
+        adapted = {stored_name(names, adapted_name(name)): name for name in downs}
         stored = shapes_of(base)
         shapes = {
             name: tensor
@@ -170,8 +180,12 @@ def plan_export(
         for name, tensor in shapes.items()
     }
     pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
-    if is_adapter:  # one file, with peft's names
-        groups = [TensorGroup((peft_name(name),), (name,)) for name in own]
+    if source.adapter is not None and is_adapter:  # one file, with peft's names
+        several = source.adapter.whole
+        places: Places = {}
+        if architecture is not None and several is not None:
+            places = places_of(architecture, several)
+        groups = [TensorGroup((peft_name(name, places),), (name,)) for name in own]
         pattern, max_bytes = ADAPTER_WEIGHTS, sys.maxsize
     else:
         own |= {name: tensor.to("meta") for name, tensor in buffers.items()}

@@ -47,10 +47,10 @@ def export_from_shards(
     adapter = _adapter_of(checkpoint, manifest, base)
     exported = checkpoint / layout.HUGGINGFACE
     files = ModelFiles.read(exported)
-    architecture, model, whole = None, None, None
-    if adapter is None or lora != "adapter":
-        architecture, model = known_architecture(exported if adapter is None else adapter.base)
+    architecture, model = known_architecture(exported if adapter is None else adapter.base)
+    whole = None
     if adapter is not None:  # an adapter alone has no config.json
+        adapter = dataclasses.replace(adapter, whole=model)
         config = ModelFiles.read(adapter.base).contents[CONFIG]
         files = dataclasses.replace(files, contents={**files.contents, CONFIG: config})
     if manifest.num_passed_through:

@@ -3,11 +3,20 @@ files.
 
 peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and
 `lora_B`.
+
+In a checkpoint of several parts, the text part's layers have other names: `Places` maps the
+beginning of a name in the text part to its beginning in the whole. It is empty for a checkpoint of
+one part.
 """
+
+from collections.abc import Mapping
+
+Places = Mapping[str, str]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"
 """peft's own name of an adapter."""
+_PEFT = "base_model.model."
 
 
 def is_adapter(name: str) -> bool:
@@ -24,6 +33,24 @@ def adapted_name(name: str) -> str:
     return name.partition(".lora_")[0] + ".weight"
 
 
-def peft_name(name: str) -> str:
+def peft_name(name: str, places: Places) -> str:
     """Return the name of an adapter's parameter in `adapter_model.safetensors`."""
-    return "base_model.model." + name.replace(f".{NAME}.", ".")
+    return _PEFT + placed(name, places).replace(f".{NAME}.", ".")
+
+
+def layer_of(name: str, places: Places) -> str | None:
+    """Return the layer that a tensor of `adapter_model.safetensors` adapts; None if it is not in
+    the text part.
+    """
+    layer = name.removeprefix(_PEFT).partition(".lora_")[0]
+    if places and not layer.startswith(tuple(places.values())):
+        return None
+    return placed(layer, {place: own for own, place in places.items()})
+
+
+def placed(name: str, places: Places) -> str:
+    """Return the name in the whole checkpoint of a parameter or layer of the text part."""
+    for own, place in places.items():
+        if name.startswith(own):
+            return place + name.removeprefix(own)
+    return name

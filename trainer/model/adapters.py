@@ -15,7 +15,16 @@ from transformers import PreTrainedModel
 
 from trainer.config import ConfigError, ModelConfig, names_matching
 from trainer.model import load, lora_layers
-from trainer.model.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
+from trainer.model.adapter_names import (
+    ADAPTER_WEIGHTS,
+    NAME,
+    Places,
+    is_adapter,
+    layer_of,
+    peft_name,
+    placed,
+)
+from trainer.model.pretrained import ModelSource
 from trainer.model.weights import TensorGroup, local_slices, stored_in
 from trainer.runtime import seeding
 from trainer.runtime.log import labelled
@@ -41,13 +50,13 @@ _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
 """Settings of an adapter to start from: those that do not matter, and those that are followed."""
 
 
-def choose_trained(model: PreTrainedModel, config: ModelConfig) -> None:
+def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
     """Give the model on meta its adapters, or freeze what is to be.
 
     Raises `ConfigError` for layers or parameters that are not there, or cannot be adapted.
     """
     if config.has_adapters:
-        _inject(model, config)
+        _inject(model, config, source)
     elif config.freeze:
         _freeze(model, config.freeze)
 
@@ -59,13 +68,14 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in tree.items()}
 
 
-def fill(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
+def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
     """Give adapters their first values, those of `model.lora_adapter_path` or peft's own: B zero, A
     uniform, drawn from the seed and its name, so that the number of ranks does not matter.
     """
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     if config.lora_adapter_path is not None:
-        _load(adapters, Path(config.lora_adapter_path) / ADAPTER_WEIGHTS)
+        file = Path(config.lora_adapter_path) / ADAPTER_WEIGHTS
+        _load(adapters, file, source.places)
         return
     for name, parameter in adapters.items():
         local, where = local_slices(parameter)
@@ -84,13 +94,13 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
         logger.info("%s", labelled("adapters", text))
 
 
-def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
+def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    path = config.lora_adapter_path
+    path, places = config.lora_adapter_path, source.places
     targets: str | list[str]
     if path:
-        settings, targets = _given(path), _adapted_in(Path(path) / ADAPTER_WEIGHTS)
+        settings, targets = _given(path), _adapted_in(Path(path) / ADAPTER_WEIGHTS, places)
         said = f"model.lora_adapter_path={path}"
     else:
         settings = LoraConfig(
@@ -122,13 +132,25 @@ def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
                 f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: "
                 f"{error}.\nFix: name fewer layers with model.target_modules"
             ) from error
-    settings.target_modules, settings.target_parameters = lora_layers.written(model, layers)
+    settings.target_modules, settings.target_parameters = lora_layers.written(
+        source.whole or model, [placed(name, places) for name in layers]
+    )
 
 
-def _adapted_in(file: Path) -> list[str]:
-    """Return the names of the layers that the adapter in a file belongs to."""
-    names = (name.removeprefix(peft_name("")) for name in stored_in(file))
-    return list(dict.fromkeys(name.partition(".lora_")[0] for name in names))
+def _adapted_in(file: Path, places: Places) -> list[str]:
+    """Return the names of the layers that the adapter in a file belongs to. Raises `ConfigError`
+    for a layer outside the text part.
+    """
+    layers: dict[str, None] = {}
+    for name in stored_in(file):
+        layer = layer_of(name, places)
+        if layer is None:
+            raise ConfigError(
+                f"{file} adapts a layer outside the text part, which alone is trained: {name}.\n"
+                f"Fix: start from an adapter of the text part"
+            )
+        layers[layer] = None
+    return list(layers)
 
 
 def _given(path: str) -> "LoraConfig":
@@ -169,9 +191,9 @@ def _where(name: str) -> str:
     return str(path.resolve()) if path.is_dir() else name
 
 
-def _load(adapters: dict[str, nn.Parameter], file: Path) -> None:
+def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None:
     stored = stored_in(file)
-    own = {peft_name(name): parameter for name, parameter in adapters.items()}
+    own = {peft_name(name, places): parameter for name, parameter in adapters.items()}
     if odd := sorted(stored.keys() ^ own.keys()):
         raise ConfigError(
             f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)"

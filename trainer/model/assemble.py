@@ -53,12 +53,6 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
             f"model.attention=auto"
         )
     require_adapters(config)
-    if config.has_adapters and source.whole is not None:
-        raise ConfigError(
-            f"model.partial_pretrain={config.partial_pretrain} is a model of several parts, "
-            f"for which adapters cannot be trained; full fine-tuning, or model.freeze, trains "
-            f"its text part"
-        )
     design = Design(config, source, reason, on_meta(config, source, is_packed=reason is None))
     if config.expert_parallel_size > 1 and not experts_of(design.model):
         raise ConfigError(
@@ -134,7 +128,7 @@ def how_documents_run(design: Design) -> str:
 def on_meta(config: ModelConfig, source: ModelSource, *, is_packed: bool) -> PreTrainedModel:
     """Build the model without weights, with adapters and frozen parameters."""
     model = packed_lm.build_on_meta(source, is_packed=is_packed, loss=LOSSES[config.loss])
-    adapters.choose_trained(model, config)
+    adapters.choose_trained(model, config, source)
     return model
 
 
@@ -148,7 +142,7 @@ def prepare(
         model, torch.device("cpu") if offload else world.device, buffer_device=world.device
     )
     load.load_weights(model, source, seed=seed)
-    adapters.fill(model, config, seed=seed)
+    adapters.fill(model, config, source, seed=seed)
 
 
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:

@@ -16,7 +16,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer.config import ConfigError
 from trainer.model import weights
-from trainer.model.adapter_names import base_name, is_adapter
+from trainer.model.adapter_names import Places, base_name, is_adapter
 from trainer.model.weight_files import INDEX, SINGLE_FILE, weight_files
 from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
@@ -52,18 +52,28 @@ class ModelSource:
             raise ConfigError(f"model.partial_pretrain={self.path} {error}") from error
 
     @cached_property
+    def text(self) -> PreTrainedModel:
+        """The language model on meta."""
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                self.config, trust_remote_code=self.trust_remote_code
+            )
+        return model
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the language model is in the whole."""
+        return {} if self.whole is None else weights.places_of(self.text, self.whole)
+
+    @cached_property
     def weights(self) -> "SourceWeights":
         """The tensors of the files. Raises `ConfigError` if the model cannot be made of them."""
         files = _stored_files(Path(self.path))
-        with torch.device("meta"):
-            text: PreTrainedModel = AutoModelForCausalLM.from_config(
-                self.config, trust_remote_code=self.trust_remote_code
-            )
         try:
-            groups, others = weights.match(text, self.whole, files)
+            groups, others = weights.match(self.text, self.whole, files)
         except ConfigError as error:
             raise ConfigError(f"model.partial_pretrain={self.path}: {error}") from error
-        return SourceWeights(self, files, groups, others, text)
+        return SourceWeights(self, files, groups, others)
 
     @cached_property
     def _stored_config(self) -> PretrainedConfig:
@@ -94,8 +104,6 @@ class SourceWeights:
     files: dict[str, StoredTensor]
     groups: list[TensorGroup]
     others: list[str]
-    text: PreTrainedModel
-    """The language model on meta."""
 
     def require_all_of(self, model: PreTrainedModel) -> None:
         """Raise `ConfigError` unless the files hold every tensor of the model, once."""
@@ -143,9 +151,10 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
     found = source.weights
     others = {name: found.files[name] for name in sorted(found.others)}
     if source.whole is not None:
-        found.require_all_of(found.text)
+        found.require_all_of(source.text)
         logger.info(
-            "the text part is trained; %d other tensors go into exports unchanged", len(others)
+            "the text part is trained; exports of the whole model carry %d other tensors unchanged",
+            len(others),
         )
         text_names = tuple(name for group in found.groups for name in group.stored)
         return WholeCheckpoint(source.whole, text_names, others)
@@ -157,7 +166,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of "
         "the whole model carry them unchanged",
         len(others),
-        type(found.text).__name__,
+        type(source.text).__name__,
         next(iter(others)),
     )
     return WholeCheckpoint(None, (), others)

@@ -39,6 +39,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.config import ConfigError
+from trainer.model.adapter_names import Places
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,15 @@ def _kept_names(model: PreTrainedModel) -> dict[str, str]:
         name: names[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+
+
+def places_of(text: PreTrainedModel, whole: PreTrainedModel) -> Places:
+    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`."""
+    places = {}
+    for name, own in _text_names(text, whole).items():
+        prefix, _, rest = own.partition(".")
+        places[f"{prefix}."] = name.removesuffix(rest)
+    return places
 
 
 def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:

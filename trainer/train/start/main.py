@@ -199,7 +199,8 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
 
     whole, adapter = inputs.whole, None
     if config.model.has_adapters:
-        whole, adapter = None, Adapter(adapters.settings(parts.model), Path(inputs.source.path))
+        settings, base = adapters.settings(parts.model), inputs.source
+        whole, adapter = None, Adapter(settings, Path(base.path), base.whole)
     files, template, ends = inputs.model_files, inputs.chat_template, inputs.train.end_token_ids
     trainer = config.trainer
     saver = Saver(
