@@ -319,7 +319,7 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tm
 def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp_path):
     prepare(tmp_path, "qwen3_moe")  # samples and tokenizer
     write_whole_model(tmp_path / "model", "qwen3_5_moe")
-    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
+    lora = ("model.lora_rank=4", "model.lora_dropout=0.1", "trainer.checkpoint.export_lora=merged")
     runs = {name: tmp_path / name for name in ("straight", "killed")}
     words = {
         name: (*words_of_run(tmp_path, tmp_path / "model", path), *lora)

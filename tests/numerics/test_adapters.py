@@ -17,16 +17,18 @@ from ranks import each, run_ranks
 from safetensors.torch import save_file
 from test_invariance import plain_run, train
 from torch.utils.flop_counter import FlopCounterMode
-from toy import build_toy_model, differing, model_config, relative, write_model_config
+from toy import ToySamples, build_toy_model, differing, model_config, relative, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
 from trainer.checkpoint import shards
 from trainer.config import ConfigError
+from trainer.data.loader import pack
 from trainer.model import adapters, assemble, flops, lora_layers, new_tokens, packed_lm, source
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.model.pretrained import ModelSource
 from trainer.quickstart import MODEL_DIR
+from trainer.runtime import seeding
 from trainer.tools.plan.live_storage import FROZEN
 from trainer.tools.plan.memory import plan_memory
 from trainer.train.start.compose import load_config
@@ -425,3 +427,34 @@ def test_adapters_are_scaled_as_configured(tmp_path, changes, scale):
     adapted_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert adapted_layers and all([*layer.scaling.values()] == [scale] for layer in adapted_layers)
     assert adapters.settings(model)["lora_alpha"] == 6
+
+
+def losses_with_dropout(world: Any, model: ModelSource, adapter: str) -> dict[str, float]:
+    """Of the same documents, in training and in validation."""
+    samples, losses = ToySamples(4), {}
+    for dropout in (0.0, 0.3):
+        built = build_toy_model(world, model, lora_adapter_path=adapter, lora_dropout=dropout)
+        for mode, step in (("train", 1), ("again", 1), ("next step", 2), ("validation", 1)):
+            built.train(mode != "validation")
+            seeding.seed_step(3, step=step, rank=world.rank)
+            with torch.no_grad():
+                losses[f"{mode} {dropout}"] = float(built(pack(samples, range(4))).loss_sum)
+    return losses
+
+
+def test_dropout_is_drawn_by_step_and_rank_in_training_alone(tmp_path):
+    model = write_model_config(tmp_path / "model")
+    adapter = write_adapter(plain_model(model.path), tmp_path / "adapter", lora_dropout=0.5)
+    one, other = run_ranks(losses_with_dropout, 2, model, adapter)
+    assert one["validation 0.3"] == one["validation 0.0"] == one["train 0.0"]
+    assert one["train 0.3"] == one["again 0.3"]
+    drawn = {one["train 0.3"], one["next step 0.3"], other["train 0.3"], one["train 0.0"]}
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize(("name", "written"), [("llama", 0.1), ("deepseek_v3", 0.0)])
+def test_dropout_is_written_where_peft_can_load_it(family, name, written):
+    source = family(name)
+    settings = adapters.settings(on_meta(source, lora_dropout=0.1))
+    assert settings["lora_dropout"] == written
+    assert adapted_by_plain_peft(source, settings)

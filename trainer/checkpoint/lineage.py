@@ -43,6 +43,7 @@ WARNED = (
     "model.attention",
     RECOMPUTE,
     "model.loss",
+    "model.lora_dropout",
     "model.master_dtype",
     "model.fsdp_config.param_dtype",
     "optim.betas",

@@ -115,6 +115,11 @@ class ModelConfig:
     lora_alpha: int = key(
         16, "LoRA: what adapters add is scaled by lora_alpha / lora_rank", positive()
     )
+    lora_dropout: float = key(
+        0.0,
+        "LoRA: fraction of an adapter's inputs that training sets to zero, drawn by step and rank",
+        within("[0, 1)"),
+    )
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
     target_modules: str | list[str] = key(
         "all-linear",

@@ -117,6 +117,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has "
             f"rank {settings.r}: leave model.lora_rank out"
         )
+    settings.lora_dropout = config.lora_dropout
     settings.base_model_name_or_path = _where(config.partial_pretrain)
     layers = lora_layers.chosen(model, targets, said=said)
     # the layers are named by the tensors of an adapter: peft gives some names in target_modules
@@ -135,6 +136,8 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     settings.target_modules, settings.target_parameters = lora_layers.written(
         source.whole or model, [placed(name, places) for name in layers]
     )
+    if settings.target_parameters:
+        settings.lora_dropout = 0.0  # peft loads no dropout with them; it matters in training alone
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:
@@ -181,7 +184,10 @@ def _given(path: str) -> "LoraConfig":
             f"{', '.join(odd)}"
         )
     if own["lora_dropout"]:
-        logger.info("model.lora_adapter_path: its lora_dropout=%s is not used", own["lora_dropout"])
+        logger.info(
+            "model.lora_adapter_path: its lora_dropout=%s is not used; model.lora_dropout sets one",
+            own["lora_dropout"],
+        )
     return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **{key: own[key] for key in _HELD})
 
 
