@@ -33,6 +33,8 @@ PRIVATE = {
     "_buffers": ("buffers keep their values on meta", "numerics/test_weights.py"),
     "_parameters": ("adapters beside frozen weights", "numerics/test_adapters.py"),
     "_grouped_mm": ("products of experts", "numerics/test_experts.py"),
+    "_grouped_linear": ("adapters of experts", "numerics/test_adapters.py"),
+    "_apply_gate": ("adapters of experts", "numerics/test_adapters.py"),
     "_scaled_dot_product_flash_attention": ("kept by recomputation", "numerics/test_parallelize.py"),
     "_scaled_dot_product_efficient_attention": (
         "kept by recomputation", "numerics/test_parallelize.py"

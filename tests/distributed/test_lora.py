@@ -348,3 +348,42 @@ def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp
     of_merged = logits_of(load(whole))
     assert (in_peft - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
     assert not torch.allclose(logits_of(load(tmp_path / "model")), of_merged, rtol=1e-3)
+
+
+EXPERTS = "model.target_modules=[o_proj,experts.gate_up_proj,experts.down_proj]"
+
+
+def test_experts_are_adapted_resumed_and_exported_for_peft(tmp_path):
+    prepare(tmp_path, "qwen3_moe")
+    lora = ("model.lora_rank=4", EXPERTS)
+    runs = {name: tmp_path / name for name in ("straight", "killed", "merged", "on")}
+    words = {
+        name: (*words_of_run(tmp_path, tmp_path / "model", path), "data.val_ratio=0.2")
+        for name, path in runs.items()
+    }
+    start(runs["straight"], 2, *words["straight"], *lora)
+    stop = partial(stop_in_step, 5, signal.SIGKILL)
+    start(runs["killed"], 2, *words["killed"], *lora, code=None, before=stop)
+    assert "continuing at step 5 of 6" in start(runs["killed"], 2, *words["killed"], *lora)
+    found = compare_runs(runs["straight"], runs["killed"], steps=6)
+    assert found.num_equal > 10 and not found.differences, found.differences
+
+    alone = runs["killed"] / "global_step_6" / "huggingface"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    before = logits_of(plain)
+    in_peft: Any = PeftModel.from_pretrained(plain, alone)
+    loaded = {name: p for name, p in in_peft.named_parameters() if ".lora_" in name}
+    stored = load_file(alone / ADAPTER)
+    assert {name.replace(".default.", ".") for name in loaded} == stored.keys()
+    assert all(torch.equal(p, stored[n.replace(".default.", ".")]) for n, p in loaded.items())
+    assert any("experts.base_layer.lora_B" in name and p.any() for name, p in loaded.items())
+    assert not torch.allclose(logits_of(in_peft), before, rtol=1e-3)
+
+    path = f"model.lora_adapter_path={alone}"
+    start(runs["on"], 1, *words["on"], path, "optim.lr=1e-9", "trainer.total_training_steps=1")
+    begun = load_file(runs["on"] / "global_step_1" / "huggingface" / ADAPTER)
+    assert begun.keys() == stored.keys()
+    assert all(torch.allclose(begun[name], stored[name], atol=1e-7) for name in stored)
+    merged = "trainer.checkpoint.export_lora=merged"
+    refused = start(runs["merged"], 1, *words["merged"], *lora, merged, code=2)
+    assert "adapters of experts" in refused and "export_lora=adapter" in refused

@@ -261,9 +261,9 @@ def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, 
         ("qwen3_moe", ["gate_proj", "up_proj"], "takes in experts"),
         ("qwen3_moe", r".*\.(q_proj|down_proj)", "takes in experts"),
         ("qwen3_next", ["experts.gate_proj"], "takes in experts"),
-        ("qwen3_next", r".*\.experts\..*", "takes in experts"),
         ("deepseek_v3", ["mlp.experts"], "takes in experts"),
         ("mixtral", ["w1", "w2", "w3"], "takes in experts"),
+        ("llama4_text", ["experts.down_proj"], "takes in experts"),
         ("deepseek_v3", ["gate"], "it is no linear layer but a DeepseekV3TopkRouter"),
         (
             "mamba2",
@@ -284,6 +284,18 @@ def test_what_cannot_be_adapted_is_refused(family, name, targets, message):
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["experts.down_proj"]}, "adapts experts alone"),
+        ({"target_modules": ["o_proj", "experts.down_proj"], "lora_dropout": 0.1}, "no dropout"),
+    ],
+)
+def test_what_adapters_of_experts_cannot_be(family, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        on_meta(family("qwen3_moe"), **changes)
+
+
 def test_the_start_says_which_layers_are_adapted(family):
     model = on_meta(family("deepseek_v3"), target_modules=["o_proj", "gate_proj"])
     said = lora_layers.summary(model, rank=4)
@@ -292,12 +304,12 @@ def test_the_start_says_which_layers_are_adapted(family):
     assert {"experts (1)", "gate (1)", "kv_b_proj (2)"} <= set(left_out.split(", "))
 
 
-def exported(source: ModelSource, path: Path) -> str:
+def exported(source: ModelSource, path: Path, **changes: Any) -> str:
     """An adapter as the trainer writes one, that adds something."""
-    model = on_meta(source, partial_pretrain=source.path, lora_rank=3)
+    model = on_meta(source, partial_pretrain=source.path, lora_rank=3, **changes)
     torch.manual_seed(5)
     tensors = {
-        peft_name(n, {}): 0.05 * torch.randn(p.shape)
+        peft_name(n, source.places): 0.05 * torch.randn(p.shape)
         for n, p in model.named_parameters()
         if ".lora_" in n
     }
@@ -458,3 +470,34 @@ def test_dropout_is_written_where_peft_can_load_it(family, name, written):
     settings = adapters.settings(on_meta(source, lora_dropout=0.1))
     assert settings["lora_dropout"] == written
     assert adapted_by_plain_peft(source, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3_moe", ["experts.gate_up_proj", "experts.down_proj"]),
+        ("deepseek_v3", ["experts.down_proj"]),
+        ("gpt_oss", ["experts.gate_up_proj", "experts.down_proj"]),
+    ],
+)
+def test_experts_train_as_in_a_plain_loop_with_peft(family, tmp_path, name, parameters):
+    """Of peft's `target_parameters`; gpt_oss has transposed weights and biases."""
+    source = family(name, initializer_range=0.05)
+    adapter = write_adapter(
+        plain_model(source.path),
+        tmp_path / "adapter",
+        target_modules=["o_proj"],
+        target_parameters=parameters,
+        lora_alpha=1,
+    )
+    assert_as_plain(source, adapter, {1: {"one rank": {}}, 2: MICRO_BATCHES | RECOMPUTED})
+
+
+def test_the_text_part_of_several_trains_its_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_training, "AutoModelForCausalLM", AutoModelForMultimodalLM)
+    source = write_whole_model(tmp_path / "model", "qwen3_5_moe")
+    targets = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
+    model = on_meta(source, lora_rank=3, lora_alpha=1, target_modules=targets)
+    assert "experts.down_proj (2), experts.gate_up_proj (2)" in lora_layers.summary(model, rank=3)
+    adapter = exported(source, tmp_path / "adapter", lora_alpha=1, target_modules=targets)
+    assert_as_plain(source, adapter, {1: {"one rank": {}}, 2: MICRO_BATCHES})

@@ -62,16 +62,18 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     return {"loss": float(loss), "logits": logits, "passes": len(whole.others)}
 
 
-def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Tensor:
+def train_adapter(
+    world: Any, source: ModelSource, export_dir: Path, *, kinds: tuple[str, ...], **changes: Any
+) -> torch.Tensor:
     """Export adapters that add something, alone and merged. Returns the logits with them."""
-    lora = {"lora_rank": 3, "partial_pretrain": source.path}
+    lora = {"lora_rank": 3, "partial_pretrain": source.path, **changes}
     model = build(world, source, random_weights=False, **lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.add_(0.05)
     settings = adapters.settings(model)
-    for kind in ("adapter", "merged"):
+    for kind in kinds:
         adapter = Adapter(settings, Path(source.path), source.whole)
         export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
         target = export_dir.with_name(f"{export_dir.name}-{kind}")
@@ -98,7 +100,8 @@ def train_all(world: Any, root: Path) -> dict[str, Any]:
         try:
             export_dir = root / f"{name}-export-{world.size}"
             results[name] = train_one(world, source, export_dir)
-            results[name]["adapted"] = train_adapter(world, source, export_dir)
+            kinds = ("adapter", "merged")
+            results[name]["adapted"] = train_adapter(world, source, export_dir, kinds=kinds)
         except Exception:
             results[name] = traceback.format_exc()
     return results
@@ -196,6 +199,20 @@ def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
     changed = {key for key in theirs if ours[key] != theirs[key]}
     assert ours.keys() == theirs.keys() and len(changed) == len(stored) // 2
     assert not any("vis" in key or "projector" in key for key in changed)
+
+
+def test_adapters_of_experts_load_in_the_whole(root, tmp_path):
+    source = ModelSource(str(root / "qwen3_5_moe"))
+    targets = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
+    settings = {"kinds": ("adapter",), "target_modules": targets}
+    trained = run_ranks(train_adapter, 2, source, tmp_path / "experts", **settings)[0]
+    base = original(root / "qwen3_5_moe")[0]
+    with torch.no_grad():
+        before = base(input_ids=IDS, use_cache=False).logits
+        in_peft: Any = PeftModel.from_pretrained(base, tmp_path / "experts-adapter")
+        of_adapter = in_peft(input_ids=IDS, use_cache=False).logits
+    assert not torch.allclose(before, trained, atol=1e-2)
+    torch.testing.assert_close(of_adapter, trained, rtol=1e-5, atol=1e-4)
 
 
 def rewritten(source: Path, target: Path, change: Any) -> ModelSource:

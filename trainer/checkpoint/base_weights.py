@@ -113,8 +113,9 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
         if known in names:
             return names[known]
     raise ConfigError(
-        f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in "
-        f"another form; trainer.checkpoint.export_lora=adapter needs none"
+        f"the files of the base have no tensor '{name}' to merge an adapter with: adapters of "
+        f"experts, and of weights that the files store in another form, cannot be merged.\n"
+        f"Fix: trainer.checkpoint.export_lora=adapter (of a checkpoint: --lora adapter)"
     )
 
 

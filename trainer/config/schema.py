@@ -124,7 +124,7 @@ class ModelConfig:
     target_modules: str | list[str] = key(
         "all-linear",
         "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), "
-        "ends of names as [q_proj,v_proj], or a regular expression of whole names",
+        "ends of names as [q_proj,experts.down_proj], or a regular expression of whole names",
         not_empty,
     )
     lora_adapter_path: str | None = key(

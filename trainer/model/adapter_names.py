@@ -2,7 +2,8 @@
 files.
 
 peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and
-`lora_B`.
+`lora_B`. An adapter of a stacked weight of experts is around their module: `experts.lora_A`, and
+`experts.base_layer.lora_A` where two weights are adapted.
 
 In a checkpoint of several parts, the text part's layers have other names: `Places` maps the
 beginning of a name in the text part to its beginning in the whole. It is empty for a checkpoint of
@@ -25,7 +26,7 @@ def is_adapter(name: str) -> bool:
 
 def base_name(name: str) -> str:
     """Return a parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return name.replace("base_layer.", "")
 
 
 def adapted_name(name: str) -> str:

@@ -6,6 +6,7 @@ Frozen parameters are stored in the compute dtype.
 import logging
 import math
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.config import ConfigError, ModelConfig, names_matching
-from trainer.model import load, lora_layers
+from trainer.model import expert_adapters, load, lora_layers
 from trainer.model.adapter_names import (
     ADAPTER_WEIGHTS,
     NAME,
@@ -119,7 +120,26 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
         )
     settings.lora_dropout = config.lora_dropout
     settings.base_model_name_or_path = _where(config.partial_pretrain)
-    layers = lora_layers.chosen(model, targets, said=said)
+    stacked = lora_layers.expert_weights(model)
+    if isinstance(targets, list) and settings.target_parameters:  # of an adapter to start from
+        targets = _with_weights(targets, stacked, settings.target_parameters)
+        settings.target_parameters = None
+    chosen = lora_layers.chosen(model, targets, said=said)
+    layers = [name for name in chosen if name not in stacked]
+    of_experts = defaultdict(list)
+    for name in chosen:
+        if name in stacked:
+            module, _, weight = name.rpartition(".")
+            of_experts[module].append(weight)
+    if of_experts and not layers:
+        raise ConfigError(
+            f"{said}: it adapts experts alone.\nFix: name a linear layer too, as o_proj"
+        )
+    if of_experts and config.lora_dropout:
+        raise ConfigError(
+            f"model.lora_dropout={config.lora_dropout}: adapters of experts have no dropout.\n"
+            f"Fix: model.lora_dropout=0"
+        )
     # the layers are named by the tensors of an adapter: peft gives some names in target_modules
     # another meaning
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
@@ -133,9 +153,12 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
                 f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: "
                 f"{error}.\nFix: name fewer layers with model.target_modules"
             ) from error
+    for name, weights in of_experts.items():
+        expert_adapters.adapt(model, name, weights, settings)
     settings.target_modules, settings.target_parameters = lora_layers.written(
         source.whole or model, [placed(name, places) for name in layers]
     )
+    settings.target_parameters += [placed(n, places) for n in chosen if n in stacked]
     if settings.target_parameters:
         settings.lora_dropout = 0.0  # peft loads no dropout with them; it matters in training alone
 
@@ -188,7 +211,21 @@ def _given(path: str) -> "LoraConfig":
             "model.lora_adapter_path: its lora_dropout=%s is not used; model.lora_dropout sets one",
             own["lora_dropout"],
         )
-    return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **{key: own[key] for key in _HELD})
+    held = {key: own[key] for key in (*_HELD, "target_parameters")}
+    return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **held)
+
+
+def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> list[str]:
+    """Replace modules of experts by their weights that the settings of an adapter name."""
+    own = [name.replace(".base_layer", "") for name in layers]
+    leaves = {lora_layers.leaf(name) for name in named}
+    module_of = {name: name.rpartition(".")[0] for name in stacked}
+    weights = [
+        name
+        for name, module in module_of.items()
+        if module in own and lora_layers.leaf(name) in leaves
+    ]
+    return [name for name in own if name not in module_of.values()] + weights
 
 
 def _where(name: str) -> str:

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.utils.output_capturing import OutputRecorder
 
 from trainer.data.batch import PackedBatch, StepBatch
+from trainer.model import expert_adapters
 from trainer.model.expert_exchange import ExpertExchange
 
 COUNTED = "counted_grouped_mm"
@@ -44,6 +45,8 @@ def counted_grouped_mm(
         )
     if exchange is not None:
         return _exchanged_grouped_mm(experts, exchange, hidden_TH, index_TK, weights_TK)
+    if "adapters" in vars(experts):
+        return expert_adapters.grouped_mm(experts, hidden_TH, index_TK, weights_TK)
     result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
     return result
 

@@ -39,9 +39,14 @@ def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     """
     chosen = num_chosen(model.config) or 0
     modules = experts_of(model) if chosen else []
-    return {
-        p: chosen / m.num_experts if p.ndim == 3 else 0.0 for m in modules for p in m.parameters()
-    }
+    shares: dict[nn.Parameter, float] = {}
+    for module in modules:
+        share = chosen / module.num_experts
+        shares |= {p: share if p.ndim == 3 else 0.0 for p in module.parameters()}
+        for adapter in vars(module).get("adapters", {}).values():
+            for part in (adapter.lora_A, adapter.lora_B):
+                shares |= dict.fromkeys(part.parameters(), share)
+    return shares
 
 
 def _flops(model: PreTrainedModel) -> StepFlops:

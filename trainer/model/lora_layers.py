@@ -23,7 +23,10 @@ _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of the layers of one expert in files and in older versions of transformers."""
 
-_NO_EXPERTS = "it takes in experts, whose weights are stacked in one tensor, which cannot have an adapter here"
+_NO_EXPERTS = (
+    "it takes in experts, whose weights are stacked in one tensor; where transformers computes them "
+    "as grouped products, experts.gate_up_proj and experts.down_proj name them"
+)
 _NO_HEAD = (
     "the embeddings and the output head cannot have adapters here: the head holds the loss, and "
     "may share the embeddings' weight"
@@ -40,9 +43,10 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
     """
     obstacles = _obstacles(model)
     adaptable = [name for name, obstacle in obstacles.items() if not obstacle]
+    stacked = expert_weights(model)
     if targets == ALL_LINEAR:
         return [name for name in adaptable if not is_router(name)]
-    leaves = list(dict.fromkeys(map(_leaf, adaptable)))
+    leaves = list(dict.fromkeys(map(leaf, adaptable)))
     examples = ", ".join(leaves[:12]) + ", …" * (len(leaves) > 12)
     fix = f"Fix: model.target_modules=all-linear, or a list of: {examples}"
     is_pattern = isinstance(targets, str)
@@ -63,14 +67,30 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             raise ConfigError(
                 f"{said}: '{target}' names no layer of this model{hint and f'; {hint}'}.\n{fix}"
             )
+        # down_proj is that of dense layers, experts.down_proj that of experts
+        of_experts = {name for name in named if name in stacked and name.split(".")[-2] in target}
+        found.update(of_experts)
+        if of_experts:
+            named = [name for name in named if obstacles[name] != _NO_EXPERTS]
         # gate_proj may also name a dense MLP or a shared expert, which is then what it means
-        meant = {_leaf(name) for name in named if not obstacles[name]}
+        meant = {leaf(name) for name in named if not obstacles[name]}
         for name in named:
             obstacle = obstacles[name]
-            if obstacle and not (obstacle == _NO_EXPERTS and _leaf(name) in meant):
+            if obstacle and not (obstacle == _NO_EXPERTS and leaf(name) in meant):
                 raise ConfigError(f"{said}: '{name}' cannot be adapted: {obstacle}.\n{fix}")
-        found.update(named)
-    return [name for name in adaptable if name in found]
+        found.update(name for name in named if not obstacles[name])
+    return [name for name in obstacles if name in found]
+
+
+def expert_weights(model: PreTrainedModel) -> list[str]:
+    """Return the stacked weights of experts that can have adapters, in peft's order of them."""
+    return [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if {"num_experts", "is_transposed", "has_gate"} <= vars(module).keys()
+        for weight, stacked in module.named_parameters(recurse=False)
+        if stacked.ndim == 3
+    ]
 
 
 def is_router(name: str) -> bool:
@@ -87,11 +107,11 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
     `…gate_proj.weight` is not converted, and has the same adapter.
     """
     adapted = set(names)
-    left_out = {_leaf(name) for name, _ in model.named_modules() if name not in adapted}
+    left_out = {leaf(name) for name, _ in model.named_modules() if name not in adapted}
     # the last part of a name stands for all layers that end in it
-    ends = {name if _leaf(name) in left_out else _leaf(name) for name in adapted}
-    converted = _converted_by_peft(model, {_leaf(end) for end in ends})
-    parameters = {end for end in ends if _leaf(end) in converted}
+    ends = {name if leaf(name) in left_out else leaf(name) for name in adapted}
+    converted = _converted_by_peft(model, {leaf(end) for end in ends})
+    parameters = {end for end in ends if leaf(end) in converted}
     return sorted(ends - parameters), sorted(f"{end}.weight" for end in parameters)
 
 
@@ -101,11 +121,17 @@ def summary(model: PreTrainedModel, *, rank: int) -> str:
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted, left_out = Counter[str](), Counter[str]()
+    inner = set()
     for name, module in model.named_modules():
-        if name.endswith(".base_layer"):
-            adapted[_leaf(name.removesuffix(".base_layer"))] += 1
+        if weight := getattr(module, "parameter_name", ""):
+            adapted[f"experts.{weight}"] += 1
+            inner.add(f"{name}.base_layer")
+        elif name in inner:
+            continue
+        elif name.endswith(".base_layer"):
+            adapted[leaf(name.removesuffix(".base_layer"))] += 1
         elif _has_matrix(module) and module not in ends and not is_adapter(f"{name}."):
-            left_out[_leaf(name)] += 1
+            left_out[leaf(name)] += 1
     said = f"LoRA of rank {rank} on {_counted(adapted)}"
     return f"{said}; not adapted: {_counted(left_out)}" if left_out else said
 
@@ -176,7 +202,7 @@ def _is_one_product(layer: Any) -> bool:
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, layer.out_features)
 
 
-def _leaf(name: str) -> str:
+def leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 

@@ -1,0 +1,100 @@
+"""LoRA adapters of experts: peft's `target_parameters`, computed as grouped products.
+
+peft adds the product of an adapter's two matrices to the stacked weights in every forward pass.
+Here the tokens go through both matrices instead, so no tensor of the weights' size is made.
+
+Shape suffixes: T tokens of a micro-batch, K experts chosen for each, S = T * K pairs of both, sorted
+by expert, E experts, R rank, I inputs and O outputs of a product, H hidden size.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import _grouped_linear
+
+from trainer.model.adapter_names import NAME
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_RANK_MULTIPLE = 8
+"""Grouped products take rows of a multiple of 16 bytes, also in bfloat16."""
+
+
+def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraConfig") -> None:
+    """Put peft's wrappers around the module of experts `name`, one for each of its `weights`, in
+    the order in which peft puts them.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    experts: Any = model.get_submodule(name)
+    outermost, experts.adapters = experts, {}
+    for weight in weights:
+        outermost = ParamWrapper(
+            outermost,
+            NAME,
+            parameter_name=weight,
+            config=settings,
+            r=settings.r,
+            lora_alpha=settings.lora_alpha,
+        )
+        experts.adapters[weight] = outermost
+    outermost.forward = partial(_forward, outermost, experts)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, outermost)
+
+
+def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the experts with their adapters, or, where the self-check asks for transformers' own
+    forward pass, with the weights that peft makes.
+    """
+    if experts.config._experts_implementation == "eager":
+        return type(outermost).forward(outermost, *args, **kwargs)
+    return experts(*args, **kwargs)
+
+
+def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Compute what transformers' grouped products do, and add what the adapters do."""
+    num_tokens, num_chosen = index_TK.shape
+    expert_S, order_S = index_TK.flatten().sort()
+    tokens_E = expert_S.new_zeros(experts.num_experts)
+    tokens_E.index_add_(0, expert_S, torch.ones_like(expert_S))
+    ends_E = tokens_E.cumsum(0, dtype=torch.int32)
+    product = partial(_product, experts, expert_S=expert_S, ends_E=ends_E)
+
+    input_SH = hidden_TH[order_S // num_chosen]
+    if experts.has_gate:
+        inner_SI = experts._apply_gate(product("gate_up_proj", input_SH))
+    else:
+        inner_SI = experts.act_fn(product("up_proj", input_SH))
+    output_SH = product("down_proj", inner_SI)
+    if experts.has_post_expert_norm:
+        output_SH = experts.post_expert_norm(output_SH)
+
+    output_SH = output_SH * weights_TK.flatten()[order_S, None]
+    output_TKH = output_SH[order_S.argsort()].view(num_tokens, num_chosen, -1)
+    return output_TKH.sum(1).to(hidden_TH.dtype)
+
+
+def _product(
+    experts: Any, name: str, input_SI: Tensor, *, expert_S: Tensor, ends_E: Tensor
+) -> Tensor:
+    """Multiply each row with the weight of its expert, and add scaling * B A of its adapter."""
+    bias_SO = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None
+    output_SO: Tensor = _grouped_linear(
+        input_SI, getattr(experts, name), ends_E, bias=bias_SO, is_transposed=experts.is_transposed
+    )
+    if name not in experts.adapters:
+        return output_SO
+    adapter = experts.adapters[name]
+    down, up = adapter.lora_A[NAME].weight, adapter.lora_B[NAME].weight
+    down_ERI = down.view(experts.num_experts, -1, down.shape[1])
+    up_EOR = up.view(up.shape[0], -1, experts.num_experts).permute(2, 0, 1).contiguous()
+    padding = -down_ERI.shape[1] % _RANK_MULTIPLE
+    down_ERI, up_EOR = F.pad(down_ERI, (0, 0, 0, padding)), F.pad(up_EOR, (0, padding))
+    added_SO = _grouped_linear(_grouped_linear(input_SI, down_ERI, ends_E), up_EOR, ends_E)
+    return output_SO + added_SO * adapter.scaling[NAME]
