@@ -232,7 +232,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
         ),
         ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is no regular expression"),
         ("t5", {}, [], "an encoder with a decoder; only language models of a decoder alone"),
-        ("gemma3", {"quantization_config": {"quant_method": "fp8"}}, [], "is quantized"),
+        ("gemma3", {"quantization_config": {"quant_method": "gptq"}}, [], "is quantized"),
         (
             "gemma3",
             {"architectures": ["OwnModel"]},

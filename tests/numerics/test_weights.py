@@ -122,7 +122,7 @@ def cut_short(path: Path) -> None:
 def quantized(path: Path) -> None:
     save_model(path)
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
+    config["quantization_config"] = {"quant_method": "gptq"}
     (path / "config.json").write_text(json.dumps(config))
 
 

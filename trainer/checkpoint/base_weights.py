@@ -20,8 +20,9 @@ from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import share_of
 from trainer.config import ConfigError
+from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
-from trainer.model.weights import StoredTensor, stored_in
+from trainer.model.weights import StoredTensor
 from trainer.runtime.environment import local_rank, ranks_on_machine
 
 
@@ -101,7 +102,7 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
             f"'{directory}' has no safetensors to merge adapters with; "
             f"trainer.checkpoint.export_lora=adapter needs none"
         )
-    return {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
+    return weights_in(directory)
 
 
 def stored_name(names: Mapping[str, str], name: str) -> str:

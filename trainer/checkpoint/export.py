@@ -39,6 +39,7 @@ from trainer.model.adapter_names import (
     adapted_name,
     peft_name,
 )
+from trainer.model.quantized import QUANTIZATION_CONFIG
 from trainer.model.weight_files import INDEX
 from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, match, places_of
 
@@ -351,8 +352,11 @@ def _config(plan: ExportPlan) -> dict[str, object]:
     config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
     for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        part.pop(QUANTIZATION_CONFIG, None)
         for key in ("dtype", "torch_dtype"):
-            if isinstance(part, dict) and key in part:
+            if key in part:
                 part[key] = plan.dtype
     if plan.class_name is not None:
         config.setdefault("architectures", [plan.class_name])

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer.config import ConfigError
-from trainer.model import weights
+from trainer.model import quantized, weights
 from trainer.model.adapter_names import Places, base_name, is_adapter
-from trainer.model.weight_files import INDEX, SINGLE_FILE, weight_files
+from trainer.model.weight_files import INDEX, SINGLE_FILE
 from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -82,12 +82,13 @@ class ModelSource:
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             raise ConfigError(f"{name} has no usable config.json: {error}") from error
-        text = config.get_text_config()
-        if any(getattr(part, "quantization_config", None) is not None for part in (config, text)):
-            raise ConfigError(
-                f"{name} is quantized (quantization_config in config.json); use the model's "
-                f"bfloat16 or float32 weights"
-            )
+        for part in (config, config.get_text_config()):
+            settings = vars(part).pop(quantized.QUANTIZATION_CONFIG, None)
+            if settings is not None:
+                try:
+                    quantized.require_supported(settings)
+                except ConfigError as error:
+                    raise ConfigError(f"{name} {error}") from error
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
                 f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
@@ -201,9 +202,7 @@ def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
 
 
 def _stored_files(path: Path) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
-    for file in weight_files(path):
-        stored |= weights.stored_in(file)
+    stored = quantized.weights_in(path)
     if not stored:
         raise ConfigError(
             f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} "

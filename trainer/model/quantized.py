@@ -1,0 +1,233 @@
+"""Quantized checkpoints, read as the bfloat16 weights that they stand for.
+
+A weight is stored as codes (float8, or two 4-bit floats a byte) and as scales, each for a block of
+rows and columns. Readers of these tensors see neither: they ask for slices in bfloat16, and only
+the codes of those slices are read.
+
+Shape suffixes: R rows and C columns of a weight.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.model.weight_files import weight_files
+from trainer.model.weights import StoredTensor, stored_in
+
+QUANTIZATION_CONFIG = "quantization_config"
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_FOUR_BITS = ("I8", "U8")
+_FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4 = ("_blocks", "_scales")
+_MXFP4_COLUMNS = 32
+"""Columns of a block in the checkpoints of gpt-oss, which hold each weight transposed."""
+_OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
+_ROWS = 256
+"""Rows converted at once, which bounds the memory of the float32 values."""
+
+
+def weights_in(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the safetensors files of a model directory, quantized ones as bfloat16.
+
+    Raises `ConfigError` for files that cannot be read, and for a quantization that is not
+    supported.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(directory):
+        stored |= sorted(stored_in(file).items())
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error}") from error
+    settings = quantization_of(config)
+    if settings is None:
+        return stored
+    require_supported(settings)
+    return dequantized(stored, _block_size(settings))
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the settings of the quantization in a config.json; None for full precision."""
+    for part in (config, config.get("text_config") or {}):
+        if settings := part.get(QUANTIZATION_CONFIG):
+            return dict(settings)
+    return None
+
+
+def require_supported(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless the weights can be dequantized. The message goes on after the name
+    of the checkpoint.
+    """
+    method = settings.get("quant_method")
+    is_supported = method in ("fp8", "mxfp4")
+    if method == "compressed-tensors":
+        kinds = [group.get("weights") or {} for group in _groups(settings)]
+        is_supported = all(
+            (kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds
+        )
+    if not is_supported:
+        raise ConfigError(
+            f"is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
+            f"{settings.get('format', 'no format')}); only fp8, mxfp4 and the float8 formats of "
+            f"compressed-tensors are dequantized while loading.\n"
+            f"Fix: use the model's bfloat16 or float32 weights"
+        )
+
+
+def dequantized(
+    stored: Mapping[str, StoredTensor], block_size: tuple[int, int] | None
+) -> dict[str, StoredTensor]:
+    """Put one bfloat16 tensor in the place of each pair of codes and scales, and leave out the
+    scales of activations.
+
+    `block_size`: rows and columns that share a scale, where the checkpoint names them. Raises
+    `ConfigError` for codes without scales, and for scales that do not fit.
+    """
+    tensors = {
+        name: tensor for name, tensor in stored.items() if not name.endswith(_OF_ACTIVATIONS)
+    }
+    for name in [name for name, tensor in tensors.items() if tensor.dtype in _FLOAT8 + _FOUR_BITS]:
+        if name not in tensors:
+            continue  # scales, of codes that came before
+        names = [scales for scales in _names_of_scales(name) if scales in tensors]
+        if names:
+            codes, scales = tensors.pop(name), tensors.pop(names[0])
+            made = _Quantized.pair(codes, scales, block_size, f"{codes.file}: {name}")
+            tensors[name.removesuffix(_MXFP4[0])] = made.as_stored()
+        elif tensors[name].dtype in _FLOAT8:
+            raise ConfigError(f"{tensors[name].file}: {name} is float8, and its scales are missing")
+    return tensors
+
+
+def _names_of_scales(name: str) -> list[str]:
+    """Return the names under which checkpoints store the scales of a weight."""
+    stem, blocks = name.removesuffix(".weight"), _MXFP4[0]
+    if name.endswith(blocks):
+        return [name.removesuffix(blocks) + _MXFP4[1]]
+    return [f"{name}_scale_inv", f"{name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"]
+
+
+def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list((settings.get("config_groups") or {}).values())
+
+
+def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    found = settings.get("weight_block_size")
+    for group in _groups(settings):
+        found = found or group["weights"].get("block_structure")
+    return (int(found[0]), int(found[1])) if found else None
+
+
+def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return the number of blocks down and across; the last ones may be cut."""
+    return math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1])
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """A weight as codes and scales. `block`: rows and columns that share a scale; `num_columns` of
+    the weight as stored; `is_mxfp4`: the codes have one more dimension, and the weight is the
+    transposed of what is stored.
+    """
+
+    codes: StoredTensor
+    scales: StoredTensor
+    block: tuple[int, int]
+    num_columns: int
+    is_mxfp4: bool
+
+    @classmethod
+    def pair(
+        cls,
+        codes: StoredTensor,
+        scales: StoredTensor,
+        block_size: tuple[int, int] | None,
+        place: str,
+    ) -> "_Quantized":
+        """Raises `ConfigError` if the scales do not fit; `place` names the codes."""
+        is_mxfp4 = len(codes.shape) == 4
+        shape = codes.shape
+        if is_mxfp4:
+            shape = (*shape[:2], math.prod(shape[2:]))
+        if codes.dtype in _FOUR_BITS:
+            shape = (*shape[:-1], 2 * shape[-1])
+        grid = (1, 1) if math.prod(scales.shape) == 1 else scales.shape[-2:]
+        blocks = [block_size] if block_size is not None else []
+        if is_mxfp4:
+            blocks = [(1, _MXFP4_COLUMNS)]
+        elif len(shape) > 1 and len(grid) == 2:
+            blocks.append((shape[-2] // grid[0], shape[-1] // grid[1]))
+        for block in blocks if len(shape) > 1 else []:
+            if min(block) and _grid(shape, block) == tuple(grid):
+                return cls(codes, scales, block, shape[-1], is_mxfp4)
+        raise ConfigError(
+            f"{place} has shape {codes.shape}, and its scales have {scales.shape}: no block of rows "
+            f"and columns fits both.\nFix: use the model's bfloat16 weights"
+        )
+
+    def as_stored(self) -> StoredTensor:
+        """Return the weight as a reader of files sees it."""
+        shape = (*self.codes.shape[:-1], self.num_columns)
+        if self.is_mxfp4:
+            num_experts, num_rows = self.codes.shape[:2]
+            shape = (num_experts, self.num_columns, num_rows)
+        return StoredTensor(self.codes.file, shape, "BF16", self.read)
+
+    def read(self, where: tuple[slice, ...]) -> Tensor:
+        """Return the slices `where` of the weight, computed in float32 and rounded once."""
+        *outer, rows, columns = where
+        if self.is_mxfp4:
+            rows, columns = columns, rows
+        shape = [part.stop - part.start for part in (*outer, rows, columns)]
+        made = torch.empty(shape, dtype=torch.bfloat16)
+        for place in itertools.product(*(range(size) for size in shape[:-2])):
+            picked = [
+                slice(part.start + index, part.start + index + 1)
+                for part, index in zip(outer, place, strict=True)
+            ]
+            for first in range(rows.start, rows.stop, _ROWS):
+                some = slice(first, min(first + _ROWS, rows.stop))
+                values_RC = self._values(picked, some)[:, columns]
+                made[place][some.start - rows.start : some.stop - rows.start] = values_RC
+        return made.transpose(-2, -1).contiguous() if self.is_mxfp4 else made
+
+    def _values(self, picked: list[slice], rows: slice) -> Tensor:
+        """Return some rows of one matrix in float32, with all its columns."""
+        num_others = len(self.codes.shape) - len(picked) - 1
+        every = [slice(0, size) for size in self.codes.shape[-num_others:]]
+        codes = self.codes.read((*picked, rows, *every))
+        codes_RC = codes.reshape(rows.stop - rows.start, -1)
+        values_RC = codes_RC.float()
+        if self.codes.dtype in _FOUR_BITS:
+            values_RC = _unpacked(codes_RC)
+        num_row, num_column = self.block
+        row_R = torch.arange(rows.start, rows.stop) // num_row
+        scales_RC = self._scales(picked)[row_R].repeat_interleave(num_column, 1)
+        return values_RC.mul_(scales_RC[:, : self.num_columns])
+
+    def _scales(self, picked: list[slice]) -> Tensor:
+        """Return the scales of one matrix in float32."""
+        if math.prod(self.scales.shape) == 1:
+            scales = self.scales.whole().reshape(1, 1)
+        else:
+            every = [slice(0, size) for size in self.scales.shape[-2:]]
+            scales = self.scales.read((*picked, *every)).reshape(self.scales.shape[-2:])
+        if scales.dtype == torch.uint8:  # an exponent alone (E8M0)
+            return torch.exp2(scales.float() - 127)
+        return scales.float()
+
+
+def _unpacked(codes_RC: Tensor) -> Tensor:
+    """Return the two 4-bit floats (E2M1) of each byte in float32, the lower bits first."""
+    values = torch.tensor([*_FOUR_BIT_VALUES, *(-value for value in _FOUR_BIT_VALUES)])
+    bytes_RC = codes_RC.view(torch.uint8)
+    pairs_RC2 = torch.stack([bytes_RC & 15, bytes_RC >> 4], dim=-1)
+    return values[pairs_RC2.int()].flatten(1)
