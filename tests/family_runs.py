@@ -87,19 +87,19 @@ def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
     )
 
 
-def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
-    """What differs between a run in one go and one that was killed and started again; `root` is
-    the model's own.
+def interrupted_run(root: Path, model: Path, *more: str) -> dict[str, Any]:
+    """Tell how a run in one go differs from one that was killed and started again; `root` is the
+    model's own.
     """
     straight, killed = root / "straight", root / "killed"
     code, output = whole_runs.run(
-        NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log"
+        NUM_RANKS, *words_of_run(root, model, straight), *more, log=root / "straight.log"
     )
     if code != EXIT_DONE:
         return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
     kill, words = (
         partial(whole_runs.stop_in_step, KILLED_IN_STEP, signal.SIGKILL),
-        words_of_run(root, model, killed),
+        (*words_of_run(root, model, killed), *more),
     )
     code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
     assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 195_000, "tests": 309_000}
+MAX_TOKENS = {"trainer": 196_600, "tests": 312_800}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

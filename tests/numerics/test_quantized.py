@@ -1,7 +1,6 @@
 """Quantized checkpoints load as transformers dequantizes them, and export as bfloat16."""
 
 import json
-import math
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from exports import export_model
+from quantized_files import PREDICTING, Files, compressed, set_quantization, write
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import EXPERTS, build, write_model_config
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from toy import build, write_model_config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
@@ -21,125 +21,6 @@ from trainer.config import ConfigError
 from trainer.model import adapters
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.quantized import weights_in
-
-Files = dict[str, torch.Tensor]
-BLOCK = 32
-FLOAT8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The 4-bit floats without their sign."""
-PREDICTING = "mtp.layers.0.proj.weight"
-"""A weight that transformers' class does not have; exports carry it."""
-
-
-def compressed(**weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
-    settings = {"format": "float-quantized", "config_groups": {"group_0": group}}
-    return {"quant_method": "compressed-tensors", **settings}
-
-
-def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 codes and the scale of each block, one block after the other."""
-    rows, columns = weight.shape
-    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
-    for down in range(scales.shape[0]):
-        for across in range(scales.shape[1]):
-            place = (
-                slice(down * block[0], (down + 1) * block[0]),
-                slice(across * block[1], (across + 1) * block[1]),
-            )
-            scales[down, across] = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scales[down, across]).to(torch.float8_e4m3fn)
-    return codes, scales
-
-
-def plain(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    rows, columns = codes.shape
-    spread = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return (codes.float() * spread[:rows, :columns]).bfloat16()
-
-
-def is_linear(name: str, tensor: torch.Tensor) -> bool:
-    return (
-        tensor.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.w" not in name
-    )
-
-
-def write_float8(
-    path: Path, form: str, model_type: str = "qwen3", **changes: Any
-) -> dict[str, torch.Tensor]:
-    """Write a model in float8, in one of several forms. Returns its tensors in bfloat16."""
-    write_model_config(path, model_type, tie_word_embeddings=False, **changes)
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    model.bfloat16().save_pretrained(path)
-    tensors = load_file(path / "model.safetensors") | {PREDICTING: torch.randn(40, 64).bfloat16()}
-    files: Files = {}
-    expected: Files = {}
-    for name, tensor in tensors.items():
-        if not is_linear(name, tensor):
-            files[name] = expected[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        block = {"tensor": (rows, columns), "channel": (1, columns)}.get(form, (BLOCK, BLOCK))
-        codes, scales = in_blocks(tensor.float(), block)
-        suffix = "_scale" if form in ("tensor", "channel", "block") else "_scale_inv"
-        if form == "exponents":
-            exponents = (scales.log2().ceil() + 127).to(torch.uint8)
-            scales, files[name + suffix] = torch.exp2(exponents.float() - 127), exponents
-        else:
-            files[name + suffix] = scales.reshape(1) if form == "tensor" else scales
-        files[name], expected[name] = codes, plain(codes, scales, block)
-        if form == "tensor":
-            files[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
-    save_file(files, path / "model.safetensors", {"format": "pt"})
-    settings = FLOAT8
-    if form in ("tensor", "channel", "block"):
-        more = {"block_structure": [BLOCK, BLOCK]} if form == "block" else {}
-        settings = compressed(strategy=form, **more)
-    set_quantization(path, settings)
-    return expected
-
-
-def write_mxfp4(path: Path) -> dict[str, torch.Tensor]:
-    """Write a tiny gpt-oss as it is released. Returns its tensors in bfloat16."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
-    write_model_config(path, "gpt_oss", tie_word_embeddings=False, **experts)
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    model.bfloat16().save_pretrained(path)
-    expected = load_file(path / "model.safetensors")
-    files = dict(expected)
-    signed = torch.tensor([*VALUES, *(-value for value in VALUES)])
-    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_inputs, num_outputs = files.pop(name).shape
-        blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16)).byte()
-        scales = torch.randint(115, 125, blocks.shape[:3]).byte()
-        files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        low, high = signed[(blocks % 16).long()], signed[(blocks // 16).long()]
-        pairs = torch.stack([low, high], -1).flatten(-2)
-        values = pairs * (2.0 ** (scales.float() - 127))[..., None]
-        expected[name] = values.flatten(-2).transpose(1, 2).bfloat16()
-    save_file(files, path / "model.safetensors", {"format": "pt"})
-    set_quantization(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return expected
-
-
-def set_quantization(path: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = settings
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def write(path: Path, form: str) -> dict[str, torch.Tensor]:
-    if form == "mxfp4":
-        return write_mxfp4(path)
-    if form == "experts":
-        return write_float8(path, "blocks", "qwen3_moe", **EXPERTS)
-    if form == "cut blocks":
-        return write_float8(path, "blocks", intermediate_size=80)
-    return write_float8(path, form)
-
 
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
@@ -274,7 +155,7 @@ def with_wider_grid(files: Files) -> Files:
     [(without_scales, "its scales are missing"), (with_wider_grid, "no block of rows and columns")],
 )
 def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, change, reason):
-    write_float8(tmp_path, "blocks")
+    write(tmp_path, "blocks")
     file = tmp_path / "model.safetensors"
     save_file(change(load_file(file)), file)
     with pytest.raises(ConfigError, match=reason):

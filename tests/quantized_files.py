@@ -1,0 +1,133 @@
+"""Tiny checkpoints in the quantized forms in which models are published, and their tensors as plain
+arithmetic dequantizes them.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from toy import EXPERTS, write_model_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Files = dict[str, torch.Tensor]
+BLOCK = 32
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The 4-bit floats without their sign."""
+PREDICTING = "mtp.layers.0.proj.weight"
+"""A weight that transformers' class does not have; exports carry it."""
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
+    settings = {"format": "float-quantized", "config_groups": {"group_0": group}}
+    return {"quant_method": "compressed-tensors", **settings}
+
+
+def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float8 codes and the scale of each block, one block after the other."""
+    rows, columns = weight.shape
+    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    for down in range(scales.shape[0]):
+        for across in range(scales.shape[1]):
+            place = (
+                slice(down * block[0], (down + 1) * block[0]),
+                slice(across * block[1], (across + 1) * block[1]),
+            )
+            scales[down, across] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[down, across]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def plain(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    rows, columns = codes.shape
+    spread = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (codes.float() * spread[:rows, :columns]).bfloat16()
+
+
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    others = ("embed", "lm_head", "gate.w", "router", "vision", "norm", "conv")
+    return tensor.ndim == 2 and not any(other in name for other in others)
+
+
+def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
+    """Rewrite the weights of a saved model in float8, in one of several forms. Returns its tensors
+    in bfloat16.
+    """
+    files: Files = {}
+    expected: Files = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if not is_linear(name, tensor):
+            files[name] = expected[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        block = {"tensor": (rows, columns), "channel": (1, columns)}.get(form, (size, size))
+        codes, scales = in_blocks(tensor.float(), block)
+        suffix = "_scale" if form in ("tensor", "channel", "block") else "_scale_inv"
+        if form == "exponents":
+            exponents = (scales.log2().ceil() + 127).to(torch.uint8)
+            scales, files[name + suffix] = torch.exp2(exponents.float() - 127), exponents
+        else:
+            files[name + suffix] = scales.reshape(1) if form == "tensor" else scales
+        files[name], expected[name] = codes, plain(codes, scales, block)
+        if form == "tensor":
+            files[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    if form in ("tensor", "channel", "block"):
+        more = {"block_structure": [size, size]} if form == "block" else {}
+        settings = compressed(strategy=form, **more)
+    set_quantization(path, settings)
+    return expected
+
+
+def quantize_mxfp4(path: Path) -> Files:
+    """Rewrite the experts of a saved gpt-oss as it is released, with random codes. Returns its
+    tensors in bfloat16.
+    """
+    expected = load_file(path / "model.safetensors")
+    files = dict(expected)
+    signed = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = files.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16)).byte()
+        scales = torch.randint(115, 125, blocks.shape[:3]).byte()
+        files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        low, high = signed[(blocks % 16).long()], signed[(blocks // 16).long()]
+        pairs = torch.stack([low, high], -1).flatten(-2)
+        values = pairs * (2.0 ** (scales.float() - 127))[..., None]
+        expected[name] = values.flatten(-2).transpose(1, 2).bfloat16().contiguous()
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    set_quantization(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return expected
+
+
+def save_model(path: Path, model_type: str, **changes: Any) -> None:
+    """Save a model in bfloat16, with one tensor that its class does not have."""
+    write_model_config(path, model_type, tie_word_embeddings=False, **changes)
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    model.bfloat16().save_pretrained(path)
+    tensors = load_file(path / "model.safetensors") | {PREDICTING: torch.randn(40, 64).bfloat16()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def set_quantization(path: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = settings
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def write(path: Path, form: str) -> Files:
+    if form == "mxfp4":
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+        save_model(path, "gpt_oss", **sizes)
+        return quantize_mxfp4(path)
+    if form == "experts":
+        save_model(path, "qwen3_moe", **EXPERTS)
+        return quantize_float8(path, "blocks")
+    save_model(path, "qwen3", intermediate_size=80 if form == "cut blocks" else 96)
+    return quantize_float8(path, "blocks" if form == "cut blocks" else form)
