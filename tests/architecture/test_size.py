@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 196_600, "tests": 312_800}
+MAX_TOKENS = {"trainer": 196_700, "tests": 314_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
