@@ -183,7 +183,7 @@ class Recorder:
 
 def no_checkpoints() -> Mock:
     """A manager that saves nothing and asks for nothing."""
-    answers = {"is_retry_due": False, "take_metrics": {}, "decide_rollback": None}
+    answers = {"is_save_due": False, "take_metrics": {}, "decide_rollback": None}
     return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})
 
 

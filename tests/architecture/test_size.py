@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 196_700, "tests": 314_000}
+MAX_TOKENS = {"trainer": 197_600, "tests": 315_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint import fsio, layout, retention, rollback, shards, start
 from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.requests import SaveRequests
 from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
@@ -48,12 +49,14 @@ class CheckpointManager:
         *,
         state: State,
         tell: Tell,
+        save_every_s: float = math.inf,
         retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
-        """`state` is what is saved; `tell` is told what became of each save."""
+        """`state` is saved; `tell` is told what became of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
         self._saver, self._state, self._tell = saver, state, tell
         self._retry_after_s = retry_after_s
+        self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: tuple[int, Future[Outcome]] | None = None
         self._num_failed_in_a_row = 0
@@ -110,6 +113,7 @@ class CheckpointManager:
                 break
             self._raise_if_exhausted(is_required)
             time.sleep(pause_s)
+            self._requests.begin()
             snapshot = self._snapshot(position, loss=loss, grad_norm=grad_norm, history=history)
             self._try(snapshot, in_background=self._buffers is not None and not is_required)
         if is_required and step != self._committed_step:
@@ -125,12 +129,14 @@ class CheckpointManager:
         if self._buffers is not None:
             self._buffers.before_update()
 
-    def is_retry_due(self) -> bool:
-        """Return True on the main rank if a failed save is to be tried again now."""
+    def is_save_due(self) -> bool:
+        """Return True on the main rank if a failed save is to be tried again now, or if the time
+        or the user asks for one.
+        """
         if self._pending is not None and self._pending[1].done():
             self.finish()
         if self._num_failed_in_a_row == 0:
-            return False
+            return self._pending is None and self._requests.is_due()
         pauses_s = (*self._retry_after_s, 0.0)
         pause_s = pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
         return time.monotonic() - self._failed_at >= pause_s
@@ -196,6 +202,8 @@ class CheckpointManager:
             self._tell("checkpoint_failed", step, text, "warn")
             return
         self._num_failed_in_a_row, self._committed_step = 0, step
+        if self._world.is_main:
+            self._requests.settle()
         self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": duration_s}
         with suppress(OSError):  # a count for the log must not end the run
             names = fsio.list_dir(self.run_dir)

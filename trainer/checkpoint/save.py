@@ -25,6 +25,8 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
+from trainer.checkpoint.model_card import FILE_NAME as CARD
+from trainer.checkpoint.model_card import CardFacts, model_card
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig, ConfigError
@@ -153,11 +155,12 @@ class Saver:
         kept: Retention,
         fingerprints: Mapping[str, str],
         lock: RunLock | None,
+        card: CardFacts | None = None,
         timeout_s: float = layout.SAVE_TIMEOUT_S,
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
-        self.fingerprints, self._lock = fingerprints, lock
+        self.fingerprints, self._lock, self._card = fingerprints, lock, card
         self._agreement = Agreement(world, timeout_s=timeout_s)
         self._timeout_s, self._deadline = timeout_s, math.inf
         self._staging: Path | None = None
@@ -305,7 +308,17 @@ class Saver:
             buffers=snapshot.extra["buffers"],
         )
         target = staging / layout.HUGGINGFACE
-        return export.write_export(self._plan, target, reader, share=(world.rank, world.size))
+        records = export.write_export(self._plan, target, reader, share=(world.rank, world.size))
+        if world.is_main and self._card is not None and self._plan.has_weights:
+            measured = {
+                "step": snapshot.position.step,
+                "epoch": snapshot.position.epoch,
+                "train/loss": snapshot.loss,
+                "best validation at step": snapshot.history.best_step,
+            }
+            card = model_card(self._card, measured)
+            records.append(fsio.write_file(target / CARD, card, root=staging))
+        return records
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """Check all files, write the manifest and rename the directory, on the main rank."""

@@ -352,6 +352,9 @@ class TrainerConfig:
     save_freq: int = key(
         100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END
     )
+    save_every: str | None = key(
+        None, "checkpoint also when this long has passed since the last: 30m, 2h", duration
+    )
     test_freq: int = key(
         50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END
     )

@@ -30,7 +30,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
         **losses,
         "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
         "num_stop_requests": run.stop.is_set,
-        "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
+        "num_save_requests": run.world.is_main and run.checkpoints.is_save_due(),
     }
     by_rank: dict[str, Value] = {}
     for part in parts:

@@ -64,6 +64,8 @@ def _num_checkpoints(config: Config) -> int | None:
     limits = []
     if trainer.max_ckpt_to_keep is not None:
         limits.append(trainer.max_ckpt_to_keep + 1)
+    if trainer.save_every is not None:
+        return min(limits, default=None)
     if trainer.save_freq < 0:
         limits.append(1)
     elif trainer.total_training_steps is not None:

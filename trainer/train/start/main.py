@@ -4,7 +4,8 @@ loop.
 
 import hashlib
 import logging
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.model_card import CardFacts
 from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import decide_start
-from trainer.config import Config, require_consistent
+from trainer.config import Config, parse_duration_s, require_consistent
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.show import announce
@@ -34,6 +36,7 @@ from trainer.optim.schedule import LrSchedule
 from trainer.runtime import distributed, seeding
 from trainer.runtime.environment import keep_freed_memory, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.json_lines import flat
 from trainer.runtime.log import labelled
 from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
@@ -212,8 +215,35 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
         kept=Retention(keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric),
         lock=setup.start.lock,
         fingerprints=setup.start.fingerprints,
+        card=_card_facts(setup),
     )
-    return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell)
+    save_every_s = parse_duration_s(trainer.save_every) if trainer.save_every else math.inf
+    return CheckpointManager(
+        saver, state=parts.stateful_parts(), tell=tell, save_every_s=save_every_s
+    )
+
+
+OF_THIS_MACHINE = ("trainer.default_local_dir", "data.cache_dir")
+"""Keys that say nothing about a model, and so are not in its card."""
+
+
+def _card_facts(setup: RunSetup) -> CardFacts:
+    config, fingerprints = setup.config, setup.start.fingerprints
+    base = config.model.partial_pretrain
+    defaults = flat(asdict(Config()))
+    settings = {
+        name: value
+        for name, value in flat(config.resolved).items()
+        if value != defaults.get(name) and name not in OF_THIS_MACHINE
+    }
+    origins = {name: fingerprints[name] for name in ("data", "tokenizer", "torch", "transformers")}
+    is_hub_id = base.count("/") == 1 and not Path(base).exists()
+    return CardFacts(
+        base_model=base if is_hub_id else None,
+        is_adapter=config.model.has_adapters and config.trainer.checkpoint.export_lora == "adapter",
+        settings=settings,
+        origins={"base": base, **origins, "ranks": setup.world.size},
+    )
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:

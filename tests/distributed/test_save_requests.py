@@ -1,0 +1,132 @@
+"""Saves that the clock or a file asks for, and the model card that lies in every export."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from whole_equality import compare_runs
+from whole_runs import run, tiny_model
+
+from trainer.checkpoint import layout, requests
+from trainer.checkpoint.model_card import CardFacts, model_card
+
+STEPS = 6
+
+
+def before_steps(act: Any) -> None:
+    """In this process: call `act(run, step)` before each step; the run looks for files at once."""
+    from trainer.train import fit
+
+    whole = fit.training_step
+    requests.LOOK_EVERY_S = 0.0
+
+    def training_step(run: Any, batch: Any) -> Any:
+        act(run, batch.step)
+        return whole(run, batch)
+
+    fit.training_step = training_step
+
+
+def ask_in_step(asked_step: int, run_dir: Path, run: Any, step: int) -> None:
+    if run.world.is_main and step == asked_step:
+        (run_dir / requests.FILE_NAME).touch()
+
+
+def wait_in_step(run: Any, step: int) -> None:
+    time.sleep(0.4)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    return (
+        *tiny_model(tmp_path),
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
+    )
+
+
+def start(run_dir: Path, words: tuple[str, ...], *, act: Any = None, num_ranks: int = 2) -> str:
+    before = None if act is None else partial(before_steps, act)
+    words = (*words, f"trainer.default_local_dir={run_dir}")
+    code, output = run(num_ranks, *words, log=run_dir.with_suffix(".log"), before=before)
+    assert code == 0, output
+    return output
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [info.step for info in layout.checkpoints(run_dir)]
+
+
+@pytest.mark.parametrize("is_async", ["true", "false"])
+def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_async):
+    words = (*words, f"trainer.checkpoint.async_save={is_async}")
+    straight, asked = tmp_path / "straight", tmp_path / "asked"
+    start(straight, words)
+    start(asked, words, act=partial(ask_in_step, 3, asked))
+    assert saved_steps(straight) == [STEPS] and saved_steps(asked) == [3, STEPS]
+    assert not (asked / requests.FILE_NAME).exists()
+    found = compare_runs(straight, asked, steps=STEPS)
+    assert found.differences == ["checkpoints kept: 1 and 2"]
+
+
+def test_a_save_is_due_when_the_time_has_passed(tmp_path, words):
+    run_dir = tmp_path / "run"
+    start(run_dir, (*words, "trainer.save_every=1s"), act=wait_in_step, num_ranks=1)
+    assert 2 <= len(saved_steps(run_dir)) <= 4
+
+
+def test_a_file_that_comes_during_a_save_asks_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(requests, "LOOK_EVERY_S", 0.0)
+    made = requests.SaveRequests(tmp_path)
+    assert not made.is_due()
+    made.begin()
+    (tmp_path / "SAVE").touch()
+    made.settle()
+    assert made.is_due(), "the committed state is older than the file"
+    made.begin()
+    made.settle()
+    assert not (tmp_path / "SAVE").exists() and not made.is_due()
+
+
+def test_a_file_that_cannot_be_deleted_does_not_save_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(requests, "LOOK_EVERY_S", 0.0)
+    made = requests.SaveRequests(tmp_path)
+    (tmp_path / "SAVE").touch()
+    assert made.is_due()
+    made.begin()
+
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    made.settle()
+    assert not made.is_due() and "cannot be deleted" in caplog.text
+
+
+def test_an_export_has_a_card_that_the_hub_reads(tmp_path, words):
+    run_dir = tmp_path / "run"
+    start(run_dir, words, num_ranks=1)
+    card = ModelCard.load(run_dir / f"global_step_{STEPS}" / "huggingface" / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    for line in (f"    step: {STEPS}", "    train/loss: ", "    data.train_batch_size: 4"):
+        assert line in card.text, line
+
+
+def test_a_name_cannot_forge_the_card():
+    hostile = '"]\n---\nlicense: mit\n---\n# Other\n```'
+    facts = CardFacts("org/base", True, {"trainer.experiment_name": hostile}, {"base": hostile})
+    card = ModelCard(model_card(facts, {"step": 1}).decode())
+    assert card.data.to_dict() == {
+        "base_model": "org/base",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["fsdp-sft", "lora"],
+    }
+    assert [line for line in card.text.splitlines() if line.startswith(("#", "---", "`"))] == [
+        "# Model card"
+    ]

@@ -1,0 +1,43 @@
+"""The model card in `huggingface/`: a README.md with the metadata that the Hub reads."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from huggingface_hub import ModelCardData
+
+FILE_NAME = "README.md"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Facts about a run for its model cards. `base_model`: a Hub id, if the base is one; `settings`:
+    keys of the configuration that differ from their defaults; `origins`: other facts, by name.
+    """
+
+    base_model: str | None
+    is_adapter: bool
+    settings: Mapping[str, object]
+    origins: Mapping[str, object]
+
+
+def model_card(facts: CardFacts, measured: Mapping[str, object]) -> bytes:
+    """Return the card of a checkpoint. `measured`: its step, loss and the like, by name."""
+    data = ModelCardData(
+        base_model=facts.base_model,
+        library_name="peft" if facts.is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["fsdp-sft", *(["lora"] if facts.is_adapter else [])],
+    )
+    kind = "LoRA adapter" if facts.is_adapter else "model"
+    sections = (
+        (f"A {kind} from supervised fine-tuning with fsdp-sft.", measured),
+        ("It was made of:", facts.origins),
+        ("Settings that differ from their defaults:", facts.settings),
+    )
+    parts = [f"---\n{data.to_yaml()}\n---", "# Model card"]
+    for title, values in sections:
+        # an indented block, in which no value can be markup
+        lines = [f"    {name}: {json.dumps(value)}" for name, value in values.items()]
+        parts += [title, "\n".join(lines)]
+    return ("\n\n".join(part for part in parts if part) + "\n").encode()
