@@ -169,10 +169,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.samples: dict[int, Any] = {}
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
         if kind is None:
             self.rows.append((step, dict(data)))
+
+    def log_rows(self, step: int, losses: Any, location: Any) -> None:
+        self.samples[step] = losses
 
     def rewind(self, step: int) -> None:
         pass
@@ -241,7 +245,7 @@ def toy_run(
         "heartbeat": Heartbeat(),
         "guard": Guard(guard_config()),
         "meter": Meter(world, plan=watched, cost=flops.step_flops(model)),
-        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str),
+        "evidence": EvidenceKeeper(Path("nowhere"), is_main=world.is_main, location=str),
     }
     checkpoints = changes.pop("checkpoints", None) or no_checkpoints()
     run = Run(**{**settings, **changes})

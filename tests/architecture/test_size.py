@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 197_600, "tests": 315_000}
+MAX_TOKENS = {"trainer": 198_900, "tests": 316_500}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

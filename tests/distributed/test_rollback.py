@@ -114,7 +114,7 @@ def train(
             samples=Samples(samples_of(BAD_STEP) if fault == "batch" else frozenset()),
             guard=guard,
             evidence=EvidenceKeeper(
-                run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}"
+                run_dir, is_main=world.is_main, location=lambda i: f"train.jsonl:{i + 1}"
             ),
             local_square_sum=gradient_sum,
         )

@@ -23,6 +23,8 @@ from trainer.model.assemble import design_model
 from trainer.model.losses import LOSSES
 from trainer.runtime.distributed import World
 from trainer.train.evidence import EvidenceKeeper
+from trainer.train.packet import reduce_packet
+from trainer.train.parts import StepResult
 from trainer.train.start.compose import load_config
 from trainer.train.step import accumulate, training_step
 
@@ -91,9 +93,12 @@ def evidence(world: World, directory: Path) -> Any:
     record = lambda tensor, *args: sent.append(tensor.nbytes) or exchange(tensor, *args)  # noqa: E731
     with patch.object(head_exchange, "all_to_all_single_autograd", record):
         accumulate(parts, batch)
-    supervision: Any = parts.parts["guard"]
-    keeper = EvidenceKeeper(directory, world=world, location=str)
-    keeper.keep(batch, supervision.losses, signals={}, is_skipped=False, reason="")
+    rows = parts.parts["rows"]
+    totals = reduce_packet(world, sums=rows.sums(batch)).read()
+    step = StepResult(batch, totals, lr=0.0)
+    rows.after_step(step)
+    keeper = EvidenceKeeper(directory, is_main=world.is_main, location=str)
+    keeper.keep(batch, step.samples, signals={}, is_skipped=False, reason="")
     if not world.is_main:
         return None
     kept = json.loads((directory / "evidence" / "step_1.json").read_text())

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.runtime import heartbeat
 from trainer.runtime.log import labelled
-from trainer.tracking import events_file, metrics_file, run_info
+from trainer.tracking import events_file, metrics_file, row_losses, run_info
 from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.console_backend import ConsoleBackend
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
 from trainer.tracking.metrics_file import MetricsFile, MetricsRow
 from trainer.tracking.mlflow_backend import MlflowBackend
+from trainer.tracking.row_losses import RowLossFile, SampleLosses
 from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
 from trainer.tracking.tensorboard_backend import TensorboardBackend
 from trainer.tracking.trackio_backend import TrackioBackend
@@ -89,6 +90,7 @@ class Tracking:
         """Facts from the earlier attempts of this run."""
         self.attempt = self._metrics_file.attempt
         """1 for the first start of a run that logged anything, one more for each later one."""
+        self._row_losses = RowLossFile(run_dir / row_losses.FILE_NAME, attempt=self.attempt)
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self.attempt)
         self._info = RunInfo(
             project_name=project_name,
@@ -124,6 +126,7 @@ class Tracking:
             self._has_started = True
             info.resume_step = self._last_step = step
             self._metrics_file.mark(metrics_file.START, step)
+            self._row_losses.mark(metrics_file.START, step)
             info.run_file.update(
                 project_name=info.project_name,
                 experiment_name=info.experiment_name,
@@ -155,6 +158,12 @@ class Tracking:
             self._metrics_file.write(row)
             self._send("log", row)
 
+    def log_rows(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
+        """Record the losses of the samples of a step; `location` returns the place of a sample."""
+        with self._lock:
+            self._require_open("log_rows", step)
+            self._row_losses.write(step, losses, location)
+
     def rewind(self, step: int) -> None:
         """Go back to finished step `step` inside this attempt: rows of later steps no longer
         count.
@@ -163,6 +172,7 @@ class Tracking:
             self._require_open("rewind", step)
             self._last_step = step
             self._metrics_file.mark(metrics_file.ROLLBACK, step)
+            self._row_losses.mark(metrics_file.ROLLBACK, step)
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
@@ -191,6 +201,7 @@ class Tracking:
     def flush(self) -> None:
         """Make what was logged survive a crash of the machine soon, without waiting for it."""
         self._metrics_file.sync_soon()
+        self._row_losses.sync_soon()
         self._events_file.sync_soon()
 
     def finish(self, exit_code: int = EXIT_DONE) -> None:
@@ -202,6 +213,7 @@ class Tracking:
                 return
             self._has_finished = True
         self._metrics_file.close()
+        self._row_losses.close()
         for sink in self._sinks:
             sink.finish(exit_code)
         for sink in self._sinks:

@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.model.experts import Routers
 from trainer.optim.clip import local_square_sum, square_sum
+from trainer.tracking.row_losses import SampleLosses
 from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Decision, Guard
 from trainer.train.packet import Packet, Totals, Values
@@ -37,6 +38,8 @@ class StepResult:
     row: dict[str, float] = field(default_factory=dict)
     """All other metrics."""
     decision: Decision = field(default_factory=Decision)
+    samples: SampleLosses | None = None
+    """Of the whole global batch, equal on all ranks."""
 
 
 class Part:
@@ -161,19 +164,45 @@ class LossTerms(Part):
         }
 
 
+class RowLosses(Part):
+    """The loss of each sample of the global batch, added up over micro-batches and ranks."""
+
+    def __init__(self, log: Callable[[int, SampleLosses], None]) -> None:
+        """`log` is called with step and losses, on every rank."""
+        self._log = log
+        self._found: list[tuple[tuple[int, ...], Tensor]] = []
+
+    def after_micro_batch(
+        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+    ) -> Tensor | None:
+        sums_2D = torch.stack(document_sums(inputs, output.losses_S))
+        ids = inputs.sample_ids  # a document of padding may follow them
+        self._found.append((ids, sums_2D[:, : len(ids)]))
+        return None
+
+    def sums(self, batch: StepBatch) -> Values:
+        found, self._found = self._found, []
+        places = {
+            sample_id: place for place, sample_id in enumerate(dict.fromkeys(batch.sample_ids))
+        }
+        own = [places[sample_id] for ids, _ in found for sample_id in ids]
+        sums_2D = torch.cat([sums_2D for _, sums_2D in found], dim=1)
+        index_D = torch.tensor(own, dtype=torch.int64).to(sums_2D.device, non_blocking=True)
+        totals = sums_2D.new_zeros(2, len(places)).index_add_(1, index_D, sums_2D)
+        return {"sample_losses": totals}
+
+    def after_step(self, step: StepResult) -> None:
+        loss_sums, tokens = step.totals.vectors["sample_losses"]
+        ids = tuple(dict.fromkeys(step.batch.sample_ids))
+        step.samples = SampleLosses(ids, tokens, loss_sums)
+        self._log(step.batch.step, step.samples)
+
+
 class Supervision(Part):
     """The guard, and the evidence it asks for."""
 
     def __init__(self, guard: Guard, evidence: EvidenceKeeper) -> None:
         self._guard, self._evidence = guard, evidence
-        self.losses: list[Tensor] = []
-        """The losses of the supervised positions, by micro-batch."""
-
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
-        self.losses.append(output.losses_S)
-        return None
 
     def by_rank(self) -> Values:
         return {"decisions": self._guard.num_decisions}
@@ -185,13 +214,12 @@ class Supervision(Part):
             raise RuntimeError(
                 f"the guards of the ranks disagree; numbers of decisions: {decisions}"
             )
-        losses, self.losses = self.losses, []
         is_skipped = bool(step.totals.sums["is_skipped"])
         step.decision = self._guard.observe(step.batch.step, step.signals, is_skipped=is_skipped)
-        if step.decision.wants_evidence:
+        if step.decision.wants_evidence and step.samples is not None:
             self._evidence.keep(
                 step.batch,
-                losses,
+                step.samples,
                 signals=step.signals,
                 is_skipped=is_skipped,
                 reason=step.decision.reason,

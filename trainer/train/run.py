@@ -24,6 +24,7 @@ from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking
+from trainer.tracking.row_losses import SampleLosses
 from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Guard
 from trainer.train.meter import Meter
@@ -32,6 +33,7 @@ from trainer.train.parts import (
     Norms,
     Part,
     RouterLoad,
+    RowLosses,
     SourceLosses,
     Supervision,
     blocks_of,
@@ -116,6 +118,10 @@ class Run:
             **self.parts,
         }
 
+    def log_rows(self, step: int, losses: SampleLosses) -> None:
+        if self.tracking is not None:
+            self.tracking.log_rows(step, losses, self.evidence.location)
+
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
@@ -125,6 +131,7 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "routers": lambda run: RouterLoad(run.model, run.world.device),
     "sources": lambda run: SourceLosses(),
     "terms": lambda run: LossTerms(run.model),
+    "rows": lambda run: RowLosses(run.log_rows),
     "guard": lambda run: Supervision(run.guard, run.evidence),
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,

@@ -23,6 +23,8 @@ NUM_ZERO = 10
 """Losses of exactly 0 that are a fault."""
 NUM_EARLY, NUM_FEW = 96, 5
 """Points in which a rise is one of the first steps, where a level is that of few points."""
+NUM_ROWS = 3
+"""Rows that are named behind a spike."""
 NUM_RECENT = 32
 """Points whose median is the present level of a loss."""
 RISE_RATIO, LEAST_RISE = 1.25, 0.1
@@ -192,10 +194,18 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
         evidence=[
             f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
+            _rows_behind(run, peak.peak_step),
         ],
         cause="Updates or batches that throw the model off; see what moved along.",
         remedy=("clip", "larger_batch", "watch"),
     )
+
+
+def _rows_behind(run: AnalysedRun, step: int) -> str:
+    """Name the hardest rows of a step, where the run has written them down."""
+    rows = run.log.hardest_by_step.get(step, ())
+    named = listed(f"{place} ({number(loss)})" for place, loss in rows[:NUM_ROWS])
+    return f"highest losses of step {step}: {named}" if rows else ""
 
 
 @finding("jitter_normal", "loss")

@@ -1,12 +1,14 @@
 """The result of every reader of training logs: series under our key names, and facts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.tracking.row_losses import HardRow
 
 
 class UnreadableLogError(ValueError):
@@ -109,6 +111,10 @@ class RunLog:
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()
     """Proofs by rising step."""
+    hard_rows: tuple[HardRow, ...] = ()
+    """Samples whose loss exceeds that of their batches most, the hardest first."""
+    hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
+    """Places and mean losses of the hardest samples of each step."""
     tracker_step: int | None = None
     """The step in `latest_checkpointed_iteration.txt`."""
     total_steps: int | None = None

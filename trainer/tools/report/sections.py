@@ -90,6 +90,7 @@ def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
         _events(log),
         _validation(best) if best else None,
         _anomalies(report),
+        _hard_rows(log),
         _serving(report) if report.serving else None,
         _evaluations(report) if report.evaluations else None,
         _learning_rate(rate) if rate else None,
@@ -161,6 +162,13 @@ def _anomalies(report: Report) -> Section:
     )
     lead = "Intervals in which metrics left their usual range." if rows else ""
     return Section("anomalies", "Anomalies", lead, table_of(header, rows), tuple(notes))
+
+
+def _hard_rows(log: RunLog) -> Section:
+    rows = [(one.place, one.excess, one.loss, one.num_steps) for one in log.hard_rows]
+    lead = "Rows whose loss exceeds that of their batches most: wrong, odd or hard." if rows else ""
+    header = ("row", "above its batch", "last loss", "steps")
+    return Section("rows", "Hardest rows", lead, table_of(header, rows))
 
 
 def _serving(report: Report) -> Section:

@@ -152,7 +152,9 @@ def build_run(
         guard=make_guard(setup, tracking),
         loop=LoopState(),
         meter=make_meter(setup, model, tracking),
-        evidence=EvidenceKeeper(setup.run_dir, world=world, location=inputs.train.location),
+        evidence=EvidenceKeeper(
+            setup.run_dir, is_main=world.is_main, location=inputs.train.location
+        ),
         tracking=tracking,
         cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
         seed=trainer.seed,

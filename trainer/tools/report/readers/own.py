@@ -12,7 +12,10 @@ from trainer.runtime.json_lines import JsonLines, flat, read_object
 from trainer.tools.report.readers.parsing import as_step
 from trainer.tools.report.readers.store import Row, Store
 from trainer.tools.report.run_log import LogEvent, RunLog, ServingCheck
-from trainer.tracking import events_file, run_info
+from trainer.tracking import events_file, row_losses, run_info
+from trainer.tracking.row_losses import HardRow, read_hard_rows
+
+NUM_HARD_ROWS = 10
 
 
 def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog:
@@ -24,8 +27,11 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
     events: list[Row] = []
     evaluations: Mapping[str, Any] = {}
     notes: tuple[str, ...] = ()
+    hard_rows: list[HardRow] = []
+    hardest: Mapping[int, Any] = {}
     try:
         evaluations = read_summaries(run_dir)
+        hard_rows, hardest = read_hard_rows(run_dir / row_losses.FILE_NAME, limit=NUM_HARD_ROWS)
         events = [row for _, row in lines]
     except OSError as error:
         notes = (f"{error.filename} cannot be read: {error.strerror}",)
@@ -48,6 +54,8 @@ def with_run_directory(store: Store, path: Path, *, num_attempts: int) -> RunLog
         exit_code=as_step(exit_code),
         proofs=tuple(sorted(_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),
         is_running=is_live(run_dir),
+        hard_rows=tuple(hard_rows),
+        hardest_by_step=hardest,
     )
 
 

@@ -1,0 +1,161 @@
+"""Losses of rows: they are those of plain transformers, add up to the loss of the step, and survive
+kills; the report names the rows that stand out.
+"""
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy import (
+    Recorder,
+    ToySamples,
+    build_toy_model,
+    full_parameters,
+    plain_loss,
+    toy_run,
+    write_model_config,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+from whole_runs import run, stop_in_step, tiny_model
+
+from trainer.data.batch_plan import Share
+from trainer.tools.report.readers import read_run
+from trainer.tracking import read_metrics
+from trainer.tracking.row_losses import read_hard_rows, read_row_losses
+from trainer.train.fit import fit
+
+STEPS = 6
+# the second source comes one and a half times: some samples are in a batch twice
+SHARES = (Share(18), Share(6, repeat=3.0))
+
+
+def losses_of_steps(world: Any, path: Path, *, sequence_size: int = 1) -> dict[Any, Any]:
+    changes = {"ulysses_sequence_parallel_size": sequence_size} if sequence_size > 1 else {}
+    samples = ToySamples(shares=SHARES)
+    model = build_toy_model(world, write_model_config(path / str(world.rank)), **changes)
+    parts = toy_run(world, model, samples, total_steps=3, max_tokens=80)
+    recorder: Any = parts.tracking
+    begun_with = full_parameters(model)
+    assert isinstance(recorder, Recorder) and fit(parts) == 0
+    rows = dict(recorder.rows)
+    found = {step: (losses, rows[step]["train/loss"]) for step, losses in recorder.samples.items()}
+    return {"begun with": begun_with} | found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
+    (expected,) = run_ranks(losses_of_steps, 1, tmp_path)
+    found = run_ranks(losses_of_steps, num_ranks, tmp_path)
+    begun_with, *_ = [one.pop("begun with") for one in (expected, *found)]
+    assert len(expected) == 3
+    config = AutoConfig.from_pretrained(tmp_path / "0")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(begun_with, strict=False)
+    samples, (first, _) = ToySamples(shares=SHARES), expected[1]
+    for sample_id, num_tokens, loss_sum in zip(
+        first.ids, first.tokens, first.loss_sums, strict=True
+    ):
+        times = num_tokens / samples.num_loss_tokens[sample_id]
+        with torch.no_grad():
+            alone = float(plain_loss(model, samples, [sample_id]))
+        assert loss_sum == pytest.approx(times * alone, rel=1e-5)
+    for of_rank in found:
+        for step, (losses, loss) in of_rank.items():
+            whole, _ = expected[step]
+            assert losses.ids == whole.ids
+            np.testing.assert_array_equal(losses.tokens, whole.tokens)
+            np.testing.assert_allclose(losses.loss_sums, whole.loss_sums, rtol=1e-5)
+            assert losses.loss_sums.sum() / losses.tokens.sum() == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    return (
+        *tiny_model(tmp_path),
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=2",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
+    )
+
+
+def start(run_dir: Path, words: tuple[str, ...], *, before: Any = None) -> tuple[int | None, str]:
+    words = (*words, f"trainer.default_local_dir={run_dir}")
+    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)
+
+
+def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert start(straight, words)[0] == 0
+    kill = partial(stop_in_step, 5, signal.SIGKILL)
+    assert start(killed, words, before=kill)[0] not in (0, None)
+    with (killed / "row_losses.jsonl").open("a") as file:
+        file.write('{"step":6,"attempt":1,"ids":[1],"tok')  # torn
+    code, output = start(killed, words)
+    assert code == 0, output
+    expected = read_row_losses(straight / "row_losses.jsonl")
+    found = read_row_losses(killed / "row_losses.jsonl")
+    assert list(expected) == list(found) == list(range(1, STEPS + 1))
+    for step, losses in expected.items():
+        assert losses.ids == found[step].ids
+        np.testing.assert_array_equal(losses.loss_sums, found[step].loss_sums)
+    rows = read_metrics(straight / "metrics.jsonl")
+    for row in rows:
+        if row["kind"] == "train":
+            losses = expected[row["step"]]
+            mean = losses.loss_sums.sum() / losses.tokens.sum()
+            assert mean == pytest.approx(row["train/loss"], rel=1e-6)
+
+
+def test_the_report_names_the_row_that_stands_out(tmp_path, words):
+    data = [
+        {
+            "messages": [
+                {"role": "user", "content": "say a"},
+                {"role": "assistant", "content": "a a a"},
+            ]
+        }
+    ] * 23
+    odd = {
+        "messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "Zq?9"}]
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*data[:16], odd, *data[16:]]))
+    run_dir = tmp_path / "run"
+    words = (
+        *words,
+        f"data.train_files={file}",
+        "data.val_ratio=0",
+        "data.train_batch_size=12",
+        "trainer.total_training_steps=12",
+        "optim.lr=0.01",
+    )
+    code, output = start(run_dir, words)
+    assert code == 0, output
+    log = read_run(run_dir)
+    assert log.hard_rows[0].place == f"{file}:17" and log.hard_rows[0].excess > 0
+    _, hardest = read_hard_rows(run_dir / "row_losses.jsonl", limit=3)
+    assert any(place == f"{file}:17" for step in (9, 10, 11, 12) for place, _ in hardest[step])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step":1,"ids":[1,2],"tokens":[3],"loss_sums":[1.0],"places":{}}',
+        '{"step":"x","ids":[]}',
+        '{"step":1,"ids":[1],"tokens":["a"],"loss_sums":[null],"places":3}',
+        "[" * 100_000,
+    ],
+)
+def test_foreign_lines_are_passed_over(tmp_path, line):
+    good = '{"step":2,"ids":[5],"tokens":[3],"loss_sums":[6.0],"places":{"5":"a.jsonl:6"}}'
+    file = tmp_path / "row_losses.jsonl"
+    file.write_text(f"{line}\n{good}\n")
+    rows, hardest = read_hard_rows(file, limit=5)
+    assert [row.place for row in rows] == ["a.jsonl:6"] and hardest == {2: [("a.jsonl:6", 2.0)]}
