@@ -29,6 +29,7 @@ from trainer.checkpoint.base_weights import (
     stored_name,
 )
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
 from trainer.checkpoint.shards import copied, shapes_of, write_tensors
 from trainer.config import ConfigError
@@ -264,12 +265,18 @@ def require_export(info: layout.CheckpointInfo) -> None:
 
 
 def write_export(
-    plan: ExportPlan, target: Path, reader: TensorReader, *, share: tuple[int, int] = (0, 1)
+    plan: ExportPlan,
+    target: Path,
+    reader: TensorReader,
+    *,
+    share: tuple[int, int] = (0, 1),
+    card: bytes | None = None,
 ) -> list[FileRecord]:
     """Write share `(index, count)` of the weights' files into the existing directory `target`, and
     read them back.
 
-    The first writer adds the other files. Paths are relative to the directory above `target`.
+    The first writer adds the other files, and with weights the model card. Paths are relative to
+    the directory above `target`.
     """
     root, is_first = target.parent, share[0] == 0
     records = []
@@ -279,6 +286,8 @@ def write_export(
             fsio.write_file(target / name, data, root=root)
             for name, data in _companions(plan).items()
         ]
+    if is_first and plan.has_weights and card is not None:
+        records.append(fsio.write_file(target / CARD, card, root=root))
     if is_first and plan.source.whole is not None:
         others = (tensor.whole() for tensor in plan.others.values())
         records.append(

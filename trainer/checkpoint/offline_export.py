@@ -20,6 +20,7 @@ from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_export, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.checkpoint.shards import ShardReader, read_torch
 from trainer.config import ConfigError
@@ -69,13 +70,17 @@ def export_from_shards(
         name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
     }
     plan = plan_export(shapes, buffers, architecture, source, dtype=dtype, lora=lora)
+    card = None
+    is_adapter = (exported / ADAPTER_CONFIG).is_file()
+    if (exported / CARD).is_file() and (adapter is None or is_adapter == (lora == "adapter")):
+        card = (exported / CARD).read_bytes()
     staging = fsio.temporary_path(target)
     try:
         if (free_bytes := fsio.free_bytes(target.parent)) < plan.num_bytes:
             needed = readable(plan.num_bytes)
             raise OSError(f"it needs {needed}, and {readable(free_bytes)} are free")
         fsio.make_dir(staging)
-        write_export(plan, staging, reader)
+        write_export(plan, staging, reader, card=card)
         fsio.fsync_tree(staging)
         fsio.rename(staging, target)
     except BaseException as error:

@@ -25,7 +25,6 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
-from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_card import CardFacts, model_card
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
@@ -308,17 +307,21 @@ class Saver:
             buffers=snapshot.extra["buffers"],
         )
         target = staging / layout.HUGGINGFACE
-        records = export.write_export(self._plan, target, reader, share=(world.rank, world.size))
-        if world.is_main and self._card is not None and self._plan.has_weights:
-            measured = {
-                "step": snapshot.position.step,
-                "epoch": snapshot.position.epoch,
-                "train/loss": snapshot.loss,
-                "best validation at step": snapshot.history.best_step,
-            }
-            card = model_card(self._card, measured)
-            records.append(fsio.write_file(target / CARD, card, root=staging))
-        return records
+        share = (world.rank, world.size)
+        return export.write_export(
+            self._plan, target, reader, share=share, card=self._model_card(snapshot)
+        )
+
+    def _model_card(self, snapshot: Snapshot) -> bytes | None:
+        if self._card is None:
+            return None
+        measured = {
+            "step": snapshot.position.step,
+            "epoch": snapshot.position.epoch,
+            "train/loss": snapshot.loss,
+            "best validation at step": snapshot.history.best_step,
+        }
+        return model_card(self._card, measured)
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """Check all files, write the manifest and rename the directory, on the main rank."""

@@ -225,7 +225,12 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
     )
 
 
-OF_THIS_MACHINE = ("trainer.default_local_dir", "data.cache_dir")
+OF_THIS_MACHINE = (
+    "data.cache_dir",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.checkpoint.mirror",
+)
 """Keys that say nothing about a model, and so are not in its card."""
 
 
