@@ -177,3 +177,12 @@ def test_the_skypilot_job_starts_each_machine_with_its_place_and_recovers_on_75(
     assert arguments.num_ranks == 8
     mirror = load_config(arguments.overrides).trainer.checkpoint.mirror
     assert mirror is not None and mirror.startswith(f"{bucket}/")
+
+
+def test_containers_can_use_infiniband():
+    dockerfile = (ROOT / "examples/Dockerfile").read_text(encoding="utf-8")
+    for library in ("libibverbs1", "ibverbs-providers", "librdmacm1"):
+        assert library in dockerfile
+    job = yaml.safe_load(JOBSET.read_text(encoding="utf-8"))["spec"]["replicatedJobs"][0]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
