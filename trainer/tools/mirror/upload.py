@@ -25,12 +25,13 @@ from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
 from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
-from trainer.tracking import events_file, metrics_file, run_info
+from trainer.tracking import events_file, metrics_file, row_losses, run_info
 
 TRAVELS = (
     run_info.FILE_NAME,
     metrics_file.FILE_NAME,
     events_file.FILE_NAME,
+    row_losses.FILE_NAME,
     rollback.FILE,
     evaluations.FILE_NAME,
     "evidence",
