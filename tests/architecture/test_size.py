@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 198_900, "tests": 316_500}
+MAX_TOKENS = {"trainer": 199_000, "tests": 317_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
