@@ -88,7 +88,7 @@ def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path, odd):
 
 def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path):
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
+    pq.write_table(pa.Table.from_pylist([{"x": {"a": "hello", "id": 1, "q": "hi"}, "y": 2}]), path)
     right, wrong = (
         RowKeys(prompt_key="x.q", response_key="x.a"),
         RowKeys(prompt_key="x.quest", response_key="x.a"),
@@ -101,7 +101,7 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path):
     (bad,) = read(path, wrong)
     assert isinstance(bad, UnusableError)
     expected = (
-        "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' "
+        "unrecognised columns: found 'x.a', 'x.id', 'x.q', 'y'; tried 'x.quest' "
         "(data.prompt_key), which is missing or null"
     )
     assert str(bad) == expected

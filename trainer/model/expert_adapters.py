@@ -72,7 +72,7 @@ def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Te
     else:
         inner_SI = experts.act_fn(product("up_proj", input_SH))
     output_SH = product("down_proj", inner_SI)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # absent before transformers 5.23
         output_SH = experts.post_expert_norm(output_SH)
 
     output_SH = output_SH * weights_TK.flatten()[order_S, None]

@@ -165,9 +165,9 @@ def _anomalies(report: Report) -> Section:
 
 
 def _hard_rows(log: RunLog) -> Section:
-    rows = [(one.place, one.excess, one.loss, one.num_steps) for one in log.hard_rows]
+    rows = [(one.excess, one.loss, one.num_steps, one.place) for one in log.hard_rows]
     lead = "Rows whose loss exceeds that of their batches most: wrong, odd or hard." if rows else ""
-    header = ("row", "above its batch", "last loss", "steps")
+    header = ("above its batch", "last loss", "steps", "row")
     return Section("rows", "Hardest rows", lead, table_of(header, rows))
 
 
