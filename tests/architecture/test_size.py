@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 199_100, "tests": 317_000}
+MAX_TOKENS = {"trainer": 199_200, "tests": 328_100}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -16,6 +16,7 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 from trainer.checkpoint import fsio, layout, save
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK, RunLock
+from trainer.checkpoint.save import Agreement
 from trainer.errors import CannotWriteError
 from trainer.runtime.progress import History, Position
 
@@ -201,3 +202,15 @@ def test_a_silent_rank_fails_the_save_on_all_and_is_named(source, tmp_path):
     ]
     assert errors == ["rank 1: gave no answer in time", "a rank gave no answer in time"]
     assert layout.checkpoints(tmp_path / "run") == []
+
+
+def agree_after_a_late_answer(world: Any) -> list[Any]:
+    agreement = Agreement(world, timeout_s=20.0)
+    if not world.is_main:
+        agreement._give_up()
+    agreement.renew()
+    return agreement.agree(value=world.rank, error=None, deadline=time.monotonic() + 20.0)
+
+
+def test_ranks_agree_again_after_one_alone_gave_up_its_group():
+    assert run_ranks(agree_after_a_late_answer, 2) == [[0, 1], [0, 1]]

@@ -272,6 +272,19 @@ def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_late
     assert steps(tmp_path) == [4]
 
 
+def test_a_committed_checkpoint_stays_saved_when_memory_ends_while_it_is_published(
+    tmp_path, monkeypatch
+):
+    def fail(operation: fsio.Operation) -> None:
+        raise MemoryError
+
+    save(tmp_path, 4)
+    commit(tmp_path, 6)
+    monkeypatch.setattr(fsio, "observer", fail)
+    retention.settle(tmp_path, 6, Retention(keep=1))
+    assert steps(tmp_path) == [6, 4]
+
+
 @pytest.mark.covers("S3.52")
 def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path):
     save(tmp_path, 10, 20)

@@ -88,6 +88,15 @@ def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path)
     assert (tmp_path / "torn.jsonl").read_bytes() == b'{"step": 1}\n'
 
 
+def test_the_cut_of_a_torn_line_is_durable_before_lines_take_its_place(tmp_path, monkeypatch):
+    path, synced = tmp_path / "rows.jsonl", []
+    path.write_bytes(b'{"step": 1}\n{"st')
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+    file = AppendFile(path)
+    assert synced == [b'{"step": 1}\n']
+    file.close()
+
+
 def steps(path: Path) -> list[int]:
     return [row["step"] for _, row in JsonLines(path)]
 

@@ -245,3 +245,27 @@ def test_only_logs_of_a_sane_size_are_unpacked(run_dir, tmp_path, caplog):
     assert restored(tmp_path / "second", storage) is not None
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
     assert "unpacks to more than 64 MiB" in caplog.text
+
+
+def test_two_processes_never_upload_one_run_at_once(tmp_path):
+    storage, run_dir = FaultyStorage(), tmp_path / "run"
+    save(run_dir_made(run_dir), 2)
+    first, second = uploader(run_dir, storage), uploader(run_dir, storage)
+    refused = []
+
+    def put_file(lpath, rpath, **kwargs):
+        if not refused:
+            with pytest.raises(StorageError, match="another process uploads") as error:
+                second.sync()
+            refused.append(error)
+        FaultyStorage.put_file(storage, lpath, rpath)
+
+    storage.put_file = put_file
+    first.sync()
+    assert refused and not first.is_behind
+    second.sync()
+
+
+def run_dir_made(path):
+    path.mkdir()
+    return path

@@ -53,7 +53,7 @@ def settle(
                 layout.mark(info.path, PUBLISHED)
         best = worth_keeping(run_dir, history or History(), kept.best_metric, found)
         rotate(run_dir, keep=kept.keep, protect=protect | best)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         logger.warning(
             "%s is committed, but the pointer or the rotation failed and waits for the next save: "
             "%s",

@@ -68,10 +68,17 @@ class Agreement:
         self.renew()
 
     def renew(self) -> None:
-        """Make a group unless there is one. Collective, in the thread that trains."""
-        if self._group is None:
-            timeout_s = max(self._timeout_s, MIN_GROUP_TIMEOUT_S)
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        """Make a group unless every rank still has it. Collective, in the thread that trains.
+
+        A rank whose answer came too late gives up its group where the others keep theirs.
+        """
+        num_without = torch.tensor(float(self._group is None))
+        dist.all_reduce(num_without)
+        if num_without == 0:
+            return
+        self._give_up()
+        timeout_s = max(self._timeout_s, MIN_GROUP_TIMEOUT_S)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
         """Report `value` or `error`; returns every rank's value in rank order.
@@ -123,8 +130,9 @@ class Agreement:
     def _give_up(self) -> None:
         """Close the connections, so that no rank waits for this one."""
         group, self._group = self._group, None
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(group)
+        if group is not None:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

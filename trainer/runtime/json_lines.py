@@ -283,3 +283,5 @@ def _drop_torn_tail(descriptor: int) -> None:
             break
     if keep < size_bytes:
         os.ftruncate(descriptor, keep)
+        # otherwise a power cut could mix the torn line with the lines that take its place
+        os.fsync(descriptor)

@@ -5,6 +5,7 @@ An upload may end at any point without harm; the next one begins anew.
 
 import json
 import math
+import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from trainer.checkpoint.reading import pinned
 from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import TrainerConfig
 from trainer.runtime import evaluations
-from trainer.runtime.files import atomic_write
+from trainer.runtime.files import atomic_write, regular_opener, try_lock
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
@@ -43,6 +44,8 @@ again, or belongs to a machine.
 NUM_KEPT = 2
 """Newest checkpoints that stay in a mirror; the best one stays too."""
 NUM_STREAMS = 4
+LOCK = ".mirror.lock"
+"""A file in the run directory, locked by the process that uploads."""
 
 Uploaded = Callable[[int, int, float], None]
 """Takes step, bytes and seconds of a checkpoint that is whole in the mirror now."""
@@ -80,7 +83,8 @@ class Uploader:
             if not self._is_claimed:
                 claim(self._trainer, self._storage)
                 self._is_claimed = True
-            self._bring_up()
+            with _alone(self._run_dir):
+                self._bring_up()
         except Exception as error:
             before = read_object(self._run_dir / STATE)
             self._note(before.get("pointer"), before.get("steps", []), str(error))
@@ -204,6 +208,22 @@ class Uploader:
         with suppress(OSError):
             state = {"url": self._storage.url, "pointer": pointer, "steps": steps, "failed": failed}
             atomic_write(self._run_dir / STATE, json.dumps(state))
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from uploading this run meanwhile: each removes what another began.
+
+    Raises `StorageError` if one uploads now.
+    """
+    opener = regular_opener(os.O_RDWR | os.O_CREAT, follow_links=False)
+    descriptor = opener(str(run_dir / LOCK), 0)
+    try:
+        if try_lock(descriptor) is None:
+            raise StorageError(f"another process uploads '{run_dir}' now")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

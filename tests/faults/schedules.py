@@ -1,0 +1,874 @@
+"""Schedules of saves, rotations, rollbacks, restarts, takeovers and uploads, drawn by seeds.
+
+`python tests/faults/schedules.py --schedules 1000000` writes benchmarks/results/schedules.json. In
+each schedule one command is started again and again, on one to three ranks, until its run is
+complete. The real functions run: the start (`decide_start`), `CheckpointManager`, `Saver` with its
+`Agreement`, rotation, rollback, the run's lock, upload and restore. Ranks, threads, launcher and
+uploader are greenlets (`simulation.py`), and a seed draws who goes on at each operation. It also
+draws what goes wrong and when: a rank or all killed, the power lost, a machine lost with its disk,
+an operation of the disk refused, a process held up, a lock lost while its holder is held up, the
+same command started twice, a signal to stop; and of the storage of the mirror: an error, a file cut
+short, a change that shows late.
+
+Torch's shards are replaced by small files that say to which save they belong. `--replay SEED` runs
+one schedule again and prints it.
+"""
+
+import argparse
+import errno
+import fcntl
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "tests" / room) for room in ("faults", "unit", "")]
+
+import torch  # noqa: E402  found by the paths above
+from crash_states import Disk, read_tree  # noqa: E402
+from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
+from result_file import write_result  # noqa: E402
+from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
+
+from trainer.checkpoint import (  # noqa: E402
+    finished,
+    fsio,
+    layout,
+    lock,
+    manager,
+    reading,
+    retention,
+    rollback,
+    save,
+    start,
+    state,
+)
+from trainer.checkpoint.choice import NoUsableCheckpointError  # noqa: E402
+from trainer.checkpoint.fsio import FileRecord, Operation  # noqa: E402
+from trainer.checkpoint.lineage import Lineage  # noqa: E402
+from trainer.checkpoint.manifest import MANIFEST, TensorInfo, parse_manifest  # noqa: E402
+from trainer.checkpoint.retention import Retention  # noqa: E402
+from trainer.checkpoint.storage import Storage  # noqa: E402
+from trainer.config import CheckpointConfig, ConfigError, TrainerConfig  # noqa: E402
+from trainer.errors import CannotWriteError, ResumableError  # noqa: E402
+from trainer.runtime import distributed  # noqa: E402
+from trainer.runtime.distributed import World  # noqa: E402
+from trainer.runtime.progress import History, Position  # noqa: E402
+from trainer.tools.mirror import __main__ as mirror_process  # noqa: E402
+from trainer.tools.mirror import restore, upload  # noqa: E402
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "schedules.json"
+STRIDE, NUM_STRIDES = 10, 4
+TOTAL = STRIDE * NUM_STRIDES
+"""Steps of the run; a rollback needs some distance between them."""
+MAX_JOBS, MAX_TICKS = 30, 40_000
+DIST_TIMEOUT_S = 600.0
+EVENTS = {
+    "rank killed": 4,
+    "all killed": 3,
+    "power lost": 3,
+    "machine lost": 2,
+    "operation refused": 3,
+    "held up": 3,
+    "time passes": 2,
+    "lock lost": 2,
+    "started twice": 2,
+    "told to stop": 2,
+}
+"""Kinds of trouble, and how often each is drawn."""
+STORAGE_FAULTS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
+STORAGE_FAULT_CHANCE = 0.02
+COLLECT_EVERY = 20
+"""Schedules between two collections of garbage, which holds open files."""
+LINEAGE = Lineage({"data": "rows"})
+EXPECTED = (ResumableError, CannotWriteError, DistError, SystemExit)
+"""Errors that a run may end with; the same command continues."""
+
+Contents = dict[str, bytes]
+
+
+class Fault(BaseException):
+    """A promise is broken; no `except` of the code under test catches it."""
+
+
+class SimulatedWorld(World):
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        return {"fsdp": self.size}
+
+
+class SmallSaver(save.Saver):
+    """A saver whose files name the staging directory, the step and the rank that they belong to."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        config: CheckpointConfig,
+        kept: Retention,
+        held: lock.RunLock | None,
+    ) -> None:
+        self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
+        self.fingerprints, self._lock, self._card = LINEAGE.fingerprints, held, None
+        self._agreement = save.Agreement(world, timeout_s=layout.SAVE_TIMEOUT_S)
+        self._timeout_s, self._deadline = layout.SAVE_TIMEOUT_S, 0.0
+        self._staging, self.device = None, torch.device("cpu")
+        self._tensors = {"weight": TensorInfo((2,), "float32")}
+        source = SimpleNamespace(whole=None, adapter=None)
+        self._plan: Any = SimpleNamespace(source=source, others=(), copied_bytes=0, num_bytes=0)
+
+    def size_bytes(self, state: Any) -> int:
+        return 0
+
+    def _write_shards(self, staging: Path, snapshot: Any) -> list[FileRecord]:
+        size, rank, step = self.world.size, self.world.rank, snapshot.position.step
+        names = [layout.model_file(size, rank), layout.optim_file(size, rank)]
+        names += [layout.DATA] if self.world.is_main else []
+        content = f"{staging.name} {step} {rank}".encode()
+        return [fsio.write_file(staging / name, content, root=staging) for name in names]
+
+    def _write_export(
+        self, staging: Path, snapshot: Any, written: list[FileRecord]
+    ) -> list[FileRecord]:
+        self._await_files(staging, written)
+        if not self.world.is_main:
+            return []
+        path = staging / layout.HUGGINGFACE / "model.safetensors"
+        return [fsio.write_file(path, staging.name.encode(), root=staging)]
+
+
+class Part:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+PARTS: Any = {
+    "model": Part({"weight": torch.zeros(2)}),
+    "optimizer": Part({"state": {"weight": torch.zeros(2)}}),
+    "data": Part({}),
+}
+
+
+class MirrorStorage(FaultyStorage):
+    """The storage of the mirror; its faults are drawn."""
+
+    def __init__(self, schedule: "Schedule") -> None:
+        super().__init__(faults={}, late_by=schedule.chance.randint(1, 25))
+        self._schedule = schedule
+
+    def _strike(self) -> str:
+        schedule = self._schedule
+        if self._is_still or schedule.hub.current is None:
+            return ""
+        schedule.hub.pause("storage")
+        self.count += 1
+        if schedule.chance.random() >= STORAGE_FAULT_CHANCE:
+            return ""
+        kind = schedule.chance.choice(STORAGE_FAULTS)
+        schedule.met[f"storage: {kind}"] += 1
+        if kind == "refused":
+            raise TimeoutError("the storage does not answer")
+        if kind == "killed before":
+            schedule.hub.die()
+        return kind
+
+    def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
+        try:
+            super()._change(paths, action, half)
+        except Killed:
+            self._is_dead = False
+            self._schedule.hub.die()
+
+
+class Job:
+    """One start of the command: a launcher, its ranks, and the processes of the mirror."""
+
+    def __init__(self, schedule: "Schedule", number: int) -> None:
+        self.schedule, self.number = schedule, number
+        self.size = schedule.chance.randint(1, 3)
+        self.is_stopping = self.is_ending = self.is_complete = False
+        self.window = 0
+        """Above 0 the main rank is past its look at the lock."""
+        self.held: lock.RunLock | None = None
+        self.processes: list[Process] = []
+        self.launcher = self._process("launcher")
+        schedule.hub.spawn(self.launcher, self._launch)
+
+    @property
+    def is_over(self) -> bool:
+        return all(process.is_over for process in self.processes)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _process(self, name: str, rank: int = 0) -> Process:
+        process = Process(f"{self.number} {name}", self.schedule.hub, rank=rank)
+        process.group = Ranks([process], timeout_s=DIST_TIMEOUT_S)
+        self.processes.append(process)
+        return process
+
+    def _started(self, name: str, work: Callable[[], Any]) -> Process:
+        process = self._process(name)
+        self.schedule.hub.spawn(process, work)
+        return process
+
+    def _launch(self) -> None:
+        schedule, hub = self.schedule, self.schedule.hub
+        uploads = None
+        if schedule.config.checkpoint.mirror is not None:
+            prepared = self._started("prepare", self._prepare)
+            hub.wait("launcher", lambda: prepared.is_over)
+            schedule.follow_disk()
+            schedule.judge_error(prepared, self)
+            if prepared.is_dead or prepared.error is not None:
+                return
+            uploads = self._started("uploads", self._follow)
+        ranks = [self._process(f"rank {rank}", rank) for rank in range(self.size)]
+        group = Ranks(ranks, timeout_s=DIST_TIMEOUT_S)
+        for process in ranks:
+            process.group = group
+            hub.spawn(process, lambda rank=process.rank: Trainer(self, rank).run())
+        hub.wait(
+            "launcher", lambda: any(r.is_dead or r.error for r in ranks) or self._have_left(ranks)
+        )
+        if not self._have_left(ranks):
+            wait_s = schedule.chance.choice((0.05, 2.0, 4000.0))
+            hub.wait("launcher", lambda: self._have_left(ranks), timeout_s=wait_s)
+        for process in ranks:
+            process.kill()
+            schedule.judge_error(process, self)
+        self.is_ending = True
+        if uploads is not None:
+            hub.wait("launcher", lambda: uploads.is_over, timeout_s=4000.0)
+            schedule.judge_error(uploads, self)
+            uploads.kill()
+
+    def _have_left(self, ranks: list[Process]) -> bool:
+        return all(process.is_over for process in ranks)
+
+    def _prepare(self) -> None:
+        restore.prepare(self.schedule.config, Storage(URL, self.schedule.storage))
+
+    def _follow(self) -> None:
+        schedule, storage = self.schedule, Storage(URL, self.schedule.storage)
+        ending: Any = SimpleNamespace(
+            is_set=lambda: self.is_ending,
+            wait=lambda seconds: schedule.hub.wait(
+                "ending", lambda: self.is_ending, timeout_s=seconds
+            ),
+        )
+        mirror_process.follow(schedule.config, storage, ending)
+
+
+class Trainer:
+    """One rank of a job: what `trainer.train` does around its steps."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._schedule = job, job.schedule
+        self._world = SimulatedWorld(
+            device=torch.device("cpu"),
+            mesh=None,  # type: ignore[arg-type]
+            rank=rank,
+            size=job.size,
+            num_shards=job.size,
+        )
+
+    def run(self) -> None:
+        schedule, world = self._schedule, self._world
+        begun = start.decide_start(schedule.config, LINEAGE, world, total_steps=lambda _: TOTAL)
+        if world.is_main:
+            schedule.judge_start(begun, self._job)
+        if begun.is_complete:
+            self._job.is_complete = True
+            return
+        checkpoints = None
+        try:
+            saver = SmallSaver(
+                schedule.run_dir, world, schedule.config.checkpoint, schedule.kept, begun.lock
+            )
+            checkpoints = manager.CheckpointManager(
+                saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
+            )
+            is_finished = self._train(checkpoints, begun)
+            if world.is_main and is_finished:
+                schedule.hub.pause("finished")
+                path = schedule.run_dir / layout.step_dir_name(TOTAL)
+                finished.write(path, finished.Finished(ended_early=False, message="done"))
+        finally:
+            if checkpoints is not None:
+                checkpoints.close()
+            if begun.lock is not None:
+                begun.lock.release()
+
+    def _train(self, checkpoints: manager.CheckpointManager, begun: start.Start) -> bool:
+        """Return False for a run that was told to stop."""
+        chance, step = self._schedule.chance, begun.position.step
+        if begun.checkpoint is not None:
+            checkpoints.load(begun.checkpoint, contents=("model", "optimizer", "extra"))
+            checkpoints.settle(step, History())
+        while step < TOTAL:
+            step += STRIDE
+            onset, is_due, is_stopping = self._agreed(
+                step - chance.randint(0, STRIDE) if chance.random() < 0.08 else None,
+                checkpoints.is_save_due(),
+                self._job.is_stopping,
+            )
+            if onset is not None:
+                found = checkpoints.decide_rollback(
+                    onset=onset, step=step, last_step=TOTAL, history=History(), reason="a spike"
+                )
+                if found is not None:
+                    step = found[0].step
+                    checkpoints.load(found[0], contents=("model", "optimizer", "extra"))
+                    continue
+            is_ending = is_stopping or step == TOTAL
+            if is_ending or is_due or step % self._schedule.save_freq == 0:
+                checkpoints.save(
+                    Position(step, 0, step),
+                    loss=1.0,
+                    grad_norm=1.0,
+                    history=History(best_step=self._schedule.best_step),
+                    is_required=is_ending,
+                )
+            if is_stopping:
+                return step == TOTAL
+        return True
+
+    def _agreed(self, *values: Any) -> tuple[Any, ...]:
+        """The main rank's values on every rank."""
+        return distributed.on_main(
+            lambda: values, self._world, describe=lambda error: CannotWriteError(str(error))
+        )
+
+
+class Schedule:
+    """All that one seed draws; `run` raises `Fault`."""
+
+    def __init__(self, seed: int, work: Path, *, is_traced: bool = False) -> None:
+        self.seed, self.chance, self.run_dir = seed, random.Random(seed), work / "run"
+        self.met: Counter[str] = Counter()
+        self.hub = Hub(self.chance, self._on_tick)
+        self.hub.on_death = self._unlock
+        self.hub.trace = [] if is_traced else None
+        has_mirror = self.chance.random() < 0.5
+        self.config = TrainerConfig(
+            project_name="toy",
+            experiment_name="toy",
+            default_local_dir=str(self.run_dir),
+            checkpoint=CheckpointConfig(
+                mirror=URL if has_mirror else None, async_save=self.chance.random() < 0.5
+            ),
+        )
+        self.kept = Retention(keep=self.chance.choice((1, 2, None)))
+        self.save_freq = STRIDE * self.chance.randint(1, 2)
+        self.save_every_s = self.chance.choice((1.0, 1e9))
+        self.best_step = self.chance.choice((None, STRIDE, 2 * STRIDE))
+        self.storage = MirrorStorage(self)
+        self.events = self._drawn_events()
+        self.jobs: list[Job] = []
+        self.disk: Disk | None = None
+        self._locks: dict[Process, list[tuple[int, int]]] = {}
+        self._refused: Thread | None = None
+        # the promise: from here a run continues or from later, and from nothing undone
+        self.promised: int | None = None
+        self.undone: set[str] = set()
+        self.up: int | None = None
+        self.up_undone: set[str] = set()
+        self.owner: Job | None = None
+        self.is_refused = False
+        self.saved: dict[str, Contents] = {}
+
+    def _drawn_events(self) -> list[tuple[int, str]]:
+        count = self.chance.choice((1, 1, 2, 2, 3, 4))
+        kinds = self.chance.choices(list(EVENTS), weights=list(EVENTS.values()), k=count)
+        return sorted((self.chance.randint(1, 450), kind) for kind in kinds)
+
+    def run(self) -> None:
+        self.run_dir.mkdir(parents=True)
+        self.follow_disk()
+        with patched(self), closing(self.hub), closing_locks():
+            while not self.is_refused and not any(job.is_complete for job in self.jobs):
+                if len(self.jobs) > MAX_JOBS:
+                    raise Fault(f"not complete after {MAX_JOBS} starts")
+                self.begin_job()
+                self._run_until(lambda: all(job.is_over for job in self.jobs))
+            if not self.is_refused:
+                self._judge_end()
+
+    def begin_job(self) -> None:
+        self.jobs.append(Job(self, len(self.jobs)))
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            if not self.hub.step():
+                waiting = [
+                    f"{p.name}: {p.threads[-1].place}"
+                    for j in self.jobs
+                    for p in j.processes
+                    if not p.is_over
+                ]
+                raise Fault(f"all wait for each other: {waiting}")
+            if self.hub.ticks > MAX_TICKS:
+                raise Fault("does not end")
+
+    # What goes wrong.
+
+    def _on_tick(self, thread: Thread) -> None:
+        if self.events and self.hub.ticks >= self.events[0][0]:
+            kind = self.events[0][1]
+            if self._happens(kind, thread):
+                self.met[kind] += 1
+                self.events.pop(0)
+                if self.hub.trace is not None:
+                    self.hub.trace.append(f"{self.hub.ticks:5} *** {kind}")
+
+    def _happens(self, kind: str, thread: Thread) -> bool:
+        """False where this cannot happen yet."""
+        alive = [job for job in self.jobs if not job.is_over]
+        job = self.chance.choice(alive)
+        ranks = [p for p in job.processes if "rank" in p.name and not p.is_over]
+        if kind == "rank killed" and ranks:
+            self.chance.choice(ranks).kill()
+        elif kind == "all killed":
+            job.kill()
+        elif kind == "power lost" and self.disk is not None:
+            self._lose_power()
+        elif kind == "machine lost" and self.config.checkpoint.mirror is not None:
+            self._lose_machine()
+        elif kind == "operation refused" and thread.place.startswith("file "):
+            number = self.chance.choice((errno.ENOSPC, errno.EIO, errno.EROFS))
+            thread.failure = OSError(number, os.strerror(number))
+        elif kind == "held up" and ranks:
+            until = self.hub.ticks + self.chance.randint(20, 400)
+            self.chance.choice(ranks).suspended_until = lambda: self.hub.ticks >= until
+        elif kind == "time passes":
+            self.hub.now += self.chance.choice((5.0, 100.0, 2000.0))
+        elif kind == "lock lost" and self.owner is job and ranks and not job.window:
+            self._steal(job, ranks[0])
+        elif kind == "started twice" and ranks:
+            self.begin_job()
+        elif kind == "told to stop" and ranks:
+            job.is_stopping = True
+        else:
+            return kind == "machine lost" and self.config.checkpoint.mirror is None
+        return True
+
+    def _lose_power(self) -> None:
+        assert self.disk is not None
+        for job in self.jobs:
+            job.kill()
+        [left] = self.disk.sample(1, self.chance)
+        assert not isinstance(left, bytes)
+        known = dict(left)
+        for name in fsio.list_dir(self.run_dir):
+            is_unknown = name not in dict(self.disk.now(self.run_dir))  # type: ignore[arg-type]
+            if not is_unknown or self.chance.random() < 0.5:
+                remove(self.run_dir / name)
+        for name, tree in known.items():
+            remove(self.run_dir / name)
+            build(self.run_dir / name, tree)
+        self.follow_disk()
+
+    def _lose_machine(self) -> None:
+        for job in self.jobs:
+            job.kill()
+            job.is_complete = False
+        remove(self.run_dir)
+        self.run_dir.mkdir()
+        self.disk = None
+        self.promised, self.undone = self.up, set(self.up_undone)
+
+    def _steal(self, job: Job, main_rank: Process) -> None:
+        """The lock's server forgets a holder that it does not hear; another run takes over."""
+        self._unlock(main_rank)
+        self.begin_job()
+        thief = self.jobs[-1]
+        main_rank.suspended_until = lambda: self.owner is thief or thief.is_over
+
+    def _unlock(self, process: Process) -> None:
+        """As the kernel does for a process that has ended."""
+        for descriptor, inode in self._locks.pop(process, []):
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def note_lock(self, descriptor: int) -> None:
+        if (thread := self.hub.current) is not None:
+            held = self._locks.setdefault(thread.process, [])
+            held.append((descriptor, os.fstat(descriptor).st_ino))
+
+    # What is on the disk.
+
+    def follow_disk(self) -> None:
+        """From here on what is on the disk is durable, and every operation is followed."""
+        self.disk = Disk(read_tree(self.run_dir), self.run_dir)
+
+    def observe(self, operation: Operation) -> None:
+        thread = self.hub.current
+        if thread is None:
+            return
+        place = "phase" if operation.kind == "phase" else f"file {operation.kind}"
+        self.hub.pause(f"{place} {operation.path.name}")
+        if "prepare" in thread.process.name:
+            self.disk = None  # it takes files from elsewhere
+        elif self.disk is not None and operation.path.is_relative_to(self.run_dir):
+            with suppress(KeyError, ValueError):  # of a file that is not followed
+                self.disk.apply(operation)
+
+    # What is promised.
+
+    @contextmanager
+    def in_window(self) -> Iterator[Job | None]:
+        """The main rank has just seen that it holds the lock."""
+        job = self._current_job()
+        if job is None:
+            yield None
+            return
+        job.window += 1
+        yield job
+        job.window -= 1
+
+    def _current_job(self) -> Job | None:
+        thread = self.hub.current
+        if thread is None:
+            return None
+        return next(job for job in self.jobs if thread.process in job.processes)
+
+    def commit(self, staging: Path, step: int, *, nonce: str) -> Path:
+        with self.in_window() as job:
+            if job is None:
+                return real_commit(staging, step, nonce=nonce)
+            if "rank" in self.hub.current.process.name:  # type: ignore[union-attr]
+                self.saved[nonce] = self._judge_save(staging, step, job)
+            final = real_commit(staging, step, nonce=nonce)
+        self.promised = step
+        return final
+
+    def _judge_save(self, staging: Path, step: int, job: Job) -> Contents:
+        if job is not self.owner:
+            raise Fault(f"job {job.number} commits, the directory is another's")
+        contents = files_of(staging)
+        size = parse_manifest(contents[MANIFEST]).world_size
+        for rank in range(size):
+            expected = f"{staging.name} {step} {rank}".encode()
+            for name in (layout.model_file(size, rank), layout.optim_file(size, rank)):
+                if contents.get(name) != expected:
+                    raise Fault(f"{name} of step {step} is {contents.get(name)!r}")
+        return contents
+
+    def decide(self, run_dir: Path, target: layout.CheckpointInfo, **settings: Any) -> Any:
+        with self.in_window():
+            self.promised = target.step
+            self.up = None if self.up is None else min(self.up, target.step)
+            rollbacks = real_decide(run_dir, target, **settings)
+            self.undone |= set(rollbacks.entries[-1].discarded)
+        return rollbacks
+
+    def sync(self, uploader: upload.Uploader) -> None:
+        real_sync(uploader)
+        pointer = layout.read_pointer(self.run_dir).step
+        if not uploader.is_behind and pointer is not None:
+            is_here = (self.run_dir / layout.step_dir_name(pointer)).is_dir()
+            self.up = pointer if is_here else self.up
+            self.up_undone = set(self.undone)
+
+    def judge_start(self, begun: start.Start, job: Job) -> None:
+        if not begun.is_complete:
+            self.owner = job
+        self.judge(begun.checkpoint)
+
+    def judge(self, found: layout.CheckpointInfo | None) -> None:
+        if found is None:
+            if self.promised is not None:
+                raise Fault(f"starts anew, step {self.promised} was saved")
+            return
+        assert found.manifest is not None
+        if found.manifest.nonce in self.undone:
+            raise Fault(f"continues from step {found.step}, which was undone")
+        if self.promised is not None and found.step < self.promised:
+            raise Fault(f"continues from step {found.step}, step {self.promised} was saved")
+        saved, now = self.saved[found.manifest.nonce], files_of(found.path)
+        different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
+        if different - {layout.PUBLISHED, finished.FILE_NAME}:
+            raise Fault(f"{found.path.name} is not as saved: {sorted(different)}")
+
+    def judge_error(self, process: Process, job: Job) -> None:
+        """A run may only end with an error that its user can expect."""
+        error = process.error
+        if error is None or isinstance(error, EXPECTED):
+            return
+        is_used = isinstance(error, ConfigError) and "in use by another run" in str(error)
+        if is_used and len(self.jobs) > 1:
+            return
+        if isinstance(error, NoUsableCheckpointError) and self.promised is None:
+            self.is_refused = True  # a person decides
+            return
+        text = "".join(traceback.format_exception(error))
+        raise Fault(f"{process.name} ends with {error!r}\n{text}")
+
+    def _judge_end(self) -> None:
+        chosen = start.candidates_of(self.config).chosen
+        if chosen is None or chosen.step != TOTAL:
+            raise Fault(f"complete, and continues from {chosen}")
+        self.judge(chosen)
+        for info in layout.committed(self.run_dir):
+            self.judge_whole(info)
+        names = fsio.list_dir(self.run_dir)
+        left = [
+            name for name in names if name.startswith((".staging_global", ".trash_", ".latest"))
+        ]
+        excused = ("operation refused", "lock lost", "power lost")
+        if left and not any(self.met[kind] for kind in excused):
+            raise Fault(f"complete, and leaves {left}")
+        if self.up == TOTAL:
+            self._judge_mirror()
+
+    def judge_whole(self, info: layout.CheckpointInfo) -> None:
+        assert info.manifest is not None
+        saved = self.saved[info.manifest.nonce]
+        now = files_of(info.path)
+        if any(now.get(name) != data for name, data in saved.items()):
+            raise Fault(f"{info.path.name} is kept, and not as saved")
+
+    def _judge_mirror(self) -> None:
+        """A machine with an empty disk takes the last checkpoint."""
+        other = self.run_dir.with_name("machine")
+        config = TrainerConfig(
+            project_name="toy",
+            experiment_name="toy",
+            default_local_dir=str(other),
+            checkpoint=CheckpointConfig(mirror=URL),
+        )
+        with self.storage.undisturbed():
+            restore.prepare(config, Storage(URL, self.storage), retry_after_s=())
+        found = layout.committed(other)
+        if [info.step for info in found] != [TOTAL]:
+            raise Fault(f"the last step is in the mirror, {found} is taken")
+        self.judge_whole(found[0])
+
+
+real_commit, real_decide, real_sync = layout.commit, rollback.decide, upload.Uploader.sync
+
+
+@contextmanager
+def patched(schedule: Schedule) -> Iterator[None]:
+    """Let the modules of the trainer run on the hub, its clock and its ranks."""
+    hub, chance = schedule.hub, schedule.chance
+    dist = Distributed(hub, chance)
+
+    def pausing(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hub.pause(place)
+            return real(*args, **kwargs)
+
+        return call
+
+    def in_window(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with schedule.in_window():
+                return real(*args, **kwargs)
+
+        return call
+
+    def try_lock(descriptor: int) -> bool | None:
+        hub.pause("lock")
+        taken = real_try_lock(descriptor)
+        if taken:
+            schedule.note_lock(descriptor)
+        return taken
+
+    def begun(work: Callable[[], Any], *, name: str | None = None) -> Any:
+        thread = hub.current
+        assert thread is not None
+        return hub.spawn(thread.process, work)
+
+    def wait(threads: list[Thread], timeout_s: float) -> None:
+        hub.wait("wait", lambda: all(t.done() for t in threads), timeout_s=timeout_s)
+
+    real_try_lock = lock.try_lock
+    RunLock = lock.RunLock
+    replaced: list[tuple[Any, str, Any]] = [
+        (fsio, "observer", schedule.observe),
+        (time, "monotonic", hub.monotonic),
+        (time, "sleep", hub.sleep),
+        (secrets, "token_hex", lambda size: f"{chance.getrandbits(8 * size):0{2 * size}x}"),
+        (os, "link", pausing("link", os.link)),
+        (layout, "commit", schedule.commit),
+        (layout, "clean_leftovers", in_window(layout.clean_leftovers)),
+        (layout, "try_lock", try_lock),
+        (reading, "try_lock", try_lock),
+        (upload, "try_lock", try_lock),
+        (lock, "try_lock", try_lock),
+        (RunLock, "_look", pausing("look at lock", RunLock._look)),
+        (RunLock, "_write_record", pausing("write lock", RunLock._write_record)),
+        (retention, "settle", in_window(retention.settle)),
+        (rollback, "decide", schedule.decide),
+        (upload.Uploader, "sync", lambda uploader: schedule.sync(uploader)),
+        (upload, "ThreadPoolExecutor", Serial),
+        (restore, "ThreadPoolExecutor", Serial),
+        (mirror_process, "_answered", lambda work, storage, *, limit_s: work()),
+        (manager, "begun", begun),
+        (manager, "wait", wait),
+        (manager, "load_state", lambda *args, **kwargs: None),
+        *((module, "dist", dist) for module in (distributed, start, state, save, manager)),
+    ]
+    with ExitStack() as stack:
+        for place, name, value in replaced:
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield
+
+
+@contextmanager
+def closing_locks() -> Iterator[None]:
+    """Close what killed processes left open, as the kernel does."""
+    try:
+        yield
+    finally:
+        for held in list(lock._open_locks):
+            held._close()
+
+
+def files_of(directory: Path) -> Contents:
+    found = {}
+    for path in directory.rglob("*"):
+        if path.is_file():
+            found[path.relative_to(directory).as_posix()] = path.read_bytes()
+    return found
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def build(path: Path, tree: Any) -> None:
+    if isinstance(tree, bytes):
+        path.write_bytes(tree)
+        return
+    path.mkdir()
+    for name, child in tree:
+        build(path / name, child)
+
+
+def run_seed(
+    seed: int, work: Path, *, is_traced: bool = False
+) -> tuple[Counter[str], int, str | None]:
+    """What happened, how many operations there were, and what was wrong."""
+    schedule = Schedule(seed, work, is_traced=is_traced)
+    fault = None
+    try:
+        schedule.run()
+    except Fault as error:
+        fault = f"seed {seed}: {error}"
+    except Exception as error:
+        fault = f"seed {seed}: {''.join(traceback.format_exception(error))}"
+    if schedule.hub.trace is not None:
+        print("\n".join(schedule.hub.trace))
+    met, ticks = schedule.met, schedule.hub.ticks
+    met["starts"] += len(schedule.jobs)
+    met["saves"] += len(schedule.saved)
+    del schedule
+    return met, ticks, fault
+
+
+def run_seeds(seeds: range) -> tuple[Counter[str], int, list[str]]:
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    met: Counter[str] = Counter()
+    faults: list[str] = []
+    num_operations = 0
+    gc.disable()
+    gc.freeze()
+    with tempfile.TemporaryDirectory(prefix="schedules-", dir=memory()) as directory:
+        for seed in seeds:
+            found, ticks, fault = run_seed(seed, Path(directory, str(seed)))
+            met += found
+            num_operations += ticks
+            faults += [] if fault is None else [fault]
+            if seed % COLLECT_EVERY == 0:
+                gc.collect()
+            shutil.rmtree(Path(directory, str(seed)))
+    gc.unfreeze()
+    gc.enable()
+    return met, num_operations, faults
+
+
+def memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    if arguments.replay is not None:
+        logging.disable(logging.CRITICAL)
+        with tempfile.TemporaryDirectory(dir=memory()) as directory:
+            print(run_seed(arguments.replay, Path(directory, "0"), is_traced=True))
+            gc.collect()
+        return 0
+    began = time.monotonic()
+    end = arguments.seed + arguments.schedules
+    chunks = [range(at, min(at + 500, end)) for at in range(arguments.seed, end, 500)]
+    met: Counter[str] = Counter()
+    num_operations, faults, num_done = 0, [], 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.processes, maxtasksperchild=20) as pool:
+        for chunk, found in zip(chunks, pool.imap(run_seeds, chunks), strict=True):
+            met += found[0]
+            num_operations += found[1]
+            faults += found[2]
+            num_done += len(chunk)
+            if num_done % 10_000 == 0 or found[2]:
+                print(f"{num_done} schedules, {len(faults)} faults", flush=True)
+            for fault in found[2]:
+                print(fault, flush=True)
+    result = {
+        "command": " ".join(["python tests/faults/schedules.py", *argv]),
+        "seeds": [arguments.seed, end - 1],
+        "schedules": num_done,
+        "operations between which a process may be interrupted": num_operations,
+        "happened": dict(sorted(met.items())),
+        "faults": faults,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "versions": {
+            "python": platform.python_version(),
+            "greenlet": version("greenlet"),
+            "fsspec": version("fsspec"),
+        },
+    }
+    write_result(arguments.output, result)
+    print(json.dumps(result, indent=1))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

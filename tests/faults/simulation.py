@@ -1,0 +1,323 @@
+"""Processes as greenlets of one thread, on a virtual clock: a seed decides who runs next.
+
+A process gives way before each operation on a file, a storage, a lock or another rank. The hub then
+picks the next process, lets time pass, fails the operation or kills the process. A killed process
+never runs again: no `finally` of its code has an effect until the schedule is over.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+TICK_S = 0.01
+STAY = 0.6
+"""Chance that the process that ran last runs on."""
+
+
+class DistError(RuntimeError):
+    """A rank is gone, or did not come in time."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One operating system process. Its threads die with it and when its main thread ends."""
+
+    name: str
+    hub: "Hub"
+    rank: int = 0
+    group: Any = None
+    threads: list["Thread"] = field(default_factory=list)
+    is_dead: bool = False
+    suspended_until: Callable[[], bool] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_dead or self.threads[0].is_over
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.threads[0].error
+
+    def kill(self) -> None:
+        if not self.is_over:
+            self.is_dead = True
+            self.hub.on_death(self)
+
+
+class Thread:
+    """`result` and `done` answer as those of a future."""
+
+    def __init__(self, process: Process, work: Callable[[], Any]) -> None:
+        self.process, self._work = process, work
+        # a thread that ends goes on in its parent: the hub, not the thread that started it
+        self.greenlet = greenlet(self._run, parent=process.hub.main)
+        self.is_over = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.ready: Callable[[], bool] | None = None
+        self.deadline: float | None = None
+        self.failure: BaseException | None = None
+        self.place = "begins"
+        process.threads.append(self)
+
+    def _run(self) -> None:
+        try:
+            self.value = self._work()
+        except Exception as error:
+            self.error = error
+        self.is_over = True
+
+    @property
+    def can_run(self) -> bool:
+        process = self.process
+        if self.is_over or process.is_dead or process.threads[0].is_over:
+            return False
+        if process.suspended_until is not None:
+            if not process.suspended_until():
+                return False
+            process.suspended_until = None
+        hub = process.hub
+        is_late = self.deadline is not None and self.deadline <= hub.now
+        return self.ready is None or is_late or self.ready()
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def result(self) -> Any:
+        self.process.hub.wait("result", lambda: self.is_over)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Hub:
+    """Runs all processes of a schedule."""
+
+    def __init__(self, chance: random.Random, on_tick: Callable[[Thread], None]) -> None:
+        """`on_tick` is called before a thread runs on: it may kill, or set a `failure`."""
+        self.chance, self.now, self.ticks = chance, 0.0, 0
+        self.on_tick, self.on_death = on_tick, lambda process: None
+        self.trace: list[str] | None = None
+        self.main = getcurrent()
+        self._threads: list[Thread] = []
+        self._last: Thread | None = None
+        self._graveyard: list[Thread] = []
+        self._is_closing = False
+
+    @property
+    def current(self) -> Thread | None:
+        """The thread that runs; None in the hub itself."""
+        return None if getcurrent() is self.main else self._last
+
+    def spawn(self, process: Process, work: Callable[[], Any]) -> Thread:
+        thread = Thread(process, work)
+        self._threads.append(thread)
+        return thread
+
+    def pause(self, place: str) -> None:
+        self.wait(place, None)
+
+    def wait(
+        self, place: str, ready: Callable[[], bool] | None, *, timeout_s: float | None = None
+    ) -> bool:
+        """Give way until `ready`; False if it is not within `timeout_s`."""
+        if self._is_closing:
+            raise GreenletExit
+        thread = self.current
+        if thread is None:
+            return True
+        thread.place, thread.ready = place, ready
+        thread.deadline = None if timeout_s is None else self.now + timeout_s
+        self.main.switch()
+        thread.deadline = None
+        if (failure := thread.failure) is not None:
+            thread.failure = None
+            raise failure
+        return ready is None or ready()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.wait("sleep", lambda: False, timeout_s=seconds)
+
+    def die(self) -> None:
+        """The running process is killed here and now."""
+        thread = self.current
+        assert thread is not None
+        thread.process.kill()
+        self.main.switch()
+
+    def step(self) -> bool:
+        """Let one thread run to its next operation; False if none is left that ever can."""
+        self._bury()
+        able = [thread for thread in self._threads if thread.can_run]
+        if not able:
+            for thread in self._threads:
+                thread.process.suspended_until = None
+            deadlines = [t.deadline for t in self._threads if t.deadline is not None]
+            self.now = max([self.now, *sorted(deadlines)[:1]])
+            able = [thread for thread in self._threads if thread.can_run]
+        if not able:
+            return False
+        stays = self._last in able and self.chance.random() < STAY
+        thread = self._last if stays else self.chance.choice(able)
+        assert thread is not None
+        self.ticks += 1
+        self.now += TICK_S
+        self.on_tick(thread)
+        if not thread.process.is_dead:
+            self._last = thread
+            if self.trace is not None:
+                self.trace.append(f"{self.ticks:5} {thread.process.name:14} {thread.place}")
+            thread.greenlet.switch()
+        return True
+
+    def close(self) -> None:
+        """End all threads after the schedule; else their frames would stay in memory."""
+        self._is_closing = True
+        for thread in (*self._threads, *self._graveyard):
+            if not thread.greenlet.dead:
+                thread.greenlet.throw(GreenletExit)
+
+    def _bury(self) -> None:
+        """Dead threads are kept, so that no `finally` of theirs runs before the end."""
+        ended = [t for t in self._threads if t.is_over or t.process.is_over]
+        for thread in ended:
+            self._threads.remove(thread)
+            self._graveyard.append(thread)
+
+
+class Ranks:
+    """A process group: messages between the ranks of one job."""
+
+    def __init__(self, processes: list[Process], *, timeout_s: float) -> None:
+        self.processes, self.timeout_s = processes, timeout_s
+        self.messages: dict[tuple[int, int], int] = {}
+        self.arrived: dict[int, dict[int, Any]] = {}
+        self.calls = [0] * len(processes)
+        self.left: set[int] = set()
+
+    def is_gone(self, rank: int) -> bool:
+        return rank in self.left or self.processes[rank].is_over
+
+
+class Work:
+    """An operation that was started; `wait` ends it. Raises `DistError`."""
+
+    def __init__(self, wait: Callable[[float | None], None]) -> None:
+        self._wait = wait
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._wait(None if timeout is None else timeout.total_seconds())
+
+
+class Distributed:
+    """The functions of `torch.distributed` that saves and starts use, between simulated ranks."""
+
+    DistError = DistError
+
+    def __init__(self, hub: Hub, chance: random.Random) -> None:
+        self._hub, self._chance = hub, chance
+        self._new: dict[tuple[int, int], Ranks] = {}
+        self._made: dict[Process, int] = {}
+
+    @property
+    def _process(self) -> Process:
+        thread = self._hub.current
+        assert thread is not None
+        return thread.process
+
+    def new_group(self, *, backend: str, timeout: timedelta) -> Ranks:
+        """The n-th call of each rank makes the same group. Collective."""
+        process = self._process
+        self._gather(process.group, None)
+        self._made[process] = number = self._made.get(process, 0) + 1
+        key = id(process.group), number
+        if key not in self._new:
+            members = process.group.processes
+            self._new[key] = Ranks(members, timeout_s=timeout.total_seconds())
+        return self._new[key]
+
+    def destroy_process_group(self, group: Ranks) -> None:
+        group.left.add(self._process.rank)
+
+    def all_gather_object(self, found: list[Any], value: Any, group: Ranks | None = None) -> None:
+        found[:] = self._gather(group or self._process.group, value)
+
+    def broadcast_object_list(self, values: list[Any], src: int) -> None:
+        values[:] = self._gather(self._process.group, list(values))[src]
+
+    def all_reduce(self, tensor: Any) -> None:
+        tensor.copy_(sum(self._gather(self._process.group, tensor.clone())))
+
+    def _gather(self, group: Ranks, value: Any) -> list[Any]:
+        """Each rank leaves as it likes; one that fails or dies meanwhile leaves the others alone."""
+        rank = self._process.rank
+        number = group.calls[rank]
+        group.calls[rank] += 1
+        slot = group.arrived.setdefault(number, {})
+        slot[rank] = value
+        everyone = range(len(group.processes))
+
+        def is_settled() -> bool:
+            return len(slot) == len(group.processes) or any(
+                r not in slot and group.is_gone(r) for r in everyone
+            )
+
+        self._hub.wait("collective", is_settled, timeout_s=group.timeout_s)
+        if len(slot) < len(group.processes):
+            self._lose(group)
+        return [slot[r] for r in everyone]
+
+    def _lose(self, group: Ranks) -> None:
+        """Peers are gone: this rank is told at once, or hears nothing until it is too late."""
+        if self._chance.random() < 0.5:
+            self._hub.wait("no answer", lambda: False, timeout_s=group.timeout_s)
+        raise DistError("Connection closed by peer")
+
+    def isend(self, tensor: Any, destination: int, group: Ranks) -> Work:
+        self._send(destination, group)
+        return Work(lambda timeout_s: None)
+
+    def send(self, tensor: Any, destination: int, group: Ranks) -> None:
+        self._hub.pause("send")
+        self._send(destination, group)
+
+    def _send(self, destination: int, group: Ranks) -> None:
+        if group.is_gone(destination):
+            raise DistError("Connection closed by peer")
+        key = self._process.rank, destination
+        group.messages[key] = group.messages.get(key, 0) + 1
+
+    def irecv(self, tensor: Any, source: int, group: Ranks) -> Work:
+        key = source, self._process.rank
+
+        def wait(timeout_s: float | None) -> None:
+            def is_settled() -> bool:
+                return group.messages.get(key, 0) > 0 or group.is_gone(source)
+
+            self._hub.wait("receive", is_settled, timeout_s=timeout_s)
+            if not group.messages.get(key, 0):
+                raise DistError("timed out, or connection closed by peer")
+            group.messages[key] -= 1
+
+        return Work(wait)
+
+
+class Serial:
+    """In place of a pool of threads."""
+
+    def __init__(self, num_threads: int) -> None: ...
+
+    def __enter__(self) -> "Serial":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, work: Callable[[Any], Any], items: Any) -> Iterator[Any]:
+        return iter([work(item) for item in items])
