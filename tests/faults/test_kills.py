@@ -2,11 +2,16 @@
 lost, changed or left.
 """
 
+import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import kills
 import pytest
 from kills import TOTAL_STEPS, Campaign, Run, _different_ends
 from sweeps import short_or_full
@@ -35,6 +40,22 @@ def test_nothing_is_lost_by_kills_and_preemptions(campaign, capsys):
         assert campaign.faults == [], f"seed {SEED}"
     with capsys.disabled():
         print(f"\nseed {SEED}: {dict(sorted(campaign.counts.items()))}")
+
+
+@pytest.mark.parametrize("forgets_names", [False, True])
+def test_nothing_is_lost_by_power_cuts_unless_the_disk_forgets_names(tmp_path, forgets_names):
+    command = [sys.executable, kills.__file__, "--power-cuts", "3", "--seed", "1", "--output"]
+    environment = {**os.environ, "DISK_FORGETS_NAMES": "1"} if forgets_names else None
+    done = subprocess.run(
+        [*command, tmp_path / "result.json"],
+        env=environment,
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == int(forgets_names), done.stdout + done.stderr
+    faults = json.loads((tmp_path / "result.json").read_text())["faults"]
+    assert any("checkpoint" in fault for fault in faults) == forgets_names, faults
 
 
 def diverge(run_dir: Path) -> None:
