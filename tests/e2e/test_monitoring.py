@@ -112,5 +112,5 @@ def test_the_commands_read_a_real_run(watched):
     )
     diagnosis = tool("report", "--json", "--check", str(watched))
     assert diagnosis.returncode in (0, 1), diagnosis.stderr
-    assert json.loads(diagnosis.stdout)["best_checkpoint"]["step"] in (25, 50, NUM_STEPS)
+    assert json.loads(diagnosis.stdout)["generalisation"]["recommended_step"] in (25, 50, NUM_STEPS)
     assert tool("report", str(watched), str(watched)).returncode == 0

@@ -1,6 +1,7 @@
-"""The report command: its output and its exit codes."""
+"""The report command: its output and its exit codes; the page that a run writes at its end."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from trainer.cli.arguments import write_file
 from trainer.errors import CannotWriteError
 from trainer.tools.report import analyse as analysis
 from trainer.tools.report.result import Report
+from trainer.tracking import Tracking
+from trainer.train.start.end import write_final_report
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -30,7 +33,7 @@ def call(
         write(tmp_path / name, make_curves(num_steps=120))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    return lambda *words: (report.main([str(word) for word in words]), *capsys.readouterr())
+    return lambda words: (report.main(words.split()), *capsys.readouterr())
 
 
 @pytest.fixture
@@ -49,25 +52,23 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_one_run_gives_a_verdict_and_a_page(call):
-    code, out, err = call("ours", "--html", "a.html")
+    code, out, err = call("ours --html a.html")
     assert (code, err) == (0, "") and out.startswith("ours (fsdp-sft)") and "wrote a.html" in out
     assert "What next" in Page(Path("a.html").read_text(encoding="utf-8")).words
 
 
 def test_two_runs_give_one_page_an_array_and_a_comparison(call):
-    code, out, _ = call("ours", "swift", "--html", "a.html")
-    words = " ".join(out.split())
-    assert code == 0 and "\nswift (ms-swift)" in out and "1: ours 2: swift" in words
-    assert "last training loss, smoothed" in words and "Training loss" in words
+    code, out, _ = call("ours swift --html a.html")
+    assert code == 0 and "\nswift (ms-swift)" in out and "At the same steps" in out
     page = Path("a.html").read_text(encoding="utf-8")
     assert page.count("<article>") == 3 and "Side by side" in page
-    trees = json.loads(call("ours", "swift", "--json")[1])
+    trees = json.loads(call("ours swift --json")[1])
     assert [run["title"] for run in trees] == ["ours", "swift"]
 
 
 def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(call, given):
     Path("limits").write_text("kl_high: 5")
-    assert call("ours", "--profile", "grpo", "--config", "limits")[0] == 0
+    assert call("ours --profile grpo --config limits")[0] == 0
     assert given == {"profile": "grpo", "thresholds": {"kl_high": 5.0}}
     call("ours")
     assert given == {"profile": "auto", "thresholds": None}
@@ -76,16 +77,15 @@ def test_a_run_is_judged_by_the_limits_and_profile_it_is_given(call, given):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ((), 2, "required: PATH"),
-        (("ours", "--profile", "x"), 2, "invalid choice: 'x'"),
-        (("ours", "--config", "no-such-file"), 2, "--config no-such-file"),
-        (("elsewhere",), 4, "cannot read elsewhere as a training log (it does not exist): give"),
-        (("ours", "elsewhere"), 4, "cannot read elsewhere"),
-        (("ours", "--html", "no/a.html"), 73, "choose another place"),
+        ("", 2, "required: PATH"),
+        ("ours --profile x", 2, "invalid choice: 'x'"),
+        ("ours --config no-such-file", 2, "--config no-such-file"),
+        ("ours elsewhere", 4, "cannot read elsewhere as a training log"),
+        ("ours --html no/a.html", 73, "choose another place"),
     ],
 )
 def test_errors_have_their_exit_code_and_name_the_cause(call, words, code, message):
-    found, out, err = call(*words)
+    found, out, err = call(words)
     assert found == code and err.startswith("ERROR: ") and message in err
     assert out == "" or code == 73
 
@@ -104,9 +104,9 @@ def test_a_fault_of_the_program_is_not_taken_for_an_unreadable_log(call, monkeyp
 )
 def test_with_check_the_exit_code_is_the_verdict(call, given, verdict, code):
     given["verdict"] = verdict
-    exit_code, out, err = call("swift", "--json", "--check")
+    exit_code, out, err = call("swift --json --check")
     assert (exit_code, err) == (code, "") and json.loads(out)["verdict"] == verdict
-    assert call("ours", "swift", "--check")[0] == code and call("ours")[0] == 0
+    assert call("ours swift --check")[0] == code and call("ours")[0] == 0
 
 
 def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path):
@@ -114,3 +114,17 @@ def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path):
     with pytest.raises(CannotWriteError, match="no regular file"):
         write_file(tmp_path / "pipe", "page")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path, caplog):
+    tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=5)
+    for step in range(1, 6):
+        tracking.log({"train/loss": 2.0 - 0.1 * step, "train/grad_norm": 1.0}, step)
+    tracking.finish(0)
+    with caplog.at_level(logging.INFO):
+        write_final_report(tmp_path)
+    assert "report      " in caplog.text and str(tmp_path / "report.html") in caplog.text
+    assert "</html>" in (tmp_path / "report.html").read_text()
+    write_final_report(tmp_path / "nothing")
+    assert "no report: ERROR: cannot read" in caplog.text
+    assert "bash run_sft.sh report" in caplog.text

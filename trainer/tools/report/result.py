@@ -1,5 +1,5 @@
-"""The result of an analysis: what text, page and JSON show; docs/report.schema.json says what
-its fields mean.
+"""The result of an analysis, as text, page and JSON show it. docs/report.schema.json describes the
+fields.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ from typing import Any
 from trainer.runtime.json_lines import strict
 from trainer.tools.report.run_log import ServingCheck
 
+SCHEMA = "fsdp-sft-report/5"
 LEVELS = ("fail", "warn", "note", "info")
 """Levels of a finding, worst first."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing a rule found. `id` is stable: the rule's name, with the metric or step where it
-    can fire twice.
+    """Something that a check found. `id` is stable: the name of the check, with a metric or step if
+    the check can fire twice.
     """
 
     id: str
@@ -45,10 +46,13 @@ class Mover:
     peak_step: int
     peak_value: float
 
+    def __str__(self) -> str:
+        return f"{self.metric} {self.peak_value:.4g}"
+
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An interval in which metrics left their usual range; neighbouring points are merged."""
+    """An interval in which metrics left their usual range."""
 
     steps: tuple[int, int]
     metric: str
@@ -76,9 +80,7 @@ class MetricSummary:
     minimum_step: int
     maximum: float
     maximum_step: int
-    median: float
     trend: str
-    observation: str
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,6 @@ class Generalisation:
     recommended_path: Path | None
     reason: str
     expected_gain: float
-
-    @property
-    def checkpoint(self) -> dict[str, object] | None:
-        """The best to use; None where no step is recommended."""
-        told = (self.recommended_step, self.recommended_path, self.reason, self.expected_gain)
-        return (
-            None
-            if told[0] is None
-            else dict(zip(("step", "path", "reason", "expected_gain"), told, strict=True))
-        )
 
 
 @dataclass(frozen=True)
@@ -156,9 +148,7 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Report:
-    """All sections of one run. `insufficient` names rules that could not be judged, with the
-    reason.
-    """
+    """All results of one run. `insufficient` holds checks that could not be judged, and why."""
 
     title: str
     source: str
@@ -183,21 +173,6 @@ class Report:
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
 
 
-SCHEMA = "fsdp-sft-report/4"
-ELSEWHERE = ("path", "profile", "headline", "facts", "closing", "evaluations")
-"""Fields of a report that are part of others in JSON, or none."""
-
-
 def as_json(report: Report) -> dict[str, Any]:
-    """Every number as it was computed, with all its digits."""
-    best = report.generalisation
-    tree = {
-        "schema": SCHEMA,
-        **{name: value for name, value in vars(report).items() if name not in ELSEWHERE},
-        "source": {"format": report.source, "path": report.path, "profile": report.profile},
-        "summary": {"headline": report.headline, "facts": report.facts, "closing": report.closing},
-        "top": [finding.id for finding in report.top],
-        "best_checkpoint": None if best is None else best.checkpoint,
-        "insufficient": [{"rule": rule, "reason": reason} for rule, reason in report.insufficient],
-    }
-    return dict(strict(tree, nonfinite=lambda _: None))
+    """Return the report as JSON values, with all digits; null for what is not finite."""
+    return dict(strict({"schema": SCHEMA, **vars(report)}, nonfinite=lambda _: None))

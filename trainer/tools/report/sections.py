@@ -1,34 +1,32 @@
-"""The sections of a report: plain blocks that the terminal and the page show in the same order."""
+"""The sections of a report as data; terminal and page render the same list."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.tools.report.formatting import capitalised, interval, number, share, shown, step, told
+from trainer.tools.report.formatting import MISSING, shown
 from trainer.tools.report.names import ROLES
-from trainer.tools.report.result import Finding, Generalisation, LearningRate, Report, Throughput
+from trainer.tools.report.result import Finding, Report
 from trainer.tools.report.run_log import RunLog
 
-STATUSES = ("fail", "note", "unknown", "pass")
 MAX_PLOTS = 12
-"""Beside the loss."""
+"""Besides the loss."""
 LOSSES = (*ROLES["loss"], *ROLES["val_loss"])
-PLOTS = (
-    "Pale: as logged; dark: smoothed by 0.9; points: validation. Yellow: anomaly; triangle: "
-    "checkpoint; dashed: best validation; red cross: not a number."
+STATUSES = ("fail", "note", "unknown", "pass")
+"""Of lines of the checklist, in the order in which they are shown."""
+LEGEND = (
+    "Pale: as logged; dark: smoothed by 0.9; points: validation. Yellow: anomaly; dashed: best "
+    "validation; red cross: not a number."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as they are shown."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def is_number(self, column: int) -> bool:
-        """Return whether a column holds numbers, which are aligned right."""
-        return all(row[column][:1] in "0123456789-+–" for row in self.rows)
+INTERVALS = "Means with 95 % intervals: checkpoints with overlapping intervals may be equally good."
+HARD_ROWS = "Rows whose loss exceeds that of their batches most: wrong, odd or hard."
+SAMPLE = "The first sample of the last start, its supervised part in [[ ]]."
+GENERALISATION = "recommended_step recommended_path reason expected_gain metric best_step best_value last_value gap"
+ANOMALY = "steps metric peak_step peak_value ratio has_recovered percent z movers chain"
+RATE = "schedule peak warmup_steps last high_share anomalies_at_high_share"
+SPEED = "bottleneck step_s tokens_per_s mfu goodput"
+PROOF = "step engine is_equal causes val_loss served_loss tolerance"
+METRIC = "key first last minimum maximum trend minimum_step maximum_step unit direction meaning"
 
 
 @dataclass(frozen=True)
@@ -42,222 +40,82 @@ class Plot:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, one sentence, findings, a table, notes on it, and plots."""
+    """A heading, a sentence, findings, a table, and plots."""
 
-    id: str
     title: str
+    rows: Sequence[Sequence[Any]] = ()
+    header: Sequence[str] = ()
     lead: str = ""
-    table: Table | None = None
-    notes: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    plots: tuple[Plot, ...] = ()
+    findings: Sequence[Finding] = ()
+    plots: Sequence[Plot] = ()
     is_detail: bool = False
     """Only the page shows it."""
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.table or self.notes or self.findings or self.plots or self.lead)
+    def has_content(self) -> bool:
+        return bool(self.rows or self.findings or self.plots)
 
 
-def table_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Table | None:
-    """Make a table of values, written by their types; None without rows."""
-    cells = tuple(tuple(map(_cell, row)) for row in rows)
-    return Table(tuple(header), cells) if cells else None
+def sections(report: Report, log: RunLog) -> list[Section]:
+    """Return the sections with content: what matters, what to do next, then details."""
+    others = [finding for finding in report.findings if finding not in report.top]
+    events = [event for event in reversed(log.events) if event.kind != "checkpoint"]
+    items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
+    shares = report.throughput.shares if report.throughput else {}
+    sample = [[log.sample]] if log.sample else []
+    found = [
+        Section("What matters", findings=report.top),
+        Section("What next", [[report.closing.removeprefix("Next: ")]] if report.closing else []),
+        Section("Also found", findings=others),
+        Section("Run", [*report.facts.items()]),
+        Section("Plots", lead=LEGEND, plots=_plots(report, log), is_detail=True),
+        _table("What happened", events, "step kind level message"),
+        _facts("Generalisation", report.generalisation, GENERALISATION),
+        _table("Anomalies", report.anomalies, ANOMALY),
+        _table("Hardest rows", log.hard_rows, "excess loss num_steps place", HARD_ROWS),
+        _table("Served loss", report.serving, PROOF),
+        _evaluations(report),
+        _facts("Learning rate", report.learning_rate, RATE),
+        _facts("Speed", report.throughput, SPEED),
+        Section("Shares of a step", [*shares.items()]),
+        _table("Checklist", items, "status text detail phase"),
+        _table("Metrics", report.metrics, METRIC),
+        Section("Configuration", [*log.config.items()], is_detail=True),
+        Section("Machine and versions", [*log.environment.items()], is_detail=True),
+        Section("Sample", sample, lead=SAMPLE, is_detail=True),
+        Section("Limits", [*report.thresholds.items()], is_detail=True),
+        Section("Not judged", report.insufficient, is_detail=True),
+    ]
+    return [section for section in found if section.has_content]
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "; ".join(map(shown, value)) if isinstance(value, tuple) else shown(value)
-
-
-def _attributes(items: Iterable[object], names: str) -> Table | None:
-    """Make a table with an item a row and the named attributes as columns."""
+def _table(title: str, items: Iterable[object], names: str, lead: str = "") -> Section:
+    """Make a table with one item per row and the named attributes as columns."""
     columns = names.split()
     rows = [[getattr(item, name) for name in columns] for item in items]
-    return table_of([name.replace("_", " ") for name in columns], rows)
+    return Section(title, rows, [name.replace("_", " ") for name in columns], lead)
 
 
-def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
-    """Return the sections that have something to say: what matters, what next, then details."""
-    others = tuple(finding for finding in report.findings if finding not in report.top)
-    best, rate, speed = report.generalisation, report.learning_rate, report.throughput
-    found = (
-        Section("top", "What matters", findings=report.top),
-        Section("next", "What next", report.closing.removeprefix("Next: ")),
-        Section("findings", "Also found", findings=others),
-        _plots(report, log),
-        _events(log),
-        _validation(best) if best else None,
-        _anomalies(report),
-        _hard_rows(log),
-        _serving(report) if report.serving else None,
-        _evaluations(report) if report.evaluations else None,
-        _learning_rate(rate) if rate else None,
-        _throughput(speed) if speed else None,
-        _checklist(report) if report.checklist else None,
-        _metrics(report) if report.metrics else None,
-        _configuration(log),
-        *_origins(log),
-        _limits(report) if report.thresholds else None,
-    )
-    return tuple(section for section in found if section and not section.is_empty)
+def _facts(title: str, item: object, names: str) -> Section:
+    """Make a table with one named attribute per row; unknown ones are left out."""
+    facts = [(name.replace("_", " "), getattr(item, name, None)) for name in names.split()]
+    return Section(title, [fact for fact in facts if shown(fact[1]) not in ("", MISSING)])
 
 
-def _plots(report: Report, log: RunLog) -> Section:
-    """Show the loss, then the metrics that findings ask for or that left their usual range."""
+def _plots(report: Report, log: RunLog) -> list[Plot]:
+    """Return the loss, then metrics that checks ask for or that left their usual range."""
     losses = tuple(key for key in LOSSES if key in log.series)
     moved = {mover.metric for anomaly in report.anomalies for mover in anomaly.movers}
     wanted = moved.union(*ROLES.values()) - {*LOSSES, *ROLES["epoch"]}
     varying = [one for one in report.metrics if one.key in wanted and one.minimum < one.maximum]
-    plots = [Plot("Loss", ", ".join(losses), losses)] if losses else []
-    plots += [Plot(one.key, one.observation, (one.key,)) for one in varying[:MAX_PLOTS]]
-    lead = PLOTS if plots else ""
-    return Section("plots", "Plots", lead, plots=tuple(plots), is_detail=True)
-
-
-def _events(log: RunLog) -> Section:
-    """Show what happened, the newest first, without what recurs."""
-    events = [event for event in reversed(log.events) if event.kind != "checkpoint"]
-    return Section("events", "What happened", table=_attributes(events, "step kind level message"))
-
-
-def _validation(best: Generalisation) -> Section:
-    side = "above" if best.gap >= 0 else "below"
-    gap = told(abs(best.gap), f"; validation is {{}} {side} training at the end")
-    lead = (
-        f"{capitalised(best.metric)}: best {number(best.best_value)} at step "
-        f"{step(best.best_step)}, last {number(best.last_value)}{gap}."
-    )
-    verdicts = sorted(best.verdicts.items(), reverse=True)
-    rows = [(at, best.values[at], verdict) for at, verdict in verdicts]
-    notes = []
-    if best.recommended_step is not None:
-        at, path = step(best.recommended_step), best.recommended_path
-        chosen = f"Use the checkpoint of step {at} ({path})" if path else f"Step {at} was best"
-        gain = told(best.expected_gain or None, " It gains {} over the last.")
-        notes.append(f"{chosen}. {best.reason.rstrip('.')}.{gain}")
-    table = table_of(("step", best.metric, "verdict"), rows)
-    return Section("validation", "Generalisation", lead, table, tuple(notes))
-
-
-def _anomalies(report: Report) -> Section:
-    rows = [
-        (
-            interval(one.steps).split(" ", 1)[1],
-            one.metric,
-            f"{number(one.peak_value)} @ {step(one.peak_step)}",
-            told(one.ratio, "{}×") or None,
-            one.has_recovered,
-            one.z,
-            tuple(f"{mover.metric} {number(mover.peak_value)}" for mover in one.movers),
-        )
-        for one in report.anomalies
-    ]
-    header = ("steps", "metric", "peak", "to usual", "recovered", "z", "moved")
-    chains = Counter(" → ".join(one.chain) for one in report.anomalies if len(one.chain) > 1)
-    notes = (
-        f"Order of onset in {times} of {len(rows)}: {chain}."
-        for chain, times in chains.most_common(3)
-    )
-    lead = "Intervals in which metrics left their usual range." if rows else ""
-    return Section("anomalies", "Anomalies", lead, table_of(header, rows), tuple(notes))
-
-
-def _hard_rows(log: RunLog) -> Section:
-    rows = [(one.excess, one.loss, one.num_steps, one.place) for one in log.hard_rows]
-    lead = "Rows whose loss exceeds that of their batches most: wrong, odd or hard." if rows else ""
-    header = ("above its batch", "last loss", "steps", "row")
-    return Section("rows", "Hardest rows", lead, table_of(header, rows))
-
-
-def _serving(report: Report) -> Section:
-    num_equal, num_proofs = sum(one.is_equal for one in report.serving), len(report.serving)
-    lead = (
-        f"In {num_equal} of {num_proofs} proofs an export serves the loss its step was validated "
-        "with."
-    )
-    names = "step engine is_equal causes val_loss served_loss tolerance"
-    return Section("serving", "Served loss", lead, _attributes(report.serving, names))
+    plots = [Plot(one.key, one.meaning, (one.key,)) for one in varying[:MAX_PLOTS]]
+    return [Plot("Loss", ", ".join(losses), losses), *plots] if losses else plots
 
 
 def _evaluations(report: Report) -> Section:
     rows = [
-        (name, at, result["mean"], result.get("low"), result.get("high"))
-        for name, results in report.evaluations.items()
-        for at, result in results.items()
+        (name, at, summary["mean"], summary.get("low"), summary.get("high"))
+        for name, summaries in report.evaluations.items()
+        for at, summary in summaries.items()
     ]
-    lead = "Means, with 95 % intervals: checkpoints whose intervals overlap may be equally good."
-    table = table_of(("evaluation", "step", "mean", "low", "high"), rows)
-    return Section("evaluations", "Evaluations", lead, table)
-
-
-def _learning_rate(rate: LearningRate) -> Section:
-    lead = (
-        f"{capitalised(rate.schedule)} schedule, peak {number(rate.peak)} after "
-        f"{step(rate.warmup_steps)} warm-up steps, last {number(rate.last)}; at 0.8 of the peak or "
-        f"more for {share(rate.high_share)} of the run."
-    )
-    notes = [
-        f"Raised {number(one.factor)} times, to {number(one.peak)}, at {interval(one.steps)}"
-        f"{'' if one.is_over else ', to the end'}."
-        for one in rate.raised
-    ]
-    if rate.anomalies_at_high_share is not None:
-        notes.append(f"{share(rate.anomalies_at_high_share)} of the anomalies fell into that time.")
-    return Section("learning-rate", "Learning rate", lead, notes=tuple(notes))
-
-
-def _throughput(speed: Throughput) -> Section:
-    shares = sorted(speed.shares.items(), key=lambda item: item[1], reverse=True)
-    rows = [(phase, share(part), part * speed.step_s) for phase, part in shares]
-    sentences = (
-        f"A step takes {number(speed.step_s)} s.",
-        speed.bottleneck,
-        told(speed.tokens_per_s, "{} tokens per second."),
-        told(share(speed.mfu), "MFU {}."),
-        told(share(speed.goodput), "Goodput {}."),
-    )
-    table = table_of(("phase", "share", "seconds"), rows)
-    return Section("throughput", "Speed and memory", " ".join(filter(None, sentences)), table)
-
-
-def _checklist(report: Report) -> Section:
-    items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
-    counts = Counter(item.status for item in items)
-    lead = ", ".join(f"{counts[status]} {status}" for status in reversed(STATUSES))
-    table = _attributes(items, "status text detail phase")
-    return Section("checklist", "Checklist", f"{lead}.", table)
-
-
-def _metrics(report: Report) -> Section:
-    names = (
-        "key first last minimum maximum trend minimum_step maximum_step median unit direction "
-        "observation meaning"
-    )
-    table = _attributes(report.metrics, names)
-    return Section("metrics", "Metrics", f"{len(report.metrics)} were logged.", table)
-
-
-def _configuration(log: RunLog) -> Section:
-    table = table_of(("key", "value"), log.config.items())
-    return Section("configuration", "Configuration", table=table, is_detail=True)
-
-
-def _origins(log: RunLog) -> tuple[Section, ...]:
-    """Show the machine, the versions and a sample."""
-    environment = table_of(("name", "value"), log.environment.items())
-    sample = table_of(
-        ("the first sample of the last start, its supervised part in [[ ]]",), [[log.sample]]
-    )
-    return (
-        Section("environment", "Machine and versions", table=environment, is_detail=True),
-        Section("sample", "Sample", table=sample if log.sample else None, is_detail=True),
-    )
-
-
-def _limits(report: Report) -> Section:
-    rows = [(name, limit, name in report.overridden) for name, limit in report.thresholds.items()]
-    table = table_of(("limit", "value", "overridden"), rows)
-    notes = (f"{rule} was not judged: {reason}." for rule, reason in report.insufficient)
-    return Section("limits", "Limits", table=table, notes=tuple(notes), is_detail=True)
+    return Section("Evaluations", rows, ("evaluation", "step", "mean", "low", "high"), INTERVALS)

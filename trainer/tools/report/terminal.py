@@ -1,23 +1,20 @@
-"""The report for a terminal: verdict, what to do, then the most important rows of each section."""
+"""The report on a terminal: verdict, what to do, and the first rows of each section."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rich.console import Console, RenderableType
-from rich.table import Table as RichTable
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from trainer.runtime.text import clean_lines
-from trainer.tools.report.formatting import facts, place
+from trainer.tools.report.formatting import place, shown
 from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog
-from trainer.tools.report.sections import Section, Table, sections
+from trainer.tools.report.sections import Section, sections
+from trainer.tools.report.side_by_side import Run, side_by_side
 
-MAX_WIDTH = 120
-MAX_ROWS, MAX_COLUMNS = 8, 6
-"""Rows and columns of a table."""
-MAX_OTHERS = 6
-"""Findings beside the three that matter."""
-REST = "The rest: --html FILE, or --json."
+MAX_ROWS, MAX_COLUMNS, MAX_FINDINGS = 8, 6, 6
 STYLES = {
     "fail": "bold red",
     "warn": "bold yellow",
@@ -28,66 +25,47 @@ STYLES = {
 }
 
 
+def print_reports(runs: Sequence[Run]) -> None:
+    """Print each run, then a comparison of several."""
+    console = Console(highlight=False)
+    for report, log in runs:
+        print_report(console, report, log)
+    for section in side_by_side(runs):
+        print_section(console, section)
+
+
 def print_report(console: Console, report: Report, log: RunLog) -> None:
-    """Print the verdict and each section with its most important rows."""
-    short, long = facts(report)
-    _print(console, _text(f"{report.title} ({report.source})", "bold"))
-    _print(console, _labelled(report.verdict, report.headline), _text(short, "dim"))
+    """Print the verdict and the most important rows of each section."""
+    console.print(_text(report.title, "bold"), _text(f"({report.source})"))
+    console.print(_text(report.verdict), _text(report.headline))
     for section in sections(report, log):
         if not section.is_detail:
-            _print(console, *_section(section, MAX_ROWS, MAX_COLUMNS))
-    _print(console, *(_text(fact, "dim") for fact in (*long, REST)))
+            rows = [row[:MAX_COLUMNS] for row in section.rows[:MAX_ROWS]]
+            header, findings = section.header[:MAX_COLUMNS], section.findings[:MAX_FINDINGS]
+            print_section(console, replace(section, rows=rows, header=header, findings=findings))
+            num_left = len(section.rows) + len(section.findings) - len(rows) - len(findings)
+            if num_left:
+                console.print(f"… {num_left} more", style="dim")
+    console.print("The rest: --html FILE, or --json.", style="dim")
 
 
 def print_section(console: Console, section: Section) -> None:
-    """Print one section with all rows and columns."""
-    _print(console, *_section(section))
-
-
-def _section(
-    section: Section, num_rows: int | None = None, num_columns: int | None = None
-) -> Iterator[RenderableType]:
-    yield ""
-    yield Text.assemble(_text(section.title, "bold"), _text(f"  {section.lead}"))
-    is_top = section.id == "top"
-    shown = section.findings if is_top else section.findings[:MAX_OTHERS]
-    for finding in shown:
-        yield _labelled(finding.level, finding.title)
-        if is_top:
-            yield _text(place(finding), "dim")
-            yield _text(f"Do: {finding.remedy}" if finding.remedy else "")
-    if num_left := len(section.findings) - len(shown):
-        yield _text(f"… {num_left} more", "dim")
-    if section.table is not None:
-        yield _table(section.table, num_rows, num_columns)
-    yield from map(_text, section.notes)
-
-
-def _table(table: Table, num_rows: int | None, num_columns: int | None) -> RenderableType:
-    """Words wrap where they must, numbers never."""
-    rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for column, name in enumerate(table.header[:num_columns]):
-        is_number = table.is_number(column)
-        rich.add_column(
-            _text(name),
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="fold",
-        )
-    for row in table.rows[:num_rows]:
-        rich.add_row(*(_text(cell, STYLES.get(cell, "")) for cell in row[:num_columns]))
-    return rich
-
-
-def _labelled(label: str, words: str) -> Text:
-    return Text.assemble(_text(label, STYLES.get(label, "bold")), "  ", _text(words))
+    """Print a section with all its rows and columns."""
+    console.print(_text(f"\n{section.title}", "bold"), _text(section.lead))
+    for finding in section.findings:
+        console.print(_text(finding.level), _text(finding.title))
+        console.print(_text(place(finding), "dim"))
+        if finding.remedy:
+            console.print(_text(f"Do: {finding.remedy}"))
+    if section.rows:
+        table = Table(box=None, pad_edge=False, show_header=bool(section.header))
+        for name in section.header or section.rows[0]:
+            table.add_column(_text(str(name)), overflow="fold")
+        for row in section.rows:
+            table.add_row(*(_text(shown(cell)) for cell in row))
+        console.print(table)
 
 
 def _text(words: str, style: str = "") -> Text:
-    return Text(clean_lines(words), style=style)
-
-
-def _print(console: Console, *parts: RenderableType) -> None:
-    """Print parts; none of their words is read as markup."""
-    for part in parts:
-        console.print(part, highlight=False, markup=False, width=min(console.width, MAX_WIDTH))
+    """Return words without control characters or markup, levels and verdicts in their style."""
+    return Text(clean_lines(words), style or STYLES.get(words, ""))

@@ -164,7 +164,7 @@ def write_final_report(run_dir: Path) -> None:
         if done.returncode != EXIT_DONE:
             raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit {done.returncode}")
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
-        verdict, headline = report["verdict"], report["summary"]["headline"]
+        verdict, headline = report["verdict"], report["headline"]
         prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
         logger.info("%s", labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:

@@ -1,6 +1,8 @@
-"""A plain store of log rows: key -> steps and values."""
+"""The store that every reader fills: key -> steps and values."""
 
 from array import array
+from bisect import bisect_right
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -9,131 +11,108 @@ import numpy as np
 from trainer.checkpoint import layout
 from trainer.runtime.json_lines import flat
 from trainer.tools.report.readers.checkpoints import find_checkpoints
-from trainer.tools.report.readers.parsing import as_number, as_step, canonical
-from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.readers.parsing import (
+    BOOKKEEPING,
+    MAX_STEP,
+    as_number,
+    as_step,
+    canonical,
+)
+from trainer.tools.report.run_log import RunLog, Series, UnreadableLogError
 
 MAX_KEYS = 20_000
-"""More keys than any run has: a damaged file must not make a column for each of its rows."""
+"""A damaged file with new keys in each row must not fill the memory."""
 CLOCKS = ("ts", "_timestamp")
-"""Columns with the wall time in seconds; they are no metrics."""
+"""Columns with the wall time in seconds."""
 ELAPSED, STEP_TIME = "progress/elapsed_s", "train/time(s)"
 
-Row = dict[str, Any]
+Column = tuple["array[int]", "array[float]"]
+"""The steps of a metric and its values, in the order in which they were written."""
 
 
 class Store:
-    """Take rows in the order in which they were written.
-
-    A row most of whose metrics were already logged at later steps is a rewind: training went back,
-    and what was logged of this and later steps no longer counts. If the next row continues where
-    the row before was, the row is only out of order. Of several values of a step the last counts.
-    """
+    """Collects the rows of a log."""
 
     def __init__(self) -> None:
-        self.num_unparsed = self.num_rows = self.num_lost_steps = 0
-        self.num_attempts = 1
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._last = -1
-        self._waiting: tuple[int, Row] | None = None
-        """The newest row, which waits for the next one."""
+        self.facts: dict[str, Any] = {"source": "jsonl", "num_attempts": 1}
+        """Fields of the `RunLog` that a reader knows."""
+        self.num_rows = 0
+        self.num_unparsed = 0
+        self._num_lost_steps = 0
+        self._last_step = -1
+        self._columns: dict[str, Column] = defaultdict(lambda: (array("q"), array("d")))
 
-    def add(self, step: Any, row: Any) -> None:
-        """Take a row; without a step, or if it is no object, it counts as unparsed.
+    def add(self, step: object, row: object) -> None:
+        """Add a row; count it as unparsed if it is not a mapping or has no step.
 
-        Numbers in strings count, nested objects become `outer/inner`, other values are left out.
+        Numbers in strings count, nested mappings become `outer/inner`, other values are left out.
         """
         at = as_step(step)
         if at is None or not isinstance(row, dict):
             self.num_unparsed += 1
             return
-        self._settle(at)
-        self._waiting = (at, row)
+        metrics = {}
+        for key, cell in flat(row, separator="/").items():
+            number = as_number(cell)
+            if number is not None and key not in BOOKKEEPING:
+                metrics[key] = number
+        if at < self._last_step:
+            # If most metrics have later points, training went back to this step.
+            last_steps = [last for key in metrics for last in self._columns[key][0][-1:]]
+            if 2 * sum(last > at for last in last_steps) > len(metrics):
+                self.rewind(at - 1)
+        self._last_step = max(self._last_step, at)
         self.num_rows += 1
+        for key, number in metrics.items():
+            steps, values = self._columns[key]
+            steps.append(at)
+            values.append(number)
+        if len(self._columns) > MAX_KEYS:
+            raise UnreadableLogError(f"more than {MAX_KEYS} metrics")
 
-    def rewind(self, step: int) -> None:
-        """Take back all values of later steps: training continued from `step`."""
-        self._settle(None)
-        self.num_lost_steps += max(0, self._last - step)
-        self.num_attempts += bool(self.num_rows)
-        self._last = step
+    def rewind(self, step: int, *, is_restart: bool = True) -> None:
+        """Discard the values of later steps: training continued from `step`."""
+        self._num_lost_steps += max(0, self._last_step - step)
+        self.facts["num_attempts"] += is_restart and self.num_rows > 0
+        self._last_step = step
         for steps, values in self._columns.values():
-            while steps and steps[-1] > step:
-                steps.pop()
-                values.pop()
+            kept = bisect_right(steps, step)
+            del steps[kept:], values[kept:]
 
-    def _settle(self, next_step: int | None) -> None:
-        """Store the row that waits, now that the step after it is known."""
-        if self._waiting is None:
-            return
-        (step, row), self._waiting = self._waiting, None
-        is_out_of_order = next_step is not None and next_step > self._last
-        if step < self._last and not is_out_of_order and self._was_logged_after(step, row):
-            self.rewind(step - 1)
-        self._last = max(self._last, step)
-        if dict in map(type, row.values()):
-            row = flat(row, separator="/")
-        for key, cell in row.items():
-            value = cell if type(cell) is float else as_number(cell)
-            if value is None:
-                continue
-            column = self._columns.get(key)
-            if column is None:
-                if len(self._columns) == MAX_KEYS:
-                    continue
-                column = self._columns[key] = (array("q"), array("d"))
-            column[0].append(step)
-            column[1].append(value)
-
-    def _was_logged_after(self, step: int, row: Row) -> bool:
-        columns = (self._columns[key][0] for key in row if key in self._columns)
-        num_later = sum(bool(steps) and steps[-1] > step for steps in columns)
-        return 2 * num_later > len(row)
-
-    def log(self, path: Path, source: str, run_dir: Path, **facts: Any) -> RunLog:
-        """Return the log with sorted series under our keys; `facts` are other fields of it."""
-        self._settle(None)
-        clocks = [np.array(self._columns.pop(key)[1]) for key in CLOCKS if key in self._columns]
+    def log(self, path: Path, run_dir: Path) -> RunLog:
+        """Return the log at `path`, with the checkpoints of `run_dir`."""
         series = self._series()
+        clocks = [series.pop(key) for key in CLOCKS if key in series]
         if ELAPSED in series:
-            clocks.append(series[ELAPSED].values)
-            series.setdefault(STEP_TIME, _differences(series[ELAPSED]))
-        known: dict[str, Any] = {
-            "num_attempts": self.num_attempts,
-            "span_s": float(np.ptp(clocks[0])) if clocks else None,
-        }
+            clocks.append(series[ELAPSED])
+            series.setdefault(STEP_TIME, _time_per_step(series[ELAPSED]))
         return RunLog(
             path=path,
-            source=source,
             series=series,
             num_rows=self.num_rows,
             num_unparsed=self.num_unparsed,
-            num_lost_steps=self.num_lost_steps,
+            num_lost_steps=self._num_lost_steps,
             checkpoints=find_checkpoints(run_dir),
             tracker_step=layout.read_pointer(run_dir).step,
-            **(known | facts),
+            span_s=float(np.ptp(clocks[0].values)) if clocks else None,
+            **self.facts,
         )
 
     def _series(self) -> dict[str, Series]:
+        """Return series under our keys, each sorted by step; the last value of a step counts."""
         series: dict[str, Series] = {}
-        ours = {name: canonical(name) for name in self._columns}
-        # A column with our name comes before its mirrors in other units.
-        for name in sorted(ours, key=lambda name: ours[name][0] != name):
-            key, factor = ours[name]
-            steps, values = self._columns.pop(name)
-            if key not in series and steps:
-                series[key] = _rising(Series(np.array(steps, np.int64), np.array(values) * factor))
-        return {key: series[key] for key, _ in ours.values() if key in series}
+        # A column that has our name comes before its mirrors in other units.
+        for name in sorted(self._columns, key=lambda name: canonical(name)[0] != name):
+            key, factor = canonical(name)
+            steps, values = map(np.asarray, self._columns.pop(name))
+            order = np.argsort(steps, kind="stable")
+            kept = order[np.diff(steps[order], append=MAX_STEP) > 0]
+            if len(kept):
+                series.setdefault(key, Series(steps[kept], values[kept] * factor))
+        return series
 
 
-def _rising(points: Series) -> Series:
-    """Sort points by step; of each step the last one counts."""
-    if (np.diff(points.steps) > 0).all():
-        return points
-    points = points[np.argsort(points.steps, kind="stable")]
-    return points[np.append(np.diff(points.steps) > 0, True)]
-
-
-def _differences(elapsed: Series) -> Series:
-    """Return the seconds of a step; the clock may begin again at a restart."""
+def _time_per_step(elapsed: Series) -> Series:
+    """Return the seconds per step; the clock may begin again at a restart."""
     step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
     return Series(elapsed.steps[1:], step_s)[step_s >= 0]

@@ -1,0 +1,29 @@
+"""Metrics that verl and ROLL print, in a captured console."""
+
+import re
+from pathlib import Path
+
+from trainer.runtime.files import open_regular
+from trainer.runtime.json_lines import MAX_FILE_BYTES, MAX_LINE_BYTES, parsed
+from trainer.tools.report.readers.store import Store
+
+VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")
+"""`step:1 - train/loss:0.5 - …`"""
+ROLL = re.compile(r"metrics_tag: (\{.*)")
+"""`metrics_tag: {"step": 1, "metrics": {…}}`"""
+METRIC = re.compile(r"(\S+):(?:[\w.]+\()?([^\s()]+)")
+"""A metric of verl; numpy prints its numbers as `np.float64(0.5)`."""
+
+
+def read_console(path: Path, store: Store) -> None:
+    """Read the lines with metrics; others are skipped."""
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        while line := file.readline(MAX_LINE_BYTES).decode(errors="replace"):
+            if match := ROLL.search(line):
+                found = parsed(match[1])
+                row = found if isinstance(found, dict) else {}
+                store.add(row.get("step"), row.get("metrics"))
+                store.facts["source"] = "roll"
+            elif match := VERL.search(line):
+                store.add(match[1], dict(METRIC.findall(match[2])))
+                store.facts |= {"source": "verl", "notes": ("the console prints few digits",)}

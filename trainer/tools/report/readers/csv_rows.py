@@ -1,0 +1,52 @@
+"""CSV: any table with a step or epoch column, controller histories, panels exported from W&B."""
+
+import csv
+from io import TextIOWrapper
+from pathlib import Path
+
+from trainer.runtime.files import open_regular
+from trainer.runtime.json_lines import MAX_FILE_BYTES
+from trainer.tools.report.readers.parsing import STEP_KEYS, step_key
+from trainer.tools.report.readers.store import Store
+from trainer.tools.report.run_log import UnreadableLogError
+
+HISTORIES = {"training_history.csv": "train/", "validation_history.csv": "val/"}
+"""Two tables of one run, and the prefix of their metrics."""
+MAX_LINE_LENGTH = 2**16
+RANGES = ("__MIN", "__MAX")
+"""Suffixes of columns that a panel of W&B adds to each metric."""
+
+
+def read_csv(path: Path, store: Store) -> None:
+    """Read a table; of a training history also the validations."""
+    store.facts["source"] = "csv"
+    _read_table(path, store)
+    validations = path.with_name("validation_history.csv")
+    if path.name == "training_history.csv" and validations.exists():
+        _read_table(validations, store)
+
+
+def _read_table(path: Path, store: Store) -> None:
+    prefix = HISTORIES.get(path.name, "")
+    raw = open_regular(path, limit_bytes=MAX_FILE_BYTES)
+    with TextIOWrapper(raw, "utf-8-sig", "replace", newline="") as file:
+        first = file.readline(MAX_LINE_LENGTH)
+        delimiter = max(",;\t", key=first.count)
+        header = _cells(first, delimiter)
+        x_axis = step_key(header)
+        if header and x_axis is None:
+            shown = ", ".join(header)[:200]
+            raise UnreadableLogError(f"{path} has no column step or epoch, only {shown}: add one")
+        names = [key if key in STEP_KEYS else prefix + key for key in header]
+        # Line by line: a stray quote in a damaged line must not swallow the next ones.
+        for line in iter(lambda: file.readline(MAX_LINE_LENGTH), ""):
+            cells = _cells(line, delimiter)
+            row = dict(zip(names, cells, strict=False)) if len(cells) == len(names) else {}
+            if cells:
+                store.add(row.get(x_axis or ""), {k: row[k] for k in row if not k.endswith(RANGES)})
+    if x_axis == "epoch":
+        store.facts["notes"] = ("one row per epoch: steps are epochs here",)
+
+
+def _cells(line: str, delimiter: str) -> list[str]:
+    return next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])

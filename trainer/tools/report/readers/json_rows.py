@@ -1,0 +1,61 @@
+"""JSON: our `metrics.jsonl`, the JSON lines of other trainers, and transformers' `log_history`."""
+
+import re
+from pathlib import Path
+
+from trainer.runtime.files import read_regular
+from trainer.runtime.json_lines import JsonLines, flat, parsed, read_object
+from trainer.tools.report.readers.own import add_run_directory
+from trainer.tools.report.readers.parsing import as_step, fraction_total, step_key
+from trainer.tools.report.readers.store import Store
+from trainer.tracking import metrics_file
+
+NOTES = (
+    "the loss is the mean over a logging interval; grad_norm and learning rate belong to its last step",
+    "transformers replaces a NaN or infinite loss by the mean of the interval unless "
+    "logging_nan_inf_filter is off: a loss of 0 or a grad_norm of NaN are the only traces",
+)
+"""Of transformers and ms-swift, which trains with it."""
+SUMMARY_KEYS = {"log_history", "best_model_checkpoint", "train_runtime"}
+"""Keys of rows that sum up a run."""
+
+
+def read_json_lines(path: Path, store: Store) -> None:
+    """Read JSON objects, one per line; with our own log also its run directory."""
+    lines = JsonLines(path, is_final=True)
+    for _, row in lines:
+        step = row.get(step_key(row) or "")
+        if total := fraction_total(step):
+            store.facts |= {"source": "ms-swift", "total_steps": total, "notes": NOTES}
+        start = as_step(step)
+        if row.get("kind") in metrics_file.MARKERS and start is not None:
+            store.rewind(start, is_restart=row["kind"] == metrics_file.START)
+        elif isinstance(row.get("data"), dict):
+            store.facts["source"] = "verl"
+            store.add(step, row["data"])
+        elif SUMMARY_KEYS.isdisjoint(row):
+            # {"nonfinite": {"train/loss": "nan"}} holds what JSON lacks
+            nonfinite = row.pop("nonfinite", {})
+            store.add(step, row | nonfinite if isinstance(nonfinite, dict) else row)
+    store.num_unparsed += lines.num_unparsed
+    store.facts["config"] = flat(read_object(path.parent / "args.json"))
+    if path.name == metrics_file.FILE_NAME:
+        add_run_directory(path.parent, store)
+
+
+def read_log_history(path: Path, store: Store) -> None:
+    """Read `trainer_state.json` of transformers, also the rows of a file that was cut."""
+    text = read_regular(path).decode(errors="replace")
+    _, _, history = text.partition('"log_history"')
+    for row in map(parsed, re.findall(r"\{[^{}]*\}", history)):
+        if isinstance(row, dict) and "step" in row and SUMMARY_KEYS.isdisjoint(row):
+            store.add(row["step"], row)
+    state = read_object(path)
+    store.num_unparsed += not state
+    config = {key: value for key, value in state.items() if not isinstance(value, dict | list)}
+    store.facts |= {
+        "source": "transformers",
+        "config": flat(read_object(path.parent / "args.json")) | config,
+        "total_steps": as_step(config.get("max_steps")) or None,
+        "notes": NOTES,
+    }
