@@ -52,8 +52,9 @@ class Store:
             self.num_unparsed += 1
             return
         metrics = {}
-        for key, cell in flat(row, separator="/").items():
-            number = as_number(cell)
+        is_nested = dict in map(type, row.values())
+        for key, cell in (flat(row, separator="/") if is_nested else row).items():
+            number = cell if type(cell) is float else as_number(cell)  # floats are most cells
             if number is not None and key not in BOOKKEEPING:
                 metrics[key] = number
         if at < self._last_step:
