@@ -1,4 +1,4 @@
-"""The result of every reader of training logs: series under our key names, and facts."""
+"""The result of every reader of training logs: series under our keys, and facts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,14 @@ from trainer.tracking.row_losses import HardRow
 
 
 class UnreadableLogError(ValueError):
-    """No reader understands the path; the message names it, what was tried, and the fix."""
+    """No reader can read the path; the message names it, the files that were tried, and the fix."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the optimizer steps it was logged at: `steps` int64, strictly rising;
-    `values` float64.
+    """One metric: `steps` (int64, strictly rising) and `values` (float64) at these optimizer steps.
 
-    NaN and infinities stand as they were logged. A step trained twice shows what counted in the
-    end.
+    NaN and infinities are kept. If a step was trained twice, the later value counts.
     """
 
     steps: NDArray[np.int64]
@@ -31,12 +29,12 @@ class Series:
         return len(self.steps)
 
     def __getitem__(self, kept: slice | NDArray[np.bool_] | NDArray[np.intp]) -> "Series":
-        """Some of its points."""
+        """Return some of its points."""
         return Series(self.steps[kept], self.values[kept])
 
     @property
     def ends(self) -> tuple[int, int]:
-        """First and last step."""
+        """Return the first and the last step."""
         return int(self.steps[0]), int(self.steps[-1])
 
     def by_step(self) -> dict[int, float]:
@@ -45,9 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """Something that happened at a step: a start, a stop, a saved checkpoint, an alert of the
-    guard, an error.
-    """
+    """A start, an end, a saved checkpoint, a warning or an error at a step."""
 
     step: int
     kind: str
@@ -58,13 +54,13 @@ class LogEvent:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """One `global_step_N` (or `checkpoint-N`) directory that exists beside the log."""
+    """A directory `global_step_N` or `checkpoint-N` in the run directory."""
 
     step: int
     path: Path
     size_bytes: int
     faults: tuple[str, ...] = ()
-    """Parts that are missing or damaged, as far as file names and sizes tell."""
+    """Missing or damaged parts, by file names and sizes; only of our checkpoints."""
 
     @property
     def is_complete(self) -> bool:
@@ -73,26 +69,22 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class ServingCheck:
-    """A certificate of `prove`: the loss that an engine serves a checkpoint with, beside that
-    of its validation.
-    """
+    """A certificate of `prove`: the loss of a served checkpoint and the loss of its validation."""
 
     step: int
     engine: str
     val_loss: float
     served_loss: float
-    """NaN where the engine could not load it."""
+    """None or NaN if the engine could not load it."""
     tolerance: float
     is_equal: bool
     causes: tuple[str, ...] = ()
-    """Why not."""
+    """Why the losses differ."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """A log as read. `series` has canonical keys (`train/loss`, `train/lr`, `train/grad_norm`,
-    `val/loss`, ...).
-    """
+    """A log. `series` has our keys: `train/loss`, `train/lr`, `train/grad_norm`, `val/loss`, …"""
 
     path: Path
     source: str
@@ -100,17 +92,17 @@ class RunLog:
     series: Mapping[str, Series]
     num_rows: int
     num_unparsed: int = 0
-    """Lines or records that could not be read; a torn last line is one."""
+    """Lines that could not be read, a torn last line included."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Flat, dotted names, as the run's own framework calls them."""
+    """Dotted names of the framework that wrote the log."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Machine and versions of the last attempt."""
     sample: str = ""
-    """The first sample of the last attempt, its supervised parts in [[…]]."""
+    """The first sample of the last attempt, with its supervised parts in [[…]]."""
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()
-    """Proofs by rising step."""
+    """By rising step."""
     hard_rows: tuple[HardRow, ...] = ()
     """Samples whose loss exceeds that of their batches most, the hardest first."""
     hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
@@ -118,17 +110,17 @@ class RunLog:
     tracker_step: int | None = None
     """The step in `latest_checkpointed_iteration.txt`."""
     total_steps: int | None = None
-    """Planned, where the log or the configuration tells."""
+    """Planned steps, None if unknown."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     """Name (as eval/code) -> step -> its summary in `evaluations.jsonl`."""
     num_attempts: int = 1
     num_lost_steps: int = 0
     """Steps that were trained again after a restart or a rollback."""
     span_s: float | None = None
-    """Wall time from the first to the last row, where rows carry a clock."""
+    """Wall time from the first to the last row, None if rows have no clock."""
     exit_code: int | None = None
-    """How the last attempt ended, None while it runs or where nobody wrote it down."""
+    """Exit code of the last attempt, None while it runs or if it was killed."""
     is_running: bool = False
-    """A process trains in its directory right now."""
+    """Whether a process trains in the directory now."""
     notes: tuple[str, ...] = ()
-    """Remarks of the reader, e.g. that the format hides NaN losses."""
+    """Remarks of the reader, as that the format hides NaN losses."""
