@@ -58,13 +58,6 @@ def _val(losses: NDArray[np.float64]) -> Callable[[], RunLog]:
     return build
 
 
-def _unclipped() -> RunLog:
-    log = put("train/grad_norm", slice(1000, 1002), 40.0)()
-    return replace(
-        log, config={key: value for key, value in log.config.items() if key != "optim.clip_grad"}
-    )
-
-
 def _unstable_at_high_rate() -> RunLog:
     log = healthy("sft")
     norms = column(log, "train/grad_norm")
@@ -141,7 +134,6 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("grad_range", "sft", times("train/grad_norm", 40.0)),
     ("grad_high", "sft", put("train/grad_norm", slice(1000, 1015), 200.0)),
     ("grad_vanish", "sft", put("train/grad_norm", slice(1000, 1050), 1e-4)),
-    ("grad_unclipped", "sft", _unclipped),
     ("lr_schedule", "sft", put("train/lr", slice(None), 1e-5)),
     ("lr_too_high", "sft", _unstable_at_high_rate),
     ("val_rising", "sft", _val(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]]))),
