@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 from log_formats import write_roll
 from report_curves import changed, grpo_run, sft_run, swift_run
+from report_faults import told
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import Series
 
 STEPS = np.arange(1, 401)
-
-
-def told(report: Report) -> dict[str, Finding]:
-    return {finding.id: finding for finding in report.findings}
 
 
 @pytest.mark.covers("S2.16", "S2.17")

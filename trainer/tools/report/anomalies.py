@@ -82,10 +82,8 @@ class Witness:
         return self.group in EFFECTS
 
     def level(self, mover: Mover) -> float:
-        """Return the usual level where it moved; a loss that stays up soon makes a new one."""
-        ends = np.searchsorted(self.series.steps, [mover.onset_step, mover.peak_step]).tolist()
-        during = self.levels[min(ends) : ends[1] + 1]
-        return float(during.min() if self.is_effect else during[-1])
+        """Return the usual level where it began to move; a loss that stays up soon makes a new one."""
+        return float(self.levels[np.searchsorted(self.series.steps, mover.onset_step)])
 
 
 def observe(log: RunLog, *, is_generating: bool) -> tuple[Witness, ...]:

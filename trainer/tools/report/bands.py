@@ -230,12 +230,13 @@ class Row(NamedTuple):
         return {"_".join([*words, side]): float(end or default) for side, end, default in ends}
 
 
-def _rows(table: str) -> tuple[Row, ...]:
-    return tuple(
-        Row(id_, *metric.split()[:1], frozenset(metric.split()[1:]), range_, level,
-            tuple(profiles.split()), REASONS[reason], what)
-        for id_, metric, range_, level, profiles, reason, what in rows_of(table)
-    )  # fmt: skip
+def _row(
+    id_: str, metric: str, range_: str, level: str, profiles: str, reason: str, what: str
+) -> Row:
+    role, *options = metric.split()
+    names = tuple(profiles.split())
+    return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)
 
 
-BANDS, MOVES = _rows(_BANDS), _rows(_MOVES)
+BANDS = tuple(_row(*cells) for cells in rows_of(_BANDS))
+MOVES = tuple(_row(*cells) for cells in rows_of(_MOVES))

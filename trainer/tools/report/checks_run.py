@@ -32,9 +32,10 @@ def checkpoints(run: AnalysedRun) -> Findings:
     usual = np.median([state.size_bytes for state in run.log.checkpoints])
     for state in run.log.checkpoints:
         steps = (state.step, state.step)
+        name = f"The checkpoint of step {state.step}"
         if state.faults:
             yield fail(
-                f"The checkpoint of step {state.step} is not complete.",
+                f"{name} is not complete.",
                 id=f"step-{state.step}",
                 steps=steps,
                 evidence=(*state.faults, str(state.path)),
@@ -43,8 +44,7 @@ def checkpoints(run: AnalysedRun) -> Findings:
             )
         elif abs(state.size_bytes - usual) > SIZE_SPREAD * usual:
             yield fail(
-                f"The checkpoint of step {state.step} has {readable(state.size_bytes)}, unlike its "
-                f"siblings.",
+                f"{name} has {readable(state.size_bytes)}, unlike its siblings.",
                 id=f"size-{state.step}",
                 steps=steps,
                 cause="Parts are missing or were written twice.",

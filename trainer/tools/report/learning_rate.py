@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.tools.report.result import Anomaly, LearningRate, RaisedRate
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Mask, bins
+from trainer.tools.report.statistics import bins
 
 JUMP = 1.3
 """Ratio of neighbouring points from which on a rate jumps: no schedule rises so."""
@@ -50,18 +50,12 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
     return tuple(found) if len(found) <= MAX_STRETCHES else ()
 
 
-def is_raised(series: Series, stretches: Iterable[RaisedRate]) -> Mask:
-    """Return which points of a series are in one of the stretches."""
-    mask = np.zeros(len(series), dtype=bool)
-    for stretch in stretches:
-        first, last = stretch.steps
-        mask |= (series.steps >= first) & (series.steps <= last)
-    return mask
-
-
 def scheduled(series: Series) -> Series:
     """Return the rates without the raised stretches: what the schedule alone did."""
-    return series[~is_raised(series, raised_rates(series))]
+    is_usual = np.ones(len(series), dtype=bool)
+    for first, last in (stretch.steps for stretch in raised_rates(series)):
+        is_usual &= (series.steps < first) | (series.steps > last)
+    return series[is_usual]
 
 
 def learning_rate(
