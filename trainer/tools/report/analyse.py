@@ -87,6 +87,7 @@ def _title(path: Path) -> str:
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
+    """Return the first finding, or why there is none."""
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":

@@ -66,6 +66,7 @@ class AnalysedRun:
         return series
 
     def name(self, role: str) -> str:
+        """Return the key of a role in this log, or its first possible key."""
         return self.key(role) or ROLES[_source(role)][0]
 
     def levels(self, role: str) -> Series:
@@ -79,9 +80,11 @@ class AnalysedRun:
         return epoch_means(series, epochs, least=1) if has_batches else series
 
     def is_rising(self, series: Series) -> bool:
+        """Return whether a series has a significant upward trend."""
         return slope(series).is_rising(self.limits["trend_p"])
 
     def is_falling(self, series: Series) -> bool:
+        """Return whether a series has a significant downward trend."""
         return slope(series).is_falling(self.limits["trend_p"])
 
     def config(self, *names: str) -> Any:
@@ -140,10 +143,12 @@ class AnalysedRun:
 
     @cached_property
     def last_step(self) -> int:
+        """Return the last step of any metric."""
         return max((series.ends[1] for series in self.log.series.values() if series), default=0)
 
     @cached_property
     def total_steps(self) -> int:
+        """Return the planned steps, else the last step."""
         return self.log.total_steps or self.last_step
 
     def is_busy(self, steps: Ints) -> Mask:
@@ -216,6 +221,7 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
 
 
 def _source(role: str) -> str:
+    """Return the role in the log that a role follows from."""
     return DERIVED[role][0] if role in DERIVED else role
 
 

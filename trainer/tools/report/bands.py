@@ -24,6 +24,8 @@ time_high             | ordinary_time      | ..30      | warn  | sft        | sl
 time_high:stalls      | time_ratio 1       | ..6       | warn  |            | stalls | Step time relative to usual
 gpu_util              | warm_gpu_util mean | 80..      | warn  |            | idle | The use of the devices in %
 memory:headroom       | reserved_share 1   | ..0.95    | warn  |            | headroom | The share of memory in use
+oom_nccl:memory       | ooms 1             | ..0       | fail  |            | too_little | The number of OOM errors
+oom_nccl:retries      | alloc_retries 1    | ..0       | fail  |            | too_little | The number of alloc retries
 truncation            | truncated mean     | ..0.05    | warn  |            | cut | The share of truncated samples
 truncation:length     | length_ratio 1     | ..1       | warn  |            | elsewhere | A length relative to its limit
 truncation:empty      | empty_label 1      | ..0       | warn  |            | empty | The number of empty samples
@@ -114,6 +116,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "No headroom for fragmentation or longer batches: one longer sample may not fit.",
         "memory",
     ),
+    "too_little": ("Too little device memory.", "memory"),
     "cut": (
         "{max_length} is shorter than the data: answers lose their ends.",
         "Raise {max_length}, or leave long samples out.",
@@ -233,6 +236,7 @@ class Row(NamedTuple):
 def _row(
     id_: str, metric: str, range_: str, level: str, profiles: str, reason: str, what: str
 ) -> Row:
+    """Make a row of its cells."""
     role, *options = metric.split()
     names = tuple(profiles.split())
     return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)

@@ -75,6 +75,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
 
 @finding("loss_zero", "loss", profiles=("sft", "controller"))
 def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
+    """Find losses of exactly 0: no label tokens, or no effective groups."""
     zero = losses[losses.values == 0]
     if len(zero) < NUM_ZERO:
         return
@@ -145,6 +146,7 @@ def rise_of(losses: Series) -> Move | None:
 
 @finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
+    """Find a loss that rises over its best level and stays there, or came back."""
     rise = rise_of(losses)
     if rise is None:
         return
@@ -181,6 +183,7 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("loss_spike", "loss")
 def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
+    """Find intervals in which the loss left its usual range, with the rows of the worst step."""
     spikes, movers = _met(run, "loss")
     if not movers:
         return

@@ -112,6 +112,7 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
 
 
 def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
+    """Return whether a reward fell below half of its usual level."""
     if mover.sign > 0 or meaning(mover.metric).group != "reward":
         return False
     usual = float(np.nanmedian(run.log.series[mover.metric].values))
@@ -148,6 +149,7 @@ def _has_risen(run: AnalysedRun, means: Series) -> bool:
 
 @finding("reward_hacking")
 def format_hacking(run: AnalysedRun) -> Findings:
+    """Find a format reward that rises while the share of right answers does not."""
     forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:
@@ -171,6 +173,7 @@ def format_hacking(run: AnalysedRun) -> Findings:
 
 @finding("accuracy:flat", "accuracy", profiles=("controller",))
 def flat_accuracy(run: AnalysedRun, _: Series) -> Findings:
+    """Find an accuracy above 0 that never rises."""
     right = run.levels("accuracy")
     if len(right) >= MIN_VERDICT_EPOCHS and right.values.max() > 0 and not _has_risen(run, right):
         first, last = number(right.values[0]), number(right.values[-1])
@@ -203,6 +206,7 @@ def off_the_usual_course(run: AnalysedRun, _: Series) -> Findings:
 
 @finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
 def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Findings:
+    """Find a run whose reward stays below 0 and whose accuracy stays at 0."""
     is_long = len(run.levels("reward")) >= MIN_VERDICT_EPOCHS
     if is_long and rewards.values.max() < 0 and right.values.max() == 0:
         yield fail(

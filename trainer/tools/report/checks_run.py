@@ -54,6 +54,7 @@ def checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("ckpt_complete:tracker")
 def tracked_checkpoint(run: AnalysedRun) -> Findings:
+    """Find a tracker file that names another checkpoint than the newest."""
     newest = max((state.step for state in run.log.checkpoints if state.is_complete), default=None)
     if run.log.tracker_step is None or newest is None:
         raise NotJudged("there is no tracker file, or no checkpoint")
@@ -144,6 +145,7 @@ def ending(run: AnalysedRun) -> Findings:
 
 @finding("serving")
 def serving(run: AnalysedRun) -> Findings:
+    """Find exports that are not served with the loss of their validation."""
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
@@ -173,6 +175,7 @@ def too_little(run: AnalysedRun) -> str:
 
 @finding("insufficient")
 def enough(run: AnalysedRun) -> Findings:
+    """Tell that a log is too short for a verdict."""
     if reason := too_little(run):
         remedy = ("Let it run on, or log more often.",)
         yield info(f"Too little was logged: {reason}.", remedy=remedy)

@@ -17,7 +17,7 @@ from trainer.tools.report.checks import (
 )
 from trainer.tools.report.formatting import number, share
 from trainer.tools.report.result import Throughput
-from trainer.tools.report.run_log import Series
+from trainer.tools.report.run_log import LogEvent, Series
 from trainer.tools.report.shapes import began, period
 from trainer.tools.report.statistics import finite, slope, within
 
@@ -94,6 +94,7 @@ def _phases(run: AnalysedRun) -> dict[str, float]:
 
 
 def _bottleneck(shares: dict[str, float]) -> str:
+    """Return a sentence about the longest phase."""
     if not shares:
         return "The log does not say where the time of a step goes."
     phase = max(shares, key=shares.__getitem__)
@@ -140,41 +141,31 @@ def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
 
 @finding("oom_nccl")
 def crashes(run: AnalysedRun) -> Findings:
-    """Find errors of the network and of memory, ranks that fell silent, and what the allocator
-    counted.
-    """
-    met: dict[str, int] = {}
-    for event in run.log.events:
-        text = f"{event.kind} {event.message}"
-        if _SILENT.search(text) or (event.level == "error" and _CRASH.search(text)):
-            met[f"step {event.step}: {event.message}"] = event.step
-    counters = [role for role in ("ooms", "alloc_retries") if run.find(role)]
-    for role in counters:
-        series = run.get(role)
-        if series.values.max() > 0:
-            reached = f"{run.name(role)} reached {number(series.values.max())}"
-            met[reached] = series.steps[series.values > 0][0]
-    if met:
-        evidence = list(met)
-        is_memory = any(map(_MEMORY.search, evidence))
-        what, cause, remedy = (
-            ("Memory ran short", "Too little device memory.", "memory")
-            if is_memory
-            else (
-                "A rank failed or fell silent",
-                "A rank that hangs or died lets all others wait.",
-                "Look at the stacks and the log of the rank named there.",
-            )
-        )
-        yield fail(
-            f"{what}: {evidence[0]}.",
-            steps=(min(met.values()), max(met.values())),
-            evidence=evidence[:MAX_EVIDENCE],
-            cause=cause,
-            remedy=(remedy,),
-        )
-    elif not run.log.events:
-        raise NotJudged("the log has no events")
+    """Find errors of the network and of memory, and ranks that fell silent."""
+    met = [event for event in run.log.events if _is_crash(event)]
+    if not met:
+        if not run.log.events:
+            raise NotJudged("the log has no events")
+        return
+    evidence = [f"step {event.step}: {event.message}" for event in met]
+    what, cause = "A rank failed or fell silent", "A rank that hangs or died lets all others wait."
+    remedy = "Look at the stacks and the log of the rank named there."
+    if any(map(_MEMORY.search, evidence)):
+        what, cause, remedy = "Memory ran short", "Too little device memory.", "memory"
+    yield fail(
+        f"{what}: {evidence[0]}.",
+        steps=(met[0].step, met[-1].step),
+        evidence=evidence[:MAX_EVIDENCE],
+        cause=cause,
+        remedy=(remedy,),
+    )
+
+
+def _is_crash(event: LogEvent) -> bool:
+    """Return whether an event is an error of network or memory, or a silent rank."""
+    text = f"{event.kind} {event.message}"
+    is_error = event.level == "error" and _CRASH.search(text)
+    return bool(is_error or _SILENT.search(text))
 
 
 @finding("memory:leak")

@@ -168,6 +168,7 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
 
 @finding("overfit", "val_loss", "loss")
 def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
+    """Find the step from which on validation is clearly above its best while training falls."""
     val, _trained = _losses(run)
     told = generalisation(run)
     if told is None or told.overfit_step is None:

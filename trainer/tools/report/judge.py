@@ -102,10 +102,12 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
 
 
 def _begin(one: Finding) -> int:
+    """Return the first step of a finding; 0 without one."""
     return one.steps[0] if one.steps else 0
 
 
 def _rank(one: Finding) -> int:
+    """Return the place of a finding in `CHAIN`."""
     places = (place for place, name in enumerate(CHAIN) if one.id.startswith(name))
     return next(places, len(CHAIN))
 
