@@ -108,12 +108,20 @@ def test_a_raised_rate_is_found_to_the_point(where, expected):
     "rate",
     [
         np.tile(0.5 * (1 + np.cos(np.pi * np.arange(500) / 500)), 4),
+        np.tile(np.minimum(T[:1000] / 100, 1.1 - T[:1000] / 1000), 2),
         np.where((T > 100) & (T < 200), 0.01, 1.0),
         np.maximum(0, T - 1.0),
         np.where(T == 1, 1e-6, 1.0),
         np.random.default_rng(5).random(400),
     ],
-    ids=["cosines that restart", "a dip", "warm-up from 0", "a first step of almost 0", "noise"],
+    ids=[
+        "cosines that restart",
+        "warm-up again",
+        "a dip",
+        "warm-up from 0",
+        "a first step of almost 0",
+        "noise",
+    ],
 )
 def test_what_a_schedule_does_by_itself_is_no_jump(rate):
     assert raised_rates(series(rate)) == ()

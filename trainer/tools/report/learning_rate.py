@@ -41,8 +41,9 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
         falls_back = stop < len(values) and values[stop - 1] > JUMP * values[stop]
         highest = float(values[:start].max())
         is_return = level < 0.12 * highest and 0.7 * highest < values[start] < 1.05 * highest
-        if is_return and not falls_back:
-            continue  # the end of a dip, or a restart of cosines
+        is_warmup = values[start] - level < 0.05 * highest
+        if (is_return or is_warmup) and not falls_back:
+            continue  # the end of a dip, or a restart of the schedule
         stop = stop if falls_back else len(values)
         peak = float(values[start:stop].max())
         found.append(RaisedRate(series[start:stop].ends, level, peak, falls_back))

@@ -61,9 +61,7 @@ def beyond(
     width = min(width or min(max(LEAST_WIDTH, len(series) // NUM_WINDOWS), MOST_WIDTH), len(series))
     if not width:
         return None
-    stride = max(1, width // PLACES_PER_WIDTH)
-    offset = (len(series) - width) % stride  # the last window ends with the series
-    windows = rolling(series.values[offset:], width, stride)
+    windows, starts = _windows(series.values, width)
     levels = of(windows, axis=1)
     deviation = spread(windows - np.median(windows, axis=1)[:, None])
     is_whole = width == len(series)
@@ -71,8 +69,8 @@ def beyond(
     begins, ends = runs((levels < low - margin) | (levels > high + margin))
     if not len(begins):
         return None
-    first = offset + int(begins[0]) * stride if begins[0] else 0
-    part = series[first : offset + (int(ends[0]) - 1) * stride + width]
+    first = int(starts[begins[0]]) if begins[0] else 0
+    part = series[first : starts[ends[0] - 1] + width]
     is_high = bool(levels[begins[0]] > high)
     is_beyond = part.values > high if is_high else part.values < low
     few = max(LEAST_WIDTH, width // PLACES_PER_WIDTH)
@@ -82,6 +80,14 @@ def beyond(
     begin = _departure(series.values[: first + at + few], first + at)
     end = first + at + len(outside)
     return Stretch(series[begin:end], float(of(outside.values, axis=0)), is_high)
+
+
+def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
+    """Return overlapping windows, one a row, and where they start; the last ends with the values."""
+    stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
+    first = (len(values) - width) % stride
+    windows = rolling(values[first:], width, stride)
+    return windows, first + stride * np.arange(len(windows))
 
 
 def _departure(values: Floats, crossed: int) -> int:
@@ -132,12 +138,10 @@ def shift(
         return None
     is_log = ratio != 1
     values = sign * (np.log(np.maximum(series.values, TINY)) if is_log else series.values)
-    stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
-    first = (len(values) - width) % stride
-    levels = np.median(rolling(values[first:], width, stride), axis=1)
-    starts = first + stride * np.arange(len(levels))
+    windows, starts = _windows(values, width)
+    levels = np.median(windows, axis=1)
     # the best level of the windows that end before a window begins
-    earlier = (starts - first - width) // stride
+    earlier = np.searchsorted(starts, starts - width, side="right") - 1
     best = np.minimum.accumulate(levels)[earlier.clip(0)]
     half = len(values) // 2
     noisier = max(noise(values[:half]), noise(values[half:]))
