@@ -181,17 +181,3 @@ def val_curve(
     place = np.linspace(0, 1, num_evals)
     val = 1.2 + 0.8 * np.exp(-place / 0.2) + rise * np.maximum(place - turn, 0) ** 1.5
     return val * (1 + rng.normal(0, noise, num_evals)), 1.1 + np.exp(-place / 0.3) - 0.4 * place
-
-
-def held_out_val_curve(
-    rng: Generator, *, noise: float, turn: float, num_evals: int = 20
-) -> tuple[Values, Values]:
-    """Only ever measured: a power law, a straight rise, noise with heavy tails and a noisy
-    training loss.
-    """
-    place = np.linspace(0, 1, num_evals)
-    val = 1.0 + 0.5 * (1 + 20 * place) ** -0.7 + 0.6 * np.maximum(place - turn, 0)
-    train = (0.9 + 0.6 * (1 + 20 * place) ** -0.7 - 0.5 * place) * (
-        1 + rng.normal(0, 0.005, num_evals)
-    )
-    return val * (1 + noise * rng.standard_t(4, num_evals) / 2**0.5), train

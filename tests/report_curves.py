@@ -26,55 +26,56 @@ PERCENTS = (46, 48, 52, 61, 69, 77, 86)
 REWARDS = ("AnswerMatchCosine", "CaptionMatchCosine", "TitleMatchCosine")
 MATCHES = ("PlaneMatchString", "ModalityMatchString")
 
-_CHAIN: dict[int, dict[str, float]] = {}
-"""Step -> key -> value of the seven bursts. KL sets in first, then length, then format and
-reward.
+_KEYS = ("kl", "train/loss", "train/grad_norm", "completions/mean_length",
+         "completions/clipped_ratio", "rewards/Format/mean", "reward")  # fmt: skip
+_BURSTS = """
+2790  6.86    -     -      -    -      -      -
+2795  11.76   -     -      370  0.55   -      -
+2800  19.6    0.78  4.7e6  410  0.875  0.2    0.45
+2850  3.0     -     -      230  0.0    0.95   2.1
+2855  7.0     -     -      305  0.35   0.95   2.1
+2860  8.0     -     -      420  0.8    0.3    0.4
+2865  7.0     -     -      455  0.9    0.05   0.4
+2870  6.0     -     -      481  0.9    0.025  0.4
+3130  6.545   -     -      -    -      -      -
+3135  11.22   -     -      370  0.55   -      -
+3140  18.7    0.22  7.6e6  410  0.875  0.2    0.45
+3145  18.7    0.22  1.0e7  410  0.875  0.1    0.45
+3685  4.76    -     -      -    -      -      -
+3690  8.16    -     -      370  0.55   -      -
+3695  13.6    0.54  2.4e6  410  0.875  0.2    0.45
+4145  4.13    -     -      -    -      -      -
+4150  7.08    -     -      370  0.55   -      -
+4155  11.8    0.21  9.5e6  410  0.875  0.2    0.45
+4645  3.15    -     -      -    -      -      -
+4650  5.4     -     -      370  0.55   -      -
+4655  9.0     0.25  2.7e7  410  0.875  0.2    0.45
+5135  2.205   -     -      -    -      -      -
+5140  3.78    -     -      370  0.55   -      -
+5145  6.3     0.33  5.5e7  410  0.875  0.2    0.45
+2715  -       -     -      345  0.4    -      -
+3990  -       -     -      -    0.5    -      -
 """
-for _peak, _kl, _loss, _grad in (
-    (2800, 19.6, 0.78, 4.7e6),
-    (3140, 18.7, 0.22, 7.6e6),
-    (3695, 13.6, 0.54, 2.4e6),
-    (4155, 11.8, 0.21, 9.5e6),
-    (4655, 9.0, 0.25, 2.7e7),
-    (5145, 6.3, 0.33, 5.5e7),
-):
-    _CHAIN[_peak - 10] = {"kl": 0.35 * _kl}
-    _CHAIN[_peak - 5] = {
-        "kl": 0.6 * _kl,
-        "completions/mean_length": 370,
-        "completions/clipped_ratio": 0.55,
-    }
-    _CHAIN[_peak] = {
-        "kl": _kl,
-        "train/loss": _loss,
-        "train/grad_norm": _grad,
-        "completions/mean_length": 410,
-        "completions/clipped_ratio": 0.875,
-        "rewards/Format/mean": 0.2,
-        "reward": 0.45,
-    }
-_CHAIN[3145] = {**_CHAIN[3140], "train/grad_norm": 1.0e7, "rewards/Format/mean": 0.1}
-for _step, _kl, _length, _clipped, _format in (
-    (2850, 3.0, 230, 0.0, 0.95),
-    (2855, 7.0, 305, 0.35, 0.95),
-    (2860, 8.0, 420, 0.8, 0.3),
-    (2865, 7.0, 455, 0.9, 0.05),
-    (2870, 6.0, 481, 0.9, 0.025),
-):
-    _CHAIN[_step] = {
-        "kl": _kl,
-        "completions/mean_length": _length,
-        "completions/clipped_ratio": _clipped,
-        "rewards/Format/mean": _format,
-        "reward": 0.4 if _format < 0.5 else 2.1,
-    }
-_ALONE: dict[int, dict[str, float]] = {
-    2715: {"completions/mean_length": 345, "completions/clipped_ratio": 0.4},
-    2825: {"completions/min_length": 379},
-    3990: {"completions/clipped_ratio": 0.5},
-    **{step: {"completions/max_length": 508} for step in (2555, 2795, 3105, 3995)},
+"""Step, then the `_KEYS`, of the seven bursts: KL sets in first, then length, then format and reward;
+last what 002 also names but counts as no burst, one group of metrics alone.
+"""
+_ALONE = {
+    "completions/min_length": {2825: 379},
+    "completions/max_length": dict.fromkeys((2555, 2795, 3105, 3995), 508),
 }
-"""What 002 also names but counts as no burst: one group of metrics alone."""
+
+
+def _burst(columns: dict[str, Values]) -> None:
+    for line in _BURSTS.strip().splitlines():
+        step, *values = line.split()
+        for key, value in zip(_KEYS, values, strict=True):
+            if value != "-":
+                columns[key][int(step) // 5 - 1] = float(value)
+    for key, points in _ALONE.items():
+        for at, length in points.items():
+            columns[key][at // 5 - 1] = length
+
+
 SWIFT_CONFIG: Mapping[str, Any] = {
     "learning_rate": 5e-5,
     "lr_scheduler_type": "cosine",
@@ -97,10 +98,8 @@ def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
         **_lengths(rng, n),
         **_state(steps),
     }
-    for events in (_CHAIN, _ALONE) if has_bursts else ():
-        for step, values in events.items():
-            for key, value in values.items():
-                columns[key][step // 5 - 1] = value
+    if has_bursts:
+        _burst(columns)
     series = {key: Series(steps, values) for key, values in columns.items()}
     return RunLog(
         Path("output/v107-20251126-022444"),

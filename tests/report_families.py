@@ -153,21 +153,23 @@ def _grpo(
     }
 
 
+CONTROLLER_ROLES = [
+    "loss",
+    "reward",
+    "reward_std",
+    "accuracy",
+    "accuracy_std",
+    "latency",
+    "latency_std",
+    "violation",
+]
+"""Of the columns of a history without the epoch."""
+
+
 def _controller(rng: Generator) -> Curves:
     train, val = controller_histories(int(rng.integers(2**31)))
-    roles = (
-        "epoch",
-        "loss",
-        "reward",
-        "reward_std",
-        "accuracy",
-        "accuracy_std",
-        "latency",
-        "latency_std",
-        "violation",
-    )
-    held_out = {f"val_{role}": values for role, values in zip(roles[1:], val.T[1:], strict=True)}
-    columns = dict(zip(roles[1:], train.T[1:].copy(), strict=True)) | held_out
+    columns = dict(zip(CONTROLLER_ROLES, train.T[1:].copy(), strict=True))
+    columns |= {f"val_{r}": one for r, one in zip(CONTROLLER_ROLES, val.T[1:], strict=True)}
     return Curves(train[:, 0].astype(np.int64), columns, val[:, 0].astype(np.int64))
 
 
@@ -181,91 +183,54 @@ def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
 
 
 SHAPED: Mapping[str, Callable[..., Columns]] = {"sft": _sft, "grpo": _grpo}
-OURS = {
-    "loss": "train/loss",
-    "grad": "train/grad_norm",
-    "lr": "train/lr",
-    "val_loss": "val/loss",
-    "epoch": "progress/epoch",
-    "time": "train/time(s)",
-}
-"""What writers of `log_formats` rename to their trainer's keys."""
-TRAINERS = {role: OURS[role] for role in ("loss", "grad", "lr", "val_loss", "epoch")}
+
+
+def _keys(text: str) -> dict[str, str]:
+    """Role -> key, from words in turn."""
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+TRAINERS = _keys("""
+    loss train/loss  grad train/grad_norm  lr train/lr  val_loss val/loss  epoch progress/epoch
+""")
+"""Writers of `log_formats` rename these to their trainer's keys."""
+OURS = {**TRAINERS, "time": "train/time(s)"}
 OWN = {**OURS, "tokens_per_s": "throughput/train/tokens_per_s", "rss": "memory/cpu/rss_gib"}
-LENGTHS = {f"{name}_length": f"completions/{name}_length" for name in ("mean", "max", "min")}
-SWIFT = {
-    **{role: OURS[role] for role in ("loss", "grad", "lr", "epoch")},
-    "kl": "kl",
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "correct": "rewards/Accuracy/mean",
-    **LENGTHS,
-    "clipped_ratio": "completions/clipped_ratio",
-}
-ROLL = {
-    "loss": "train/loss",
-    "grad": "train/grad_norm",
-    "lr": "train/lr",
-    "kl": "actor/kl_loss",
-    "reward": "critic/score/mean",
-    "entropy": "critic/entropy/mean",
-    "tokens_per_s": "system/tps",
-    "mean_length": "tokens/response_length/mean",
-    "max_length": "tokens/response_length/max",
-    "min_length": "tokens/response_length/min",
-    "val_reward": "val/score/mean",
-}
-VERL_RL = {
-    "loss": "actor/pg_loss",
-    "grad": "actor/grad_norm",
-    "lr": "actor/lr",
-    "kl": "actor/kl_loss",
-    "reward": "critic/rewards/mean",
-    "entropy": "actor/entropy",
-    "mean_length": "response_length/mean",
-    "max_length": "response_length/max",
-    "min_length": "response_length/min",
-    "clipped_ratio": "response_length/clip_ratio",
-    "time": "timing_s/step",
-    "tokens_per_s": "perf/throughput",
-    "val_reward": "val-core/openai/gsm8k/reward/mean@1",
-    "rss": "perf/cpu_memory_used_gb",
-}
-JAX = {
-    "loss": "train/loss",
-    "entropy": "train/entropy",
-    "reward": "train/reward_total_mean",
-    "reward_std": "train/reward_total_std",
-    "correct": "train/reward_correct_mean",
-    "adv_std": "train/adv_std",
-    "mean_length": "train/seq_completion_len_mean",
-    "max_length": "train/seq_completion_len_max",
-    "time": "time/train/step_s",
-    "tokens_per_s": "throughput/train/valid_tokens_per_s",
-    "val_reward": "eval/reward_total_mean",
-}
-PPO = {
-    "loss": "loss/policy_avg",
-    "kl": "objective/kl",
-    "reward": "objective/rlhf_reward",
-    "lr": "lr",
-    "entropy": "policy/entropy_avg",
-    "epoch": "epoch",
-}
-HISTORY = (
-    "loss",
-    "reward_mean",
-    "reward_std",
-    "accuracy_mean",
-    "accuracy_std",
-    "latency_mean",
-    "latency_std",
-)
+SWIFT = _keys("""
+    loss train/loss  grad train/grad_norm  lr train/lr  epoch progress/epoch  kl kl  reward reward
+    reward_std reward_std  correct rewards/Accuracy/mean  mean_length completions/mean_length
+    max_length completions/max_length  min_length completions/min_length
+    clipped_ratio completions/clipped_ratio
+""")
+ROLL = _keys("""
+    loss train/loss  grad train/grad_norm  lr train/lr  kl actor/kl_loss  reward critic/score/mean
+    entropy critic/entropy/mean  tokens_per_s system/tps  mean_length tokens/response_length/mean
+    max_length tokens/response_length/max  min_length tokens/response_length/min
+    val_reward val/score/mean
+""")
+VERL_RL = _keys("""
+    loss actor/pg_loss  grad actor/grad_norm  lr actor/lr  kl actor/kl_loss
+    reward critic/rewards/mean  entropy actor/entropy  mean_length response_length/mean
+    max_length response_length/max  min_length response_length/min
+    clipped_ratio response_length/clip_ratio  time timing_s/step  tokens_per_s perf/throughput
+    val_reward val-core/openai/gsm8k/reward/mean@1  rss perf/cpu_memory_used_gb
+""")
+JAX = _keys("""
+    loss train/loss  entropy train/entropy  reward train/reward_total_mean
+    reward_std train/reward_total_std  correct train/reward_correct_mean  adv_std train/adv_std
+    mean_length train/seq_completion_len_mean  max_length train/seq_completion_len_max
+    time time/train/step_s  tokens_per_s throughput/train/valid_tokens_per_s
+    val_reward eval/reward_total_mean
+""")
+PPO = _keys("""
+    loss loss/policy_avg  kl objective/kl  reward objective/rlhf_reward  lr lr
+    entropy policy/entropy_avg  epoch epoch
+""")
 CONTROLLER = {
-    prefix + column.removesuffix("_mean").replace("budget_violation_rate", "violation"): prefix
-    + column
+    prefix + role: prefix + column
     for prefix in ("", "val_")
-    for column in (*HISTORY, "budget_violation_rate")
+    for role, column in zip(CONTROLLER_ROLES, HISTORY_COLUMNS[1:], strict=True)
 }
 TUNED = (
     Family("fsdp-sft small", "sft", OWN, formats.write_own, noise=(0.04, 0.12)),
@@ -284,20 +249,12 @@ TUNED = (
     Family("controller csv", "controller", CONTROLLER, write_histories),
 )
 HELD_OUT = (
-    Family(
-        "trl sft",
-        "sft",
-        {**TRAINERS, "entropy": "entropy"},
-        formats.write_transformers,
-        "power",
-        10,
-        (0.03, 0.1),
-    ),
-    Family(
-        "axolotl tensorboard", "sft", TRAINERS, formats.write_tensorboard, "stairs", 1, (0.03, 0.1)
-    ),
+    Family("trl sft", "sft", {**TRAINERS, "entropy": "entropy"}, formats.write_transformers,
+           "power", 10, (0.03, 0.1)),
+    Family("axolotl tensorboard", "sft", TRAINERS, formats.write_tensorboard, "stairs", 1,
+           (0.03, 0.1)),
     Family("torchtune jsonl", "sft", OWN, formats.write_jsonl, "sigmoid", 1, (0.02, 0.08)),
     Family("mllm-jax", "grpo", JAX, formats.write_jsonl, "straight"),
     Family("trl ppo", "grpo", PPO, formats.write_transformers, "straight", 5),
-)
+)  # fmt: skip
 FAMILIES = (*TUNED, *HELD_OUT)

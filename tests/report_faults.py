@@ -1,4 +1,4 @@
-"""One log for each rule that must make it fire: a healthy run with one thing wrong."""
+"""One change of a healthy log for each check that must fire on it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,10 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
+from trainer.tools.report.result import Finding, Report
 from trainer.tools.report.run_log import LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
 RNG = np.random.default_rng(SEED)
+Change = Callable[[RunLog], RunLog]
+
+
+def told(report: Report) -> dict[str, Finding]:
+    """Id -> finding, the worst first."""
+    return {finding.id: finding for finding in report.findings}
+
+
+def serious(report: Report) -> dict[str, Finding]:
+    """Those that ask for attention."""
+    return {id_: one for id_, one in told(report).items() if one.level in ("warn", "fail")}
 
 
 def healthy(kind: str) -> RunLog:
@@ -22,98 +34,78 @@ def column(log: RunLog, key: str) -> NDArray[np.float64]:
     return log.series[key].values.copy()
 
 
-def put(key: str, where: slice | int, values: Any, *, kind: str = "sft") -> Callable[[], RunLog]:
-    """A healthy run in which some points of a metric are replaced."""
+def put(key: str, where: slice | int | list[int], values: Any) -> Change:
+    """Replace some points of a metric."""
 
-    def build() -> RunLog:
-        log = healthy(kind)
+    def change(log: RunLog) -> RunLog:
         new = column(log, key)
         new[where] = values
         return changed(log, **{key: new})
 
-    return build
+    return change
 
 
-def times(key: str, factors: Any, *, kind: str = "sft") -> Callable[[], RunLog]:
-    """A healthy run in which a metric is multiplied."""
-
-    def build() -> RunLog:
-        log = healthy(kind)
-        return changed(log, **{key: column(log, key) * factors})
-
-    return build
+def times(key: str, factors: Any) -> Change:
+    """Multiply a metric."""
+    return lambda log: changed(log, **{key: column(log, key) * factors})
 
 
-def but(kind: str = "sft", **fields: Any) -> Callable[[], RunLog]:
-    """A healthy run with other facts around it."""
-    return lambda: replace(healthy(kind), **fields)
+def but(**fields: Any) -> Change:
+    """Put other facts around a log."""
+    return lambda log: replace(log, **fields)
 
 
-def _val(losses: NDArray[np.float64]) -> Callable[[], RunLog]:
-    def build() -> RunLog:
-        log = healthy("sft")
+def both(*changes: Change) -> Change:
+    def change(log: RunLog) -> RunLog:
+        for one in changes:
+            log = one(log)
+        return log
+
+    return change
+
+
+def validated(losses: Any) -> Change:
+    """Replace the validation losses."""
+
+    def change(log: RunLog) -> RunLog:
         steps = log.series["val/loss"].steps
         return replace(log, series={**log.series, "val/loss": Series(steps, losses)})
 
-    return build
+    return change
 
 
-def _unclipped() -> RunLog:
-    log = put("train/grad_norm", slice(1000, 1002), 40.0)()
-    return replace(
-        log, config={key: value for key, value in log.config.items() if key != "optim.clip_grad"}
-    )
+def sft(change: Change) -> RunLog:
+    """A healthy fine-tuning with a change."""
+    return change(healthy("sft"))
 
 
-def _unstable_at_high_rate() -> RunLog:
-    log = healthy("sft")
-    norms = column(log, "train/grad_norm")
-    norms[[300, 400, 500]] = 40.0
-    return changed(log, **{"train/grad_norm": norms})
-
-
-def _reward_drop() -> RunLog:
-    log = healthy("grpo")
-    kl, rewards = column(log, "kl"), column(log, "reward")
-    kl[600:603], rewards[601:603] = 9.0, 0.3
-    return changed(log, kl=kl, reward=rewards)
-
-
-def _format_hacking() -> RunLog:
-    log = healthy("grpo")
+def _format_hacking(log: RunLog) -> RunLog:
     n = log.num_rows
     flat = 0.4 + RNG.normal(0, 0.05, n)
     forms = np.linspace(0.3, 0.95, n) + RNG.normal(0, 0.01, n)
     return changed(log, **{"rewards/Format/mean": forms, "rewards/AnswerMatchCosine/mean": flat})
 
 
-def _constant() -> RunLog:
-    log = healthy("sft")
+def _constant(log: RunLog) -> RunLog:
     return changed(log, **{"train/loss": 1.2, "train/grad_norm": 0.5, "val/loss": 1.2})
 
 
-def _too_short() -> RunLog:
-    log = healthy("sft")
-    series = {
-        key: Series(s.steps[:40], s.values[:40]) for key, s in log.series.items() if len(s) > 40
-    }
+def _too_short(log: RunLog) -> RunLog:
+    series = {key: one[:40] for key, one in log.series.items() if len(one) > 40}
     return replace(
         log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None
     )
 
 
-def _held_out_collapse() -> RunLog:
-    """The training reward goes on rising while that of the held-out samples is lost from epoch
+def _held_out_collapse(log: RunLog) -> RunLog:
+    """The training reward continues to rise while that of the held-out samples is lost from epoch
     21 on.
     """
     rewards = np.concatenate([np.linspace(-0.6, 0.2, 20), np.linspace(0.1, -0.5, 10)])
-    return changed(
-        healthy("controller"), **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))}
-    )
+    return changed(log, **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})
 
 
-def _value_network() -> RunLog:
-    log = healthy("grpo")
+def _value_network(log: RunLog) -> RunLog:
     losses = 0.3 * np.exp(0.1 * np.sin(np.arange(log.num_rows)))
     losses[800:] *= 150
     return changed(log, **{"critic/loss": losses})
@@ -124,7 +116,7 @@ EVALS = np.linspace(1.6, 1.0, 20)
 FLAT = 1.2 * np.exp(RNG.normal(0, 0.05, 2000))
 NCCL = (LogEvent(700, "error", "NCCL timeout on rank 3", "error"),)
 
-FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
+FAULTS: tuple[tuple[str, str, Change], ...] = (
     ("loss_nonfinite", "sft", put("train/loss", 500, np.nan)),
     ("loss_zero", "sft", put("train/loss", slice(900, 920), 0.0)),
     ("loss_start_high", "sft", put("train/loss", slice(0, 10), 6.0)),
@@ -141,14 +133,13 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("grad_range", "sft", times("train/grad_norm", 40.0)),
     ("grad_high", "sft", put("train/grad_norm", slice(1000, 1015), 200.0)),
     ("grad_vanish", "sft", put("train/grad_norm", slice(1000, 1050), 1e-4)),
-    ("grad_unclipped", "sft", _unclipped),
     ("lr_schedule", "sft", put("train/lr", slice(None), 1e-5)),
-    ("lr_too_high", "sft", _unstable_at_high_rate),
-    ("val_rising", "sft", _val(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]]))),
+    ("lr_too_high", "sft", put("train/grad_norm", [300, 400, 500], 40.0)),
+    ("val_rising", "sft", validated(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]]))),
     (
         "overfit",
         "sft",
-        _val(np.concatenate([np.linspace(1.6, 1.1, 10), np.linspace(1.12, 1.6, 10)])),
+        validated(np.concatenate([np.linspace(1.6, 1.1, 10), np.linspace(1.12, 1.6, 10)])),
     ),
     ("time_growth", "sft", times("train/time(s)", np.linspace(1, 1.4, 2000))),
     ("time_high", "sft", put("train/time(s)", slice(505, 507), 60.0)),
@@ -160,21 +151,25 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("ckpt_complete", "sft", but(tracker_step=1900)),
     ("run_complete", "sft", but(total_steps=3000)),
     ("truncation", "sft", put("data/truncated_frac", slice(None), 0.1)),
-    ("length_shift", "grpo", put("completions/mean_length", slice(600, 640), 400.0, kind="grpo")),
-    ("kl", "grpo", put("kl", slice(600, 603), 14.0, kind="grpo")),
-    ("clipped_ratio", "grpo", put("completions/clipped_ratio", slice(600, 603), 0.6, kind="grpo")),
-    ("clip_ratio", "grpo", times("clip_ratio/region_mean", 3.0, kind="grpo")),
-    ("reward_drop", "grpo", _reward_drop),
-    ("reward_trend", "controller", times("reward_mean", np.linspace(1, -8, 30), kind="controller")),
+    ("length_shift", "grpo", put("completions/mean_length", slice(600, 640), 400.0)),
+    ("kl", "grpo", put("kl", slice(600, 603), 14.0)),
+    ("clipped_ratio", "grpo", put("completions/clipped_ratio", slice(600, 603), 0.6)),
+    ("clip_ratio", "grpo", times("clip_ratio/region_mean", 3.0)),
+    (
+        "reward_drop",
+        "grpo",
+        both(put("kl", slice(600, 603), 9.0), put("reward", slice(601, 603), 0.3)),
+    ),
+    ("reward_trend", "controller", times("reward_mean", np.linspace(1, -8, 30))),
     ("reward_hacking", "grpo", _format_hacking),
-    ("adv_shape", "grpo", put("train/adv_std", slice(None), 0.01, kind="grpo")),
-    ("entropy_collapse", "grpo", times("train/entropy", np.linspace(1, 0.05, 1200), kind="grpo")),
-    ("accuracy", "controller", times("accuracy_mean", 0.0, kind="controller")),
-    ("budget", "controller", put("budget_violation_rate", slice(None), 0.7, kind="controller")),
-    ("reward_clip", "grpo", put("critic/reward_clip_frac", slice(None), 0.5, kind="grpo")),
+    ("adv_shape", "grpo", put("train/adv_std", slice(None), 0.01)),
+    ("entropy_collapse", "grpo", times("train/entropy", np.linspace(1, 0.05, 1200))),
+    ("accuracy", "controller", times("accuracy_mean", 0.0)),
+    ("budget", "controller", put("budget_violation_rate", slice(None), 0.7)),
+    ("reward_clip", "grpo", put("critic/reward_clip_frac", slice(None), 0.5)),
     ("insufficient", "sft", _too_short),
     ("restarts", "sft", but(events=(LogEvent(700, "rollback", "the guard went back", "warn"),))),
-    ("val_leak", "sft", _val(EVALS - 0.6)),
+    ("val_leak", "sft", validated(EVALS - 0.6)),
     ("not_learning", "sft", _constant),
     ("val_results", "controller", _held_out_collapse),
     (

@@ -24,19 +24,27 @@ metric.
 
 @dataclass(frozen=True)
 class Fault:
-    """`put` changes curves from the point `at` on; `expected` are what the ids of findings that
-    name it begin with.
+    """`put` changes curves of the `roles` from the point `at` on; `ids`: what findings that name
+    it begin with.
     """
 
     name: str
-    needs: tuple[str, ...]
-    expected: tuple[str, ...]
+    roles: str
+    ids: str
     put: Callable[[Curves, int, Generator], None]
     kinds: tuple[str, ...] = ("sft",)
     places: tuple[float, float] = (0.3, 0.75)
     """Where in the run it may begin."""
     has_onset: bool = True
     least_points: int = 300
+
+    @property
+    def needs(self) -> list[str]:
+        return self.roles.split()
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        return tuple(self.ids.split())
 
 
 @dataclass(frozen=True)
@@ -88,17 +96,9 @@ def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["lr"] *= 2e-3 / curves.columns["lr"].max()
 
 
-def _during(
-    role: str, low: float, high: float, points: tuple[int, int]
-) -> Callable[[Curves, int, Generator], None]:
-    """The metric is so many times as high for some points."""
-
-    def put(curves: Curves, at: int, rng: Generator) -> None:
-        curves.columns[role][at : at + rng.integers(*points)] *= np.exp(
-            rng.uniform(np.log(low), np.log(high))
-        )
-
-    return put
+def _explode(curves: Curves, at: int, rng: Generator) -> None:
+    num_points, height = rng.integers(1, 12), rng.uniform(np.log(40), np.log(500))
+    curves.columns["grad"][at : at + num_points] *= np.exp(height)
 
 
 def _nan(curves: Curves, at: int, rng: Generator) -> None:
@@ -235,94 +235,37 @@ def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
         curves.columns[role][:] = np.abs(rng.normal(0, 1e-3, len(curves.steps)))
 
 
-RL, CONTROLLED = ("grpo",), ("controller",)
+SFT, RL, BOTH = ("sft",), ("grpo",), ("sft", "grpo")
+CONTROLLED = ("controller",)
 FAULTS = (
-    Fault("divergence", ("loss",), ("loss_diverging",), _diverge),
-    Fault(
-        "rate too high from the start",
-        ("loss", "lr"),
-        ("loss_diverging",),
-        _blow_up,
-        places=(0.01, 0.04),
-    ),
-    Fault("loss not a number", ("loss",), ("loss_nonfinite",), _nan, kinds=("sft", "grpo")),
-    Fault("spike", ("loss",), ("loss_spike", "grad_high:explosion"), _spike),
-    Fault(
-        "throughput halves", ("time",), ("time_growth:slowdown",), _slow_down, kinds=("sft", "grpo")
-    ),
-    Fault("stalls", ("time",), ("time_high:stalls",), _stall, kinds=("sft", "grpo")),
-    Fault(
-        "leak",
-        ("rss",),
-        ("memory:leak",),
-        _leak,
-        kinds=("sft", "grpo"),
-        places=(0.0, 0.3),
-        has_onset=False,
-        least_points=600,
-    ),
-    Fault("overfitting", ("val_loss",), ("overfit", "val_rising"), _overfit),
-    Fault(
-        "known by heart",
-        ("loss",),
-        ("loss_final", "overfit"),
-        _memorise,
-        places=(0.2, 0.3),
-        has_onset=False,
-    ),
-    Fault("stuck loss", ("loss",), ("loss_not_falling", "not_learning"), _stick, places=(0.0, 0.0)),
-    Fault("zero loss", ("loss",), ("loss_zero",), _zero_losses, kinds=("sft", "controller")),
-    Fault(
-        "gradient explosion",
-        ("grad",),
-        ("grad_high",),
-        _during("grad", 40, 500, (1, 12)),
-        kinds=("sft", "grpo"),
-    ),
-    Fault("gradient vanishes", ("grad",), ("grad_vanish",), _vanish),
-    Fault(
-        "rate raised",
-        ("lr",),
-        ("lr_schedule:raised", "lr_schedule:jumps"),
-        _raise_rate,
-        kinds=("sft", "grpo"),
-    ),
-    Fault(
-        "reward collapse",
-        ("reward",),
-        ("reward_trend",),
-        _collapse("reward"),
-        kinds=("grpo", "controller"),
-    ),
-    Fault(
-        "accuracy collapse",
-        ("accuracy",),
-        ("accuracy:collapse",),
-        _collapse("accuracy"),
-        kinds=CONTROLLED,
-    ),
-    Fault(
-        "held-out collapse",
-        ("val_reward",),
-        ("val_results",),
-        _collapse("val_reward"),
-        kinds=("grpo", "controller"),
-    ),
-    Fault("entropy collapse", ("entropy",), ("entropy_collapse",), _decay_entropy, kinds=RL),
-    Fault("KL runs away", ("kl",), ("kl",), _run_away, kinds=RL, places=(0.3, 0.6)),
-    Fault(
-        "length cap",
-        ("mean_length", "max_length"),
-        ("clipped_ratio", "length_shift"),
-        _hit_cap,
-        kinds=RL,
-    ),
-    Fault("lengths shift", ("mean_length",), ("length_shift",), _shift_length, kinds=RL),
-    Fault("rewards scatter", ("reward_std",), ("reward_trend:scatter",), _scatter, kinds=RL),
-    Fault(
-        "equal rewards", ("adv_std",), ("adv_shape:std",), _equal_rewards, kinds=RL, has_onset=False
-    ),
-)
+    Fault("divergence", "loss", "loss_diverging", _diverge),
+    Fault("rate too high from the start", "loss lr", "loss_diverging", _blow_up,
+          places=(0.01, 0.04)),
+    Fault("loss not a number", "loss", "loss_nonfinite", _nan, BOTH),
+    Fault("spike", "loss", "loss_spike grad_high:explosion", _spike),
+    Fault("throughput halves", "time", "time_growth:slowdown", _slow_down, BOTH),
+    Fault("stalls", "time", "time_high:stalls", _stall, BOTH),
+    Fault("leak", "rss", "memory:leak", _leak, BOTH, (0.0, 0.3), has_onset=False,
+          least_points=600),
+    Fault("overfitting", "val_loss", "overfit val_rising", _overfit),
+    Fault("known by heart", "loss", "loss_final overfit", _memorise, SFT, (0.2, 0.3),
+          has_onset=False),
+    Fault("stuck loss", "loss", "loss_not_falling not_learning", _stick, places=(0.0, 0.0)),
+    Fault("zero loss", "loss", "loss_zero", _zero_losses, ("sft", "controller")),
+    Fault("gradient explosion", "grad", "grad_high", _explode, BOTH),
+    Fault("gradient vanishes", "grad", "grad_vanish", _vanish),
+    Fault("rate raised", "lr", "lr_schedule:raised", _raise_rate, BOTH),
+    Fault("reward collapse", "reward", "reward_trend", _collapse("reward"), RL + CONTROLLED),
+    Fault("accuracy collapse", "accuracy", "accuracy:collapse", _collapse("accuracy"), CONTROLLED),
+    Fault("held-out collapse", "val_reward", "val_results", _collapse("val_reward"),
+          RL + CONTROLLED),
+    Fault("entropy collapse", "entropy", "entropy_collapse", _decay_entropy, RL),
+    Fault("KL runs away", "kl", "kl", _run_away, RL, (0.3, 0.6)),
+    Fault("length cap", "mean_length max_length", "clipped_ratio length_shift", _hit_cap, RL),
+    Fault("lengths shift", "mean_length", "length_shift", _shift_length, RL),
+    Fault("rewards scatter", "reward_std", "reward_trend:scatter", _scatter, RL),
+    Fault("equal rewards", "adv_std", "adv_shape:std", _equal_rewards, RL, has_onset=False),
+)  # fmt: skip
 HEALTHY = "none"
 
 

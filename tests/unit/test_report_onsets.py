@@ -54,27 +54,6 @@ def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset, s
         assert onset - 60 <= step <= onset, finding.remedy
 
 
-@pytest.mark.parametrize(
-    ("key", "factor"),
-    [("throughput/train/tokens_per_s", 0.42), ("train/time(s)", 2.4)],
-    ids=["tokens", "time"],
-)
-def test_a_throughput_that_is_halved_is_told_with_its_onset(key, factor):
-    rng = np.random.default_rng(1)
-    speed = rng.normal(1.0, 0.06, 600)
-    calm = analyse(
-        log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft"
-    )
-    assert calm.verdict == "OK", calm.findings
-    speed = np.where(STEPS > 350, factor, 1.0) * speed
-    report = analyse(
-        log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft"
-    )
-    finding = of_rule(report, "time_growth")
-    assert report.verdict == "ATTENTION" and finding.metric == key
-    assert finding.steps is not None and abs(finding.steps[0] - 350) <= 20, finding.title
-
-
 def state(directory: Path, **facts: Any) -> Path:
     """A healthy `trainer_state.json` of 600 steps, saved every 100, validated every 50."""
     directory.mkdir(parents=True)

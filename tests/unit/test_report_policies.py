@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 from log_formats import write_roll
 from report_curves import changed, grpo_run, sft_run, swift_run
+from report_faults import told
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import Series
 
 STEPS = np.arange(1, 401)
-
-
-def told(report: Report) -> dict[str, Finding]:
-    return {finding.id: finding for finding in report.findings}
 
 
 @pytest.mark.covers("S2.16", "S2.17")
@@ -32,7 +29,7 @@ def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told():
         hits.level == "note" and "limit of 512 tokens" in hits.title and "2555" in hits.evidence[0]
     ), hits
     shortest = run["length_shift:shortest"]
-    assert shortest.level == "note" and "once had 379 tokens" in shortest.title, shortest
+    assert shortest.level == "note" and shortest.steps == (2825, 2825), shortest
     assert (
         not {"clipped_ratio:cap", "length_shift:shortest"}
         & told(analyse(swift_run(2, has_bursts=False))).keys()

@@ -24,8 +24,8 @@ BARE = re.compile(r"(?<![.\w])\w+=")
 def remedies() -> tuple[str, ...]:
     """Every remedy of every fault, and each piece of advice, told of a run of our own."""
     texts: list[str] = []
-    for _, _, build in FAULTS:
-        log = replace(build(), source="fsdp-sft", config=OUR_CONFIG)
+    for _, kind, build in FAULTS:
+        log = replace(build(healthy(kind)), source="fsdp-sft", config=OUR_CONFIG)
         texts += [finding.remedy for finding in analyse(log).findings]
     for config in ({}, OUR_CONFIG):
         run = AnalysedRun(replace(healthy("grpo"), source="fsdp-sft", config=config), "grpo", {})

@@ -63,7 +63,7 @@ SCHEDULES = {
     "cosine cut off": UP * 0.5 * (1 + np.cos(np.pi * (T - 100).clip(0) / 7000)),
     "cosine of three digits": np.round(UP * 0.5 * (1 + np.cos(np.pi * (T - 100) / 1900)), 3),
     "step": np.select([T < 800, T < 1500], [1.0, 0.1], 0.01),
-    "unknown": UP * np.where((T // 150) % 2, 1.0, 0.4),
+    "unknown": UP * np.sqrt(100 / np.maximum(T, 100)),
 }
 
 
@@ -108,12 +108,20 @@ def test_a_raised_rate_is_found_to_the_point(where, expected):
     "rate",
     [
         np.tile(0.5 * (1 + np.cos(np.pi * np.arange(500) / 500)), 4),
+        np.tile(np.minimum(T[:1000] / 100, 1.1 - T[:1000] / 1000), 2),
         np.where((T > 100) & (T < 200), 0.01, 1.0),
         np.maximum(0, T - 1.0),
         np.where(T == 1, 1e-6, 1.0),
         np.random.default_rng(5).random(400),
     ],
-    ids=["cosines that restart", "a dip", "warm-up from 0", "a first step of almost 0", "noise"],
+    ids=[
+        "cosines that restart",
+        "warm-up again",
+        "a dip",
+        "warm-up from 0",
+        "a first step of almost 0",
+        "noise",
+    ],
 )
 def test_what_a_schedule_does_by_itself_is_no_jump(rate):
     assert raised_rates(series(rate)) == ()
@@ -121,12 +129,12 @@ def test_what_a_schedule_does_by_itself_is_no_jump(rate):
 
 def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path):
     path = tmp_path / "limits.yaml"
-    path.write_text("# mine\nleak: 3\n\nkl_high: 8  # nat\n")
-    assert read_thresholds(path) == {"leak": 3.0, "kl_high": 8.0}
+    path.write_text("# mine\ntrend_p: 3\n\nkl_high: 8  # nat\n")
+    assert read_thresholds(path) == {"trend_p": 3.0, "kl_high": 8.0}
     assert merged(read_thresholds(path))["kl_high"] == 8 != merged(None)["kl_high"]
     for content, told in (
-        ("leak: high", "line 1: 'leak: high' is not"),
-        ("laek: 3", "mean 'leak'"),
+        ("kl_high: high", "line 1: 'kl_high: high' is not"),
+        ("kl_hihg: 3", "mean 'kl_high'"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=told):

@@ -1,122 +1,91 @@
-"""Advice: the sentences of remedies, in the options of the framework that wrote
-the log.
-"""
+"""Sentences of remedies, in the options of the framework that wrote the log."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from trainer.tools.report.analysed_run import AnalysedRun
 from trainer.tools.report.formatting import shown
 from trainer.tools.report.learning_rate import scheduled
 
-
-class Advice(NamedTuple):
-    """A sentence with the {option}s of a framework, by their purpose."""
-
-    text: str
-    why: str
-    """The principle, and what it costs."""
-    known: str = ""
-    """The sentence where the configuration tells the present value: {now}, and the {new} one."""
-    purpose: str = ""
-    """The option that has this value."""
-    factor: float = 1
-    """The new value, in terms of the present one."""
-
-
-ADVICE: Mapping[str, Advice] = {
-    "clip": Advice(
-        "Set {clip} to 1.0, or 0.5 where spikes stay, and skip the optimizer step when the norm is "
-        "far above it.",
+ADVICE: Mapping[str, tuple[str, str]] = {
+    "clip": (
+        "Set {new_clip}, and skip the optimizer step when the norm is far above it.",
         "A clipped update moves the weights no further than the limit, whatever the batch; set too "
         "low, it slows all learning.",
-        "Lower {clip} from {now} to {new}, and skip the optimizer step when the norm is far above "
-        "it.",
-        "clip", 0.5,
     ),
-    "lower_rate": Advice(
-        "Lower {lr} to a tenth and set {warmup} to 0.1.",
+    "lower_rate": (
+        "Lower {new_lr} and set {warmup} to 0.1.",
         "Smaller updates stay where the loss still falls; training takes more steps.",
-        "Lower {lr} from {now} to {new} and set {warmup} to 0.1.",
-        "lr", 0.1,
     ),
-    "decay": Advice(
+    "decay": (
         "Let the rate fall: {schedule}=cosine or linear.",
         "The last updates average out instead of following the last batches; a run prolonged later "
-        "goes on from a low rate.",
+        "continues from a low rate.",
     ),
-    "larger_batch": Advice(
-        "Raise {batch} to 4 or {accumulation} to 8.",
+    "larger_batch": (
+        "Raise {new_batch}, or {accumulation} to 8.",
         "More samples make a gradient less noisy; each step takes more time or memory.",
-        "Raise {batch} from {now} to {new}, or {accumulation} to 8.",
-        "batch", 4,
     ),
-    "stronger_kl": Advice(
-        "Raise {beta} (often 0.04) to 0.1 to 0.2 and adapt it to the measured KL.",
-        "The penalty pulls the policy back to its reference; it also holds back what is to be "
-        "learnt.",
-        "Raise {beta} from {now} to 0.1 to 0.2 and adapt it to the measured KL.",
-        "beta",
+    "stronger_kl": (
+        "Raise {new_beta} and adapt it to the measured KL.",
+        "The penalty pulls the policy back to its reference; it also slows learning.",
     ),
-    "tighter_ratio": Advice(
+    "tighter_ratio": (
         "Clip probability ratios tighter: {epsilon_low} and {epsilon_high} at 0.1.",
         "An update cannot move probabilities far from those that sampled; learning gets slower.",
     ),
-    "shorter_completions": Advice(
-        "Lower {completion} (512 to 256), give truncated answers reward 0, and set stop words or "
-        "the end-of-text token.",
+    "shorter_completions": (
+        "Lower {new_completion}, give truncated answers reward 0, and set stop words or the "
+        "end-of-text token.",
         "Answers that never stop no longer fill the batch; those that need the length are lost.",
-        "Lower {completion} from {now} to {new}, give truncated answers reward 0, and set stop "
-        "words or the end-of-text token.",
-        "completion", 0.5,
     ),
-    "watch": Advice(
+    "watch": (
         "Validate and save often ({eval}=100 and {save}=100); {watched}.",
         "A fault is noticed early and little is lost; validating and saving take time and disk.",
     ),
-    "larger_group": Advice(
+    "larger_group": (
         "Raise {group} to 8 or 10, the batch size, the learning rate's decay, or train longer.",
         "More answers to a prompt make advantages less noisy and equal rewards rarer; generation "
         "takes longer.",
     ),
-    "loading": Advice(
-        "Raise {workers}, prepare the data beforehand, or put it on a faster disk.",
-        "Loading beside the step hides its time; workers take memory and processor cores.",
+    "loading": (
+        "Raise {workers}, prepare the data beforehand, or use a faster disk.",
+        "Loading in the background hides its time; workers take memory and processor cores.",
     ),
-    "memory": Advice(
+    "memory": (
         "Use {memory}, or a smaller micro-batch.",
-        "Activations are computed again instead of kept, and less is held at once; a step takes "
-        "longer.",
+        "Activations are recomputed instead of kept, and less is held at once; a step takes longer.",
     ),
 }  # fmt: skip
-POLICY_WATCH = (
-    "at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint, or stop"
-)
-OWN_WATCH = "with trainer.guard.on_severe=rollback such a step returns to a checkpoint"
-OTHER_WATCH = "where loss or gradient norm are far off, return to a checkpoint, or stop"
+"""Name -> sentence with {option}s by purpose, and its principle and cost."""
+CHANGES: Mapping[str, tuple[str, float]] = {
+    "clip": ("to 1.0, or 0.5 where spikes stay", 0.5),
+    "lr": ("to a tenth", 0.1),
+    "batch": ("to 4", 4),
+    "beta": ("to 0.1 to 0.2", 0),
+    "completion": ("to half", 0.5),
+}
+"""Purpose -> change where the present value is not known, and factor where it is."""
 
 
 def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
-    """Return a sentence and its principle, of a name of `ADVICE`; another sentence as it is."""
-    if name not in ADVICE:
-        return name.format_map(run.options), ""
-    advice = ADVICE[name]
-    watched = OWN_WATCH if run.log.source == "fsdp-sft" else OTHER_WATCH
+    """Return sentence and principle of a name of `ADVICE`; another sentence is its own."""
+    text, why = ADVICE.get(name, (name, ""))
+    watched = "where loss or gradient norm are far off, return to a checkpoint, or stop"
     if run.key("kl") or run.key("update_kl"):
-        watched = POLICY_WATCH
-    now = _present(run, advice.purpose) if advice.known else None
-    words = {**run.options, "watched": watched}
-    if not isinstance(now, int | float) or now <= 0:
-        return advice.text.format_map(words), advice.why
-    new = now * advice.factor
-    words |= {"now": shown(now), "new": shown(int(new) if new == int(new) else new)}
-    return advice.known.format_map(words), advice.why
+        watched = "at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint, or stop"
+    elif run.log.source == "fsdp-sft":
+        watched = "with trainer.guard.on_severe=rollback such a step returns to a checkpoint"
+    changes = {f"new_{purpose}": _change(run, purpose) for purpose in CHANGES}
+    return text.format_map({**run.options, **changes, "watched": watched}), why
 
 
-def _present(run: AnalysedRun, purpose: str) -> object:
-    """Return the value of an option: a peak rate also from the log; none of a loose clipping."""
-    value, rates = run.setting(purpose), run.find("lr")
-    if purpose == "lr" and value is None and rates is not None:
-        return float(scheduled(rates).values.max())
-    is_loose = purpose == "clip" and isinstance(value, int | float) and value > 1
-    return None if is_loose else value
+def _change(run: AnalysedRun, purpose: str) -> str:
+    """Return `learning_rate from 5e-5 to 5e-6`; the peak of the rates counts as its value."""
+    option, (change, factor), now = run.options[purpose], CHANGES[purpose], run.amount(purpose)
+    if purpose == "lr" and now is None and (rates := run.find("lr")):
+        now = float(scheduled(rates).values.max())
+    if not now or (purpose == "clip" and now > 1):
+        return f"{option} {change}"
+    new = now * factor
+    to = f"to {shown(int(new) if new == int(new) else new)}" if factor else change
+    return f"{option} from {shown(now)} {to}"

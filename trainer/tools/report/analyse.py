@@ -1,4 +1,4 @@
-"""The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for
+"""The analysis of one log: trends, anomalies, all checks, and the verdict. The only entry for
 readers and pages.
 """
 
@@ -29,16 +29,18 @@ NUM_TOP = 3
 SLACK_SHARE, LEAST_SLACK = 0.02, 10
 """Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
+VERDICTS = {"fail": "FAIL", "warn": "ATTENTION"}
+"""Level of the worst finding -> verdict."""
 
 
-# logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
+# logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged as such
 @np.errstate(all="ignore")
 def analyse(
     log: RunLog, *, profile: str = "auto", thresholds: Mapping[str, float] | None = None
 ) -> Report:
     """Return everything that can be said about a log.
 
-    `thresholds` override single limits. Raises `ValueError` for an unknown limit.
+    `thresholds` override single limits. Raise `ValueError` for an unknown limit.
     """
     limits = merged(thresholds)
     kind = recognise_profile(log) if profile == "auto" else profile
@@ -47,7 +49,9 @@ def analyse(
     run = replace(run, anomalies=find_anomalies(witnesses, last_step=run.total_steps))
     found, unjudged = judge(run, CHECKS)
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
-    rates, metrics, verdict = run.find("lr"), inventory(run), _verdict(run, findings)
+    worst = findings[0].level if findings else ""
+    verdict = VERDICTS.get(worst) or ("INSUFFICIENT" if too_little(run) else "OK")
+    rates, metrics = run.find("lr"), inventory(run)
     return Report(
         title=_title(log.path),
         source=log.source,
@@ -56,7 +60,7 @@ def analyse(
         verdict=verdict,
         headline=_headline(run, verdict, findings),
         facts=_facts(run, metrics),
-        top=_top(findings),
+        top=tuple([finding for finding in findings if finding.level != "info"][:NUM_TOP]),
         findings=findings,
         metrics=metrics,
         anomalies=run.anomalies,
@@ -76,72 +80,53 @@ def analyse(
 
 
 def _title(path: Path) -> str:
-    """The directory of the run, also where the log lies in one of its checkpoints."""
+    """Return the directory of the run, also where the log is in one of its checkpoints."""
     directories = (path if path.is_dir() else path.parent, *path.parents)
-    return next(
-        (one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name)),
-        path.name,
-    )
-
-
-def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
-    levels = {finding.level for finding in findings}
-    if "fail" in levels:
-        return "FAIL"
-    if "warn" in levels:
-        return "ATTENTION"
-    return "INSUFFICIENT" if too_little(run) else "OK"
-
-
-def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The first three that ask for something to be done."""
-    return tuple([finding for finding in findings if finding.level != "info"][:NUM_TOP])
+    names = (one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name))
+    return next(names, path.name)
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
+    """Return the first finding, or why there is none."""
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":
         return _normal(run)
-    top = _top(findings)[0]
-    others = sum(finding.level in ("fail", "warn") for finding in findings) - 1
-    return top.title + (f" {counted(others, 'further finding')} of weight." if others else "")
+    others = sum(finding.level in VERDICTS for finding in findings) - 1
+    more = f" {counted(others, 'further finding')} of weight." if others else ""
+    return findings[0].title + more
 
 
 def _normal(run: AnalysedRun) -> str:
     """Describe a healthy run; a controller by the trends of its three results."""
+    courses = {"loss": ("the loss falls", run.is_falling)}
     if run.profile == "controller":
         courses = {
-            "reward": run.is_rising,
-            "accuracy": run.is_rising,
-            "violation": run.is_falling,
+            "reward": ("the reward rises", run.is_rising),
+            "accuracy": ("the accuracy rises", run.is_rising),
+            "violation": ("budget violations fall", run.is_falling),
         }
-        improving = [
-            run.name(role)
-            for role, improves in courses.items()
-            if run.find(role) and improves(run.levels(role))
-        ]
-        return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
-    loss = run.find("loss")
-    falls = "the loss falls and " if loss and run.is_falling(loss) else ""
-    return (
-        f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
-    )
+    good = [
+        words
+        for role, (words, is_good) in courses.items()
+        if run.find(role) and is_good(run.levels(role))
+    ]
+    rest = "no check objects" if run.anomalies else "nothing left its usual range"
+    return f"Normal: {listed([*good, rest])}."
 
 
 def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
-    """Lines of the header; those that the log tells."""
+    """Return the lines of the header that the log tells."""
     log = run.log
     total = readable(sum(state.size_bytes for state in log.checkpoints))
     launch = listed(run.quoted(purpose) for purpose in ("lr", "clip", "batch"))
+    again = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
     facts = {
         "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
         "metrics": group_counts(metrics),
         "rows": str(log.num_rows),
         "time span": "" if log.span_s is None else duration(log.span_s),
-        "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
-        if log.num_attempts > 1
-        else "",
+        "attempts": again if log.num_attempts > 1 else "",
         "rows skipped": str(log.num_unparsed or ""),
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
@@ -160,8 +145,7 @@ def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> s
         return "Train on as configured. Look again at the next validation or after ten epochs."
     if verdict == "INSUFFICIENT":
         return "Let it run on and ask again; what is there shows no fault."
-    urgent = [finding for finding in _top(findings) if finding.level in ("fail", "warn")]
-    actions = [finding.remedy for finding in urgent if finding.remedy]
-    told = " ".join(filter(None, (story(run.anomalies), how_common(run)))) if run.anomalies else ""
-    numbered = " ".join(f"{place}) {action}" for place, action in enumerate(actions, 1))
-    return f"{told} Next: {numbered}".strip()
+    urgent = [one.remedy for one in findings[:NUM_TOP] if one.level in VERDICTS and one.remedy]
+    numbered = " ".join(f"{place}) {action}" for place, action in enumerate(urgent, 1))
+    told = [story(run.anomalies), how_common(run)] if run.anomalies else []
+    return " ".join(filter(None, [*told, f"Next: {numbered}"]))

@@ -6,14 +6,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.tools.report.formatting import shown
-from trainer.tools.report.names import ROLES
-from trainer.tools.report.options import OPTIONS, names_in
+from trainer.tools.report.names import OPTIONS, ROLES, options_of
 from trainer.tools.report.result import Anomaly
 from trainer.tools.report.run_log import RunLog, Series
-from trainer.tools.report.statistics import Ints, epoch_means, finite, slope
+from trainer.tools.report.shapes import period
+from trainer.tools.report.statistics import Ints, Mask, epoch_means, finite, slope
 from trainer.tracking.metrics.words import pattern
 
 PROFILES = ("sft", "grpo", "controller", "generic")
@@ -23,8 +22,6 @@ NUM_COMPILE = 3
 """Steps that are slower because they compile."""
 NUM_WARMING = 20
 """Steps in which devices are not yet busy."""
-MIN_ORDINARY = 20
-"""Points that a step time is judged by."""
 
 
 class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
@@ -44,17 +41,12 @@ class AnalysedRun:
         """Return the key under which this log has a role; of several devices the one with the
         highest value.
         """
-        series, names = self.log.series, ROLES[_source(role)]
-        for key in names:
-            if key in series:
-                return key
-        patterns = [pattern(key) for key in names if "<" in key]
-        peaks = {
-            key: np.nanmax(one.values, initial=-np.inf)
-            for key, one in series.items()
-            if any(one.fullmatch(key) for one in patterns)
-        }
-        return max(peaks, key=peaks.__getitem__, default=None)
+        series, keys = self.log.series, ROLES[_source(role)]
+        patterns = [pattern(key) for key in keys if "<" in key]
+        matching = [key for key in series if any(one.fullmatch(key) for one in patterns)]
+        matching.sort(key=lambda key: -np.nanmax(series[key].values, initial=-np.inf))
+        exact = [key for key in keys if key in series]
+        return next(iter(exact + matching), None)
 
     def find(self, role: str) -> Series | None:
         """Return the finite points of a role; None where the log has none."""
@@ -64,14 +56,17 @@ class AnalysedRun:
             points = DERIVED[role][1](self, points)
         return points or None
 
-    def get(self, role: str) -> Series:
-        """Return the finite points of a role; raises `NotJudged` without them."""
-        series = self.find(role)
+    def get(self, role: str, *, least: int = 1) -> Series:
+        """Return the finite points of a role; raise `NotJudged` for fewer than `least`."""
+        series, name = self.find(role), ROLES[_source(role)][0]
         if series is None:
-            raise NotJudged(f"the log has no {ROLES[_source(role)][0]}")
+            raise NotJudged(f"the log has no {name}")
+        if len(series) < least:
+            raise NotJudged(f"{name} has {len(series)} points, {least} are needed")
         return series
 
     def name(self, role: str) -> str:
+        """Return the key of a role in this log, or its first possible key."""
         return self.key(role) or ROLES[_source(role)][0]
 
     def levels(self, role: str) -> Series:
@@ -85,34 +80,43 @@ class AnalysedRun:
         return epoch_means(series, epochs, least=1) if has_batches else series
 
     def is_rising(self, series: Series) -> bool:
+        """Return whether a series has a significant upward trend."""
         return slope(series).is_rising(self.limits["trend_p"])
 
     def is_falling(self, series: Series) -> bool:
+        """Return whether a series has a significant downward trend."""
         return slope(series).is_falling(self.limits["trend_p"])
 
     def config(self, *names: str) -> Any:
         """Return the first option of these names, given in full or by the last part; None where
         none is set.
         """
-        for name in names:
-            for key, value in self.log.config.items():
-                if key == name or key.endswith(f".{name}"):
-                    return value
-        return None
+        found = (
+            value
+            for name in names
+            for key, value in self.log.config.items()
+            if key == name or key.endswith(f".{name}")
+        )
+        return next(found, None)
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """Purpose -> name in the framework that wrote the log."""
-        return names_in(self.log.source)
+        """Purpose -> option in the framework that wrote the log."""
+        return options_of(self.log.source)
 
     def setting(self, purpose: str) -> Any:
-        """Return what the run's configuration says of an option; None where it says nothing."""
+        """Return the value of an option by its purpose; None where the configuration lacks it."""
         return self.config(self.options[purpose], *OPTIONS[purpose])
+
+    def amount(self, purpose: str) -> float | None:
+        """Return the value of an option if it is a positive number."""
+        value = self.setting(purpose)
+        return value if isinstance(value, int | float) and value > 0 else None
 
     @cached_property
     def is_configured(self) -> bool:
-        """Return whether the log holds launch options; trainer_state.json alone tells no more than how
-        long and how often.
+        """Return whether the log holds launch options; trainer_state.json holds only lengths and
+        cadences.
         """
         purposes = ("lr", "clip", "warmup", "schedule")
         return any(self.setting(purpose) is not None for purpose in purposes)
@@ -139,33 +143,25 @@ class AnalysedRun:
 
     @cached_property
     def last_step(self) -> int:
-        ends = (series.ends[1] for series in self.log.series.values() if series)
-        return max(ends, default=0)
+        """Return the last step of any metric."""
+        return max((series.ends[1] for series in self.log.series.values() if series), default=0)
 
     @cached_property
     def total_steps(self) -> int:
+        """Return the planned steps, else the last step."""
         return self.log.total_steps or self.last_step
 
-    @cached_property
-    def cadences(self) -> tuple[int, ...]:
-        """After how many steps the run saves and validates, as far as its configuration tells."""
-        found = (self.setting("save"), self.setting("eval"))
-        return tuple(
-            int(value) for value in found if isinstance(value, int | float) and value >= MIN_CADENCE
-        )
-
-    def is_busy(self, steps: Ints) -> NDArray[np.bool_]:
-        """Return which steps, or the ones before them, saved or validated: as the log shows and
-        the configuration says.
-        """
+    def is_busy(self, steps: Ints) -> Mask:
+        """Return which steps, or the ones before them, saved or validated."""
         kinds = ("checkpoint", "save", "eval")
         known = [state.step for state in self.log.checkpoints]
         known += [event.step for event in self.log.events if event.kind in kinds]
-        if (losses := self.find("val_loss")) is not None:
-            known += losses.steps.tolist()
+        losses = self.find("val_loss")
+        known += losses.steps.tolist() if losses else []
         mask = np.isin(steps, known) | np.isin(steps - 1, known)
-        for cadence in self.cadences:
-            mask |= steps % cadence <= 1
+        for cadence in map(self.amount, ("save", "eval")):
+            if cadence and cadence >= MIN_CADENCE:
+                mask |= steps % int(cadence) <= 1
         return mask
 
 
@@ -176,33 +172,61 @@ def _ordinary(run: AnalysedRun, times: Series) -> Series:
 
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
-    """Return the share of a step that waits for data, of the steps after the first."""
+    """Return the share of a step that waits for data, without the first steps."""
     times, late = run.get("time"), waits[NUM_COMPILE:]
     step_s = np.interp(late.steps, times.steps, times.values)
     return Series(late.steps, late.values / np.maximum(step_s, np.finfo(float).tiny))
 
 
-def _relative_std(run: AnalysedRun, spreads: Series) -> Series:
-    """Return the spread of rewards as a share of that of the run's first third."""
-    usual = float(np.median(spreads.values[: max(1, len(spreads) // 3)]))
-    return Series(spreads.steps, spreads.values / usual) if usual > 0 else spreads[:0]
+def _relative_time(run: AnalysedRun, times: Series) -> Series:
+    """Return ordinary step times over their median, without long steps at regular distances, which
+    do work of their own.
+    """
+    ordinary = _ordinary(run, times)
+    relative = _times(ordinary, float(np.median(ordinary.values)))
+    is_slow = relative.values > 2
+    has_period = period(relative.steps[is_slow]) is not None
+    return relative[~is_slow] if has_period else relative
+
+
+def _times(series: Series, usual: float) -> Series:
+    """Return a series as multiples of a positive number; nothing without one."""
+    return Series(series.steps, series.values / usual) if usual > 0 else series[:0]
+
+
+def _latency(run: AnalysedRun, latency: Series) -> Series:
+    """Return latencies over their budget, of the limits or of the configuration."""
+    names = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
+    budget = run.limits["latency_budget"] or run.config(*names)
+    return _times(latency, budget if isinstance(budget, int | float) else 0)
 
 
 DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "ordinary_time": ("time", _ordinary),
+    "time_ratio": ("time", _relative_time),
     "warm_gpu_util": ("gpu_util", lambda _, busy: busy[busy.steps > NUM_WARMING]),
     "data_share": ("data_time", _data_share),
-    "relative_reward_std": ("reward_std", _relative_std),
+    "reward_std_ratio": (
+        "reward_std",
+        lambda _, one: _times(one, float(np.median(one.values[: len(one) // 3 + 1]))),
+    ),
+    "min_length_ratio": ("min_length", lambda _, one: _times(one, float(np.median(one.values)))),
+    "length_ratio": (
+        "total_len_max",
+        lambda run, one: _times(one, run.amount("max_length") or 0),
+    ),
+    "latency_ratio": ("latency", _latency),
 }
-"""Role -> the role in the log, and how it follows from that."""
+"""Role -> the role in the log that it follows from, and how."""
 
 
 def _source(role: str) -> str:
+    """Return the role in the log that a role follows from."""
     return DERIVED[role][0] if role in DERIVED else role
 
 
 def recognise_profile(log: RunLog) -> str:
-    """Return controller for rewards with accuracy and latency, grpo for rewards, a KL or
+    """Return controller for rewards with latencies or budgets, grpo for rewards, a KL or
     advantages, sft for a loss without rewards.
     """
     run = AnalysedRun(log, "generic", {})
@@ -210,6 +234,6 @@ def recognise_profile(log: RunLog) -> str:
         return "controller"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
     has_rewards = any(key.startswith("rewards/") for key in log.series)
-    if has_rewards or any(run.key(role) for role in signs):
+    if has_rewards or any(map(run.key, signs)):
         return "grpo"
     return "sft" if run.key("loss") else "generic"

@@ -1,199 +1,246 @@
-"""The usual ranges of metrics, and the moves of levels that are faults: one row for each, judged by
-one function (`checks.py`).
+"""The usual ranges of metrics, and the moves of levels that are faults: a row each, in two tables.
+
+`checks_bands.py` judges them. The reason is a name of `REASONS`: why, and what to do.
 """
 
 import math
 from typing import NamedTuple
 
-INF = math.inf
+from trainer.tools.report.names import rows_of
+
+_BANDS = """
+# id                  | metric             | range     | level | profile    | reason | what is judged
+loss_start_high       | loss first         | ..5       | warn  | sft        | unfit | The first loss
+loss_start_high       | loss first         | 1.5..3    | note  | sft        | unfit | The first loss
+loss_final            | loss last          | 0.1..     | warn  | sft        | by_heart | The last loss
+loss_final            | loss last          | 0.5..1.5  | note  | sft        | none | The last loss
+val_final             | val_loss last      | 0.8..2    | note  | sft        | none | The last validation loss
+grad_high:sustained   | grad 10            | ..100     | warn  | sft        | unstable | The gradient norm
+grad_range            | grad 50            | 0.1..10   | note  | sft        | scale | The gradient norm
+grad_vanish           | grad 20            | 0.001..   | warn  |            | vanished | The gradient norm
+data_bound            | data_share         | ..0.3     | fail  |            | slow_data | The share of data loading
+data_bound            | data_share         | ..0.1     | warn  |            | slow_data | The share of data loading
+time_high             | ordinary_time      | ..30      | warn  | sft        | slow | A step's time in seconds
+time_high:stalls      | time_ratio 1       | ..6       | warn  |            | stalls | Step time relative to usual
+gpu_util              | warm_gpu_util mean | 80..      | warn  |            | idle | The use of the devices in %
+memory:headroom       | reserved_share 1   | ..0.95    | warn  |            | headroom | The share of memory in use
+oom_nccl:memory       | ooms 1             | ..0       | fail  |            | too_little | The number of OOM errors
+oom_nccl:retries      | alloc_retries 1    | ..0       | fail  |            | too_little | The number of alloc retries
+truncation            | truncated mean     | ..0.05    | warn  |            | cut | The share of truncated samples
+truncation:length     | length_ratio 1     | ..1       | warn  |            | elsewhere | A length relative to its limit
+truncation:empty      | empty_label 1      | ..0       | warn  |            | empty | The number of empty samples
+accuracy:zero         | accuracy 21        | 0.001..   | warn  | controller | no_answers | The accuracy
+budget:stuck          | violation 21       | ..0.5     | warn  | controller | penalty | The share of answers over budget
+budget:latency        | latency_ratio last | ..1       | warn  | controller | penalty | Latency relative to its budget
+budget:final          | violation last     | ..0.05    | note  | controller | go_on | The last share over the budget
+kl                    | kl 1               | ..5       | note  |            | far | KL to the reference
+kl                    | kl                 | 0.01..    | note  |            | still | KL to the reference
+length_shift:shortest | min_length_ratio 1 | ..2       | note  |            | stops | Shortest length to usual
+clipped_ratio         | clipped_ratio 1    | ..0.3     | fail  | grpo       | cut_off | The share of answers cut off
+clip_ratio            | clip_ratio         | ..0.5     | warn  |            | unclipped | The share of clipped ratios
+clip_ratio            | clip_ratio         | 0.1..0.3  | note  |            | unclipped | The share of clipped ratios
+adv_shape:std         | equal_groups       | ..0.9     | warn  |            | equal | The share of equal groups
+adv_shape:std         | adv_std            | 0.05..    | fail  |            | equal | The spread of advantages
+adv_shape:std         | reward_std_ratio   | 0.05..    | fail  |            | equal | The relative spread of rewards
+adv_shape:std         | adv_std            | 0.5..2    | warn  |            | one | The spread of advantages
+adv_shape:mean        | adv_mean           | -0.1..0.1 | warn  |            | groups | The mean of advantages
+reward_clip           | reward_clip        | ..0.4     | warn  |            | narrow | The share of clipped rewards
+reward_clip           | reward_clip        | ..0.2     | note  |            | narrow | The share of clipped rewards
+"""
+"""A number after the metric: points that make a level (default: a twentieth of the log)."""
+
+_MOVES = """
+# id                  | metric             | by   | level | profile         | reason | what it means
+reward_trend:collapse | reward             | -1   | warn  | grpo controller | diverges | the reward falls
+reward_trend:scatter  | reward_std         | 2    | warn  | grpo            | scatter | rewards scatter
+accuracy:collapse     | accuracy           | -1   | warn  | controller      | diverges | the accuracy falls
+val_results:reward    | val_reward         | -1   | warn  |                 | diverges | the held-out reward falls
+val_results:accuracy  | val_accuracy       | -1   | warn  |                 | diverges | the held-out accuracy falls
+budget:rising         | violation          | 1    | warn  | controller      | penalty | more answers miss the budget
+budget:latency_rising | latency            | 1    | warn  | controller      | penalty | answers take longer and longer
+loss_diverging:epochs | loss 11            | 1    | fail  | controller      | diverges | the loss rises: stop the run
+grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
+entropy_collapse      | entropy            | -8   | warn  |                 | explores | the policy stops exploring
+value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
+value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
+length_shift          | mean_length sudden | 1.4  | warn  | grpo            | endless | answers grow
+length_shift          | mean_length sudden | -1.4 | warn  | grpo            | short | answers shrink
+length_shift          | mean_length        | -2   | warn  | grpo            | short | answers shrink
+time_growth:slowdown  | tokens_per_s       | -1.5 | warn  |                 | slower | training gets slower
+time_growth:slowdown  | ordinary_time      | 1.5  | warn  |                 | slower | training gets slower
+"""
+"""By: the factor of the move, negative for a fall; 1 is any move out of noise. A number after the
+metric: points that the move has lasted for; sudden: a slow move is no fault.
+"""
+
+REASONS: dict[str, tuple[str, ...]] = {
+    "none": ("",),
+    "unfit": (
+        "Data and model do not fit: wrong tokenizer or chat template, or untrained weights.",
+        "Read a tokenized sample back, and check which weights were loaded.",
+    ),
+    "by_heart": (
+        "The samples are probably known by heart: too many passes over too few samples.",
+        "Fewer {epochs}, more data, an earlier checkpoint.",
+    ),
+    "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),
+    "scale": (
+        "An unusual scale of the loss or of the model; by itself no fault.",
+        "None needed where the loss falls steadily.",
+    ),
+    "vanished": (
+        "Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow.",
+        "Check the labels and which parameters are trained; stop if the loss no longer falls.",
+    ),
+    "slow_data": (
+        "Loading and preparing samples is slower than training on them.",
+        "loading",
+    ),
+    "slow": (
+        "Slow data loading or storage, too little parallelism, or simply a large model: 2 to 5 s "
+        "is usual for 7B on 8 A100 at 4096 tokens.",
+        "loading",
+    ),
+    "stalls": ("Stalls of the loader, the network or the storage.", "loading"),
+    "elsewhere": (
+        "Lengths are limited elsewhere than where they are configured.",
+        "Check {max_length} and the truncation.",
+    ),
+    "stops": ("No answer stopped where it should: what ends a text was disturbed.", "watch"),
+    "idle": (
+        "Batches too small, waiting for data, or waiting for other ranks.",
+        "larger_batch",
+        "loading",
+    ),
+    "headroom": (
+        "No headroom for fragmentation or longer batches: one longer sample may not fit.",
+        "memory",
+    ),
+    "too_little": ("Too little device memory.", "memory"),
+    "cut": (
+        "{max_length} is shorter than the data: answers lose their ends.",
+        "Raise {max_length}, or leave long samples out.",
+    ),
+    "empty": (
+        "Empty answers, or prompts that fill the length limit: they teach nothing.",
+        "Remove them, or raise {max_length}.",
+    ),
+    "no_answers": (
+        "Often the answers are missing from the metadata; else the metric does not match the texts.",
+        "Check the answers field, read generated texts, check the metric; early in training wait.",
+    ),
+    "penalty": (
+        "The penalty for latency is too weak, or the budget cannot be met.",
+        "Raise the penalty for violations and latency, or the budget.",
+    ),
+    "go_on": (
+        "Training is not finished, or the penalty is weak.",
+        "Train on while it falls; else raise the violation penalty.",
+    ),
+    "far": ("A policy that is about to leave its reference.", "stronger_kl"),
+    "still": ("A policy that hardly moves.", "None needed where the reward rises."),
+    "cut_off": (
+        "The distribution of lengths has moved: answers run on to the limit, their format breaks "
+        "and their reward is 0.",
+        "shorter_completions",
+    ),
+    "unclipped": (
+        "Above: updates are too large. Below: each batch is used once, so that ratios stay at 1.",
+        "tighter_ratio",
+        "lower_rate",
+    ),
+    "equal": ("All rewards of a group are equal: nothing to learn from.", "larger_group"),
+    "one": (
+        "Wrong normalisation: about 1 is expected.",
+        "Check how advantages are normalised.",
+    ),
+    "groups": (
+        "Groups are formed wrongly, or the normalisation is missing.",
+        "Check that a group holds the samples of one prompt.",
+    ),
+    "narrow": (
+        "The range or threshold of the reward is too narrow.",
+        "Widen the reward's clipping range, or scale the reward down.",
+    ),
+    "diverges": (
+        "Training diverges, or the policy has found a dead end.",
+        "Stop, go back to {checkpoint}.",
+        "lower_rate",
+    ),
+    "scatter": (
+        "Sampling has become unstable, or a reward function gives extreme values.",
+        "Read answers from after that step with their rewards.",
+        "larger_group",
+    ),
+    "explores": (
+        "The reward pulls too hard, or the sampling temperature is too low.",
+        "Raise the temperature or an entropy bonus.",
+        "lower_rate",
+    ),
+    "values": (
+        "The value network no longer foretells the rewards: advantages are noise.",
+        "Lower its learning rate, or go back to {checkpoint}.",
+        "clip",
+    ),
+    "endless": (
+        "The policy no longer stops where it should: long answers are cut off and lose their "
+        "reward.",
+        "shorter_completions",
+    ),
+    "short": (
+        "Answers end early: degeneration, or an end-of-text token that is rewarded too much.",
+        "watch",
+    ),
+    "slower": (
+        "A slower or hotter device, another process on it, a slow disk or network, or longer "
+        "samples.",
+        "Compare sequence lengths, memory and device clocks before and after that step.",
+    ),
+}
+"""Name -> cause, then names of `ADVICE` or sentences. {option} by purpose; {checkpoint} is the
+newest before the move.
+"""
 
 
-class Band(NamedTuple):
-    """The range of a metric, and what a finding says when its level is outside."""
+class Row(NamedTuple):
+    """A row of one of the tables."""
 
     id: str
-    """Id of the finding. Of two rows with one id the first that is left counts."""
+    """Id of the finding. Of two rows with one id the worse one counts."""
     role: str
-    low: float
-    high: float
+    options: frozenset[str]
+    """Words after the metric."""
+    range: str
+    """Range, or factor of a move."""
     level: str
+    profiles: tuple[str, ...]
+    reason: tuple[str, ...]
+    """Cause, then remedies."""
     what: str
-    """The metric in words, as the beginning of a sentence."""
-    cause: str
-    remedy: tuple[str, ...]
-    """Names of `advice.ADVICE`, or sentences with {option} by purpose."""
-    profiles: tuple[str, ...] = ()
-    part: str = "all"
-    """all, start (the first 100 steps), first or last (ten points)."""
-    by: str = "level"
-    """level (median of a stretch), mean (of a stretch) or point (any single one)."""
-    width: int = 0
-    """Points of a stretch; 0: a twentieth of the log."""
+    """The metric in words, or what its move means."""
 
-    def limit(self, side: str) -> str:
-        """Return the name of one of its limits (`side`: low or high)."""
-        place = "" if self.part == "all" else f"{self.part}_"
-        level = "" if self.level == "note" else f"{self.level}_"
-        return f"{place}{self.role}_{level}{side}"
+    @property
+    def width(self) -> int:
+        """Points of a level; 0: as many as usual."""
+        return next((int(word) for word in self.options if word.isdigit()), 0)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Names and values of its limits, by which they can be overridden: low, then high."""
+        words = [word for word in self.options if word in ("first", "last")]
+        words += [self.role] + [self.level] * (self.level != "note")
+        ends = zip(("low", "high"), self.range.split(".."), (-math.inf, math.inf), strict=True)
+        return {"_".join([*words, side]): float(end or default) for side, end, default in ends}
 
 
-SFT, RL = ("sft",), ("grpo",)
-UNFIT = "Data and model do not fit: wrong tokenizer or chat template, or untrained weights."
-GROUPS = "All rewards of a group are equal: nothing to learn from."
-PENALTY = "The penalty for latency is too weak, or the budget cannot be met."
-FAR = "A policy that is about to leave its reference."
-VANISHED = (
-    "Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow."
-)
-CHECK = ("Check the labels and which parameters are trained; stop if the loss no longer falls.",)
-UNCLIPPED = "Updates are too large: the policy moves far within one batch."
-
-BANDS: tuple[Band, ...] = (
-    # losses of a pretrained language model, nat/token
-    Band("loss_start_high", "loss", -INF, 5.0, "warn", "The first loss", UNFIT,
-         ("Read a tokenized sample back, and check which weights were loaded.",), SFT, "first"),
-    Band("loss_start_high", "loss", 1.5, 3.0, "note", "The first loss", UNFIT, (), SFT, "first"),
-    Band("loss_final", "loss", 0.1, INF, "warn", "The last loss",
-         "The samples are probably known by heart: too many passes over too few samples.",
-         ("Fewer {epochs}, more data, an earlier checkpoint.",), SFT, "last"),
-    Band("loss_final", "loss", 0.5, 1.5, "note", "The last loss", "", (), SFT, "last"),
-    Band("val_final", "val_loss", 0.8, 2.0, "note", "The last validation loss", "", (), SFT, "last"),
-    # gradients
-    Band("grad_high:sustained", "grad", -INF, 100.0, "warn", "The gradient norm",
-         "Training is unstable: the learning rate is too high.", ("lower_rate", "clip"), SFT,
-         width=10),
-    Band("grad_range", "grad", 0.1, 10.0, "note", "The gradient norm",
-         "An unusual scale of the loss or of the model; by itself no fault.",
-         ("None needed where the loss falls steadily.",), SFT),
-    Band("grad_range:start", "grad", 0.1, 10.0, "note", "The gradient norm",
-         "An unusual scale of the loss or of the model; by itself no fault.",
-         ("None needed where the loss falls steadily.",), SFT, "start", width=50),
-    Band("grad_vanish", "grad", 0.001, INF, "warn", "The gradient norm", VANISHED, CHECK, width=20),
-    # time and machines
-    Band("data_bound", "data_share", -INF, 0.3, "fail", "The share of a step that waits for data",
-         "Loading and preparing samples is slower than training on them.", ("loading",)),
-    Band("data_bound", "data_share", -INF, 0.1, "warn", "The share of a step that waits for data",
-         "Loading and preparing samples is slower than training on them.", ("loading",)),
-    Band("time_high", "ordinary_time", -INF, 30.0, "warn", "A step's time in seconds",
-         "Slow data loading or storage, too little parallelism, or simply a large model: 2 to 5 s "
-         "is usual for 7B on 8 A100 at 4096 tokens.", ("loading",), SFT),
-    Band("gpu_util", "warm_gpu_util", 80.0, INF, "warn", "The use of the devices in %",
-         "Batches too small, waiting for data, or waiting for other ranks.",
-         ("larger_batch", "loading"), by="mean"),
-    Band("memory:headroom", "reserved_share", -INF, 0.95, "warn", "The share of device memory in use",
-         "No headroom for fragmentation or longer batches: one longer sample may not fit.",
-         ("memory",), by="point"),
-    Band("truncation", "truncated", -INF, 0.05, "warn", "The share of samples cut at the length limit",
-         "{max_length} is shorter than the data: answers lose their ends.",
-         ("Raise {max_length}, or leave long samples out.",), by="mean"),
-    Band("truncation:empty", "empty_label", -INF, 0, "warn", "The number of samples without a label",
-         "Empty answers, or prompts that fill the length limit: they teach nothing.",
-         ("Remove them, or raise {max_length}.",), by="point"),
-    # controllers
-    Band("accuracy:zero", "accuracy", 0.001, INF, "warn", "The accuracy",
-         "Often the answers are missing from the metadata; else the metric does not match the texts.",
-         ("Check the answers field, read generated texts, check the metric; early in training wait.",),
-         ("controller",), width=21),
-    Band("budget:stuck", "violation", -INF, 0.5, "warn", "The share of answers over the budget",
-         PENALTY, ("Raise the violation penalty, or the budget.",), ("controller",), width=21),
-    Band("budget:final", "violation", -INF, 0.05, "note", "The last share of answers over the budget",
-         "Training is not finished, or the penalty is weak.",
-         ("Train on while it falls; else raise the violation penalty.",), ("controller",), "last"),
-    # policies
-    Band("kl", "kl", -INF, 5.0, "note", "KL to the reference", FAR, ("stronger_kl",), by="point"),
-    Band("kl", "kl", 0.01, INF, "note", "KL to the reference", "A policy that hardly moves.",
-         ("None needed where the reward rises.",)),
-    Band("clipped_ratio", "clipped_ratio", -INF, 0.3, "fail",
-         "The share of answers cut off at the length limit",
-         "The distribution of lengths has moved: answers run on to the limit, their format breaks "
-         "and their reward is 0.", ("shorter_completions",), RL, by="point"),
-    Band("clip_ratio", "clip_ratio", -INF, 0.5, "warn", "The share of clipped probability ratios",
-         UNCLIPPED, ("tighter_ratio", "lower_rate")),
-    Band("clip_ratio", "clip_ratio", 0.1, 0.3, "note", "The share of clipped probability ratios",
-         "Above: updates are too large. Below: each batch is used once, so that ratios stay at 1.",
-         ("tighter_ratio",)),
-    Band("adv_shape:std", "equal_groups", -INF, 0.9, "warn", "The share of groups with equal rewards",
-         GROUPS, ("larger_group",)),
-    Band("adv_shape:std", "adv_std", 0.05, INF, "fail", "The spread of advantages", GROUPS,
-         ("larger_group",)),
-    Band("adv_shape:std", "relative_reward_std", 0.05, INF, "fail",
-         "The spread of rewards, as a share of its usual size,", GROUPS, ("larger_group",)),
-    Band("adv_shape:std", "adv_std", 0.5, 2.0, "warn", "The spread of advantages",
-         "Wrong normalisation: about 1 is expected.", ("Check how advantages are normalised.",)),
-    Band("adv_shape:mean", "adv_mean", -0.1, 0.1, "warn", "The mean of advantages",
-         "Groups are formed wrongly, or the normalisation is missing.",
-         ("Check that a group holds the samples of one prompt.",)),
-    Band("reward_clip", "reward_clip", -INF, 0.4, "warn", "The share of clipped rewards",
-         "The range or threshold of the reward is too narrow.",
-         ("Widen the reward's clipping range, or scale the reward down.",)),
-    Band("reward_clip", "reward_clip", -INF, 0.2, "note", "The share of clipped rewards",
-         "The range or threshold of the reward is too narrow.",
-         ("Widen the reward's clipping range, or scale the reward down.",)),
-)  # fmt: skip
+def _row(
+    id_: str, metric: str, range_: str, level: str, profiles: str, reason: str, what: str
+) -> Row:
+    """Make a row of its cells."""
+    role, *options = metric.split()
+    names = tuple(profiles.split())
+    return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)
 
 
-class Move(NamedTuple):
-    """A level that moves, to stay, and what a finding says of it."""
-
-    id: str
-    role: str
-    sign: int
-    """1 up, -1 down."""
-    ratio: float
-    """The move is at least by this factor; 1: more than noise, and a quarter of the range."""
-    what: str
-    """What it means, as the end of a sentence."""
-    cause: str
-    remedy: tuple[str, ...]
-    """{checkpoint} is the newest before the move."""
-    profiles: tuple[str, ...] = ()
-    level: str = "warn"
-    least: int = 1
-    """Points that it has lasted for."""
-    is_sudden: bool = False
-    """A slow move is no fault."""
-
-
-POLICY, CONTROLLER = ("grpo", "controller"), ("controller",)
-DIVERGES = "Training diverges, or the policy has found a dead end."
-BACK = ("Stop, go back to {checkpoint}.", "lower_rate")
-SLOW = (
-    "A slower or hotter device, another process on it, a slow disk or network, or longer samples."
-)
-COMPARE = ("Compare sequence lengths, memory and device clocks before and after that step.",)
-ENDLESS = (
-    "The policy no longer stops where it should: long answers are cut off and lose their reward."
-)
-SHORT = "Answers end early: degeneration, or an end-of-text token that is rewarded too much."
-VALUES = "The value network no longer foretells the rewards: advantages are noise."
-
-MOVES: tuple[Move, ...] = (
-    Move("reward_trend:collapse", "reward", -1, 1, "the reward falls", DIVERGES, BACK, POLICY),
-    Move("reward_trend:scatter", "reward_std", 1, 2, "rewards scatter",
-         "Sampling has become unstable, or a reward function gives extreme values.",
-         ("Read answers from after that step with their rewards.", "larger_group"), RL),
-    Move("accuracy:collapse", "accuracy", -1, 1, "the accuracy falls", DIVERGES, BACK, CONTROLLER),
-    Move("val_results:reward", "val_reward", -1, 1, "the held-out reward falls", DIVERGES, BACK),
-    Move("val_results:accuracy", "val_accuracy", -1, 1, "the held-out accuracy falls", DIVERGES, BACK),
-    Move("budget:rising", "violation", 1, 1, "more and more answers miss the budget", PENALTY,
-         ("Raise the violation penalty, or the budget.", *BACK), CONTROLLER),
-    Move("budget:latency_rising", "latency", 1, 1, "answers take longer and longer", PENALTY,
-         ("Raise the weight of the latency penalty.",), CONTROLLER),
-    Move("loss_diverging:epochs", "loss", 1, 1, "the loss rises: stop or change course",
-         "Training diverges.", BACK, CONTROLLER, "fail", least=11),
-    Move("grad_vanish", "grad", -1, 100, "the gradient vanishes", VANISHED, CHECK),
-    Move("entropy_collapse", "entropy", -1, 8, "the policy stops exploring",
-         "The reward pulls too hard, or the sampling temperature is too low.",
-         ("Raise the temperature or an entropy bonus.", "lower_rate")),
-    Move("value_network:loss", "value_loss", 1, 10, "the value network fails", VALUES,
-         ("Lower its learning rate, or go back to {checkpoint}.", "clip")),
-    Move("value_network:error", "value_error", 1, 10, "the value network fails", VALUES,
-         ("Lower its learning rate, or go back to {checkpoint}.", "clip")),
-    Move("length_shift", "mean_length", 1, 1.4, "answers grow", ENDLESS, ("shorter_completions",), RL,
-         is_sudden=True),
-    Move("length_shift", "mean_length", -1, 1.4, "answers shrink", SHORT, ("watch",), RL,
-         is_sudden=True),
-    Move("length_shift", "mean_length", -1, 2, "answers shrink", SHORT, ("watch",), RL),
-    Move("time_growth:slowdown", "tokens_per_s", -1, 1.5, "training gets slower", SLOW, COMPARE),
-    Move("time_growth:slowdown", "ordinary_time", 1, 1.5, "training gets slower", SLOW, COMPARE),
-)  # fmt: skip
+BANDS = tuple(_row(*cells) for cells in rows_of(_BANDS))
+MOVES = tuple(_row(*cells) for cells in rows_of(_MOVES))

@@ -7,6 +7,7 @@ one metric and one limit is a row of `bands.py` instead.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainer.tools.report.advice import advise
@@ -15,19 +16,17 @@ from trainer.tools.report.result import LEVELS, Finding
 
 START_STEPS = 100
 """The start of a run, for trends and checklists."""
+MAX_EVIDENCE = 10
 Findings = Iterator[Finding]
 Function = Callable[..., Findings]
 
 
-def _constructor(level: str) -> Callable[..., Finding]:
-    def found(title: str, *, id: str = "", **fields: Any) -> Finding:
-        """Return a finding whose remedy still holds names of `ADVICE`, which `judge` resolves."""
-        return Finding(id, "", level, title, **fields)
-
-    return found
+def finding_of(level: str, title: str, *, id: str = "", **fields: Any) -> Finding:
+    """Return a finding whose remedy still holds names of `ADVICE`, which `judge` resolves."""
+    return Finding(id, "", level, title, **fields)
 
 
-fail, warn, note, info = map(_constructor, LEVELS)
+fail, warn, note, info = (partial(finding_of, level) for level in LEVELS)
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,15 @@ class Check:
     roles: tuple[str, ...]
     profiles: Sequence[str]
     function: Function
+    least: int = 1
+    """Points of each metric without which it does not judge."""
 
 
-def finding(name: str, *roles: str, profiles: Sequence[str] = ()) -> Callable[[Function], Check]:
+def finding(
+    name: str, *roles: str, profiles: Sequence[str] = (), least: int = 1
+) -> Callable[[Function], Check]:
     """Make a check of a function, which is called with the run and the series of the roles."""
-    return lambda function: Check(name, roles, profiles, function)
+    return lambda function: Check(name, roles, profiles, function, least)
 
 
 def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dict[str, str]]:
@@ -53,7 +56,7 @@ def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dic
         try:
             if check.profiles and run.profile not in check.profiles:
                 raise NotJudged(f"applies to {' and '.join(check.profiles)} runs")
-            series = [run.get(role) for role in check.roles]
+            series = [run.get(role, least=check.least) for role in check.roles]
             for one in check.function(run, *series):
                 found.append(_complete(check, one, run))
         except NotJudged as lacking:

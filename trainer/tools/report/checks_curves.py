@@ -8,23 +8,21 @@ from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, in
 from trainer.tools.report.formatting import counted, interval, listed, number, share
 from trainer.tools.report.inventory import phases
 from trainer.tools.report.learning_rate import learning_rate, scheduled
-from trainer.tools.report.result import Anomaly
+from trainer.tools.report.names import ROLES
+from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
 from trainer.tools.report.statistics import bins, noise, slope, within
-from trainer.tools.report.vocabulary import ROLES
-from trainer.tools.report.words import how_common, is_led_by_rate, moved_along, why_recovered
+from trainer.tools.report.words import how_common, moved_along, why_recovered
 
 NUM_STRETCHES = 20
-"""Parts that the first steps are divided into when their trend is tested; points that a rate is
-judged by.
-"""
+"""Parts of the first steps when their trend is tested; points that a trend or schedule needs."""
 NUM_ZERO = 10
 """Losses of exactly 0 that are a fault."""
 NUM_EARLY, NUM_FEW = 96, 5
 """Points in which a rise is one of the first steps, where a level is that of few points."""
 NUM_ROWS = 3
-"""Rows that are named behind a spike."""
+"""Rows that are named for a spike."""
 NUM_RECENT = 32
 """Points whose median is the present level of a loss."""
 RISE_RATIO, LEAST_RISE = 1.25, 0.1
@@ -33,16 +31,19 @@ POLICY_RISE = 0.5
 """The rise of a loss that changes its sign, as it holds a penalty for KL that grows."""
 EXPLOSION = 20
 """Times the usual gradient norm."""
-SWING = 0.5
-"""Change of a loss from point to point, as a share of it, from here on violent."""
+SWING, POLICY_SWING = 0.5, 2.0
+"""Change of a loss from point to point as a share of it, and size of a policy's loss, that are
+violent.
+"""
 JITTER = 0.1
-"""The same, from here on worth a word."""
-UNSTABLE = ("loss", "grad", "kl", "update_kl")
-"""Roles whose anomalies speak of a rate that is too high."""
+"""Noise of a loss, as a share of it, that is worth a word."""
 
 
-def _anomalies_of(run: AnalysedRun, *roles: str) -> list[Anomaly]:
-    return [one for one in run.anomalies if any(is_of(one, role) for role in roles)]
+def _met(run: AnalysedRun, *roles: str) -> tuple[list[Anomaly], list[Mover]]:
+    """Return the anomalies in which a metric of the roles moved, and how these metrics moved."""
+    keys = {key for role in roles for key in ROLES[role]}
+    found = [anomaly for anomaly in run.anomalies if is_of(anomaly, *roles)]
+    return found, [mover for one in found for mover in one.movers if mover.metric in keys]
 
 
 def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
@@ -74,6 +75,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
 
 @finding("loss_zero", "loss", profiles=("sft", "controller"))
 def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
+    """Find losses of exactly 0: no label tokens, or no effective groups."""
     zero = losses[losses.values == 0]
     if len(zero) < NUM_ZERO:
         return
@@ -90,11 +92,9 @@ def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
     )
 
 
-@finding("loss_not_falling", "loss", profiles=("sft", "generic"))
+@finding("loss_not_falling", "loss", profiles=("sft", "generic"), least=NUM_STRETCHES)
 def falling(run: AnalysedRun, losses: Series) -> Findings:
     """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
-    if len(losses) < NUM_STRETCHES:
-        raise NotJudged(f"{len(losses)} points of loss, {NUM_STRETCHES} are needed")
     rise, rates = rise_of(losses), run.find("lr")
     before = within(losses, 0, rise.at) if rise else losses
     is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
@@ -129,7 +129,7 @@ def rise_of(losses: Series) -> Move | None:
     if losses.values.min() <= 0:
         ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
-    early = losses.steps[: min(NUM_EARLY, len(losses) // 4)]
+    last_early = losses.steps[min(NUM_EARLY, len(losses) // 4) - 1]
     for width in (NUM_FEW, recent):
         rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
         if rise is None or rise.after - rise.before < least:
@@ -137,7 +137,7 @@ def rise_of(losses: Series) -> Move | None:
         lasts = len(within(losses, *rise.steps)) >= recent
         if not rise.is_lasting:  # less than this comes by chance
             lasts &= shift(losses, sign=1, ratio=ratio, sigma=8, width=width) is not None
-        is_early = rise.steps[0] <= early.max()
+        is_early = rise.steps[0] <= last_early
         # a level of few points tells the first steps alone, one of many tells both
         if lasts and (rise.is_lasting if is_early else width == recent):
             return rise
@@ -146,6 +146,7 @@ def rise_of(losses: Series) -> Move | None:
 
 @finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
+    """Find a loss that rises over its best level and stays there, or came back."""
     rise = rise_of(losses)
     if rise is None:
         return
@@ -164,11 +165,11 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
 def oscillating(run: AnalysedRun, losses: Series) -> Findings:
-    """Hold the changes from point to point against the level; a policy's loss has no level."""
+    """Compare the changes from point to point with the level; a policy's loss has no level."""
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
     swings, limit = Series(losses.steps[1:], np.abs(changes)), SWING
     if run.profile == "controller":
-        swings, limit = Series(losses.steps, np.abs(losses.values)), run.limits["loss_swing"]
+        swings, limit = Series(losses.steps, np.abs(losses.values)), POLICY_SWING
     found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
     if found and not run.is_falling(within(losses, *found.steps)):
         yield warn(
@@ -182,11 +183,13 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("loss_spike", "loss")
 def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
-    spikes = _anomalies_of(run, "loss")
-    movers = [m for a in spikes for m in a.movers if m.metric in ROLES["loss"]]
+    """Find intervals in which the loss left its usual range, with the rows of the worst step."""
+    spikes, movers = _met(run, "loss")
     if not movers:
         return
     peak = max(movers, key=lambda mover: abs(mover.peak_value))
+    rows = run.log.hardest_by_step.get(peak.peak_step, ())
+    named = listed(f"{place} ({number(loss)})" for place, loss in rows[:NUM_ROWS])
     yield warn(
         f"{counted(len(spikes), 'loss spike')}, the furthest {number(peak.peak_value)} at step "
         f"{peak.peak_step}; the usual loss is {number(np.median(losses.values))}.",
@@ -194,27 +197,19 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
         evidence=[
             f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
-            _rows_behind(run, peak.peak_step),
+            f"highest losses of step {peak.peak_step}: {named}" if rows else "",
         ],
         cause="Updates or batches that throw the model off; see what moved along.",
         remedy=("clip", "larger_batch", "watch"),
     )
 
 
-def _rows_behind(run: AnalysedRun, step: int) -> str:
-    """Name the hardest rows of a step, where the run has written them down."""
-    rows = run.log.hardest_by_step.get(step, ())
-    named = listed(f"{place} ({number(loss)})" for place, loss in rows[:NUM_ROWS])
-    return f"highest losses of step {step}: {named}" if rows else ""
-
-
 @finding("jitter_normal", "loss")
 def jitter(run: AnalysedRun, losses: Series) -> Findings:
-    """Tell noise from point to point while the run improves: by its rewards in a controller."""
-    level, improves = abs(slope(losses).level), run.is_falling(losses)
+    """Explain noise from point to point while the run improves: a controller by its rewards."""
+    level, improves, group = abs(slope(losses).level), run.is_falling(losses), []
     if run.profile == "controller":
-        level, improves = 1.0, run.is_rising(run.get("reward"))
-    group = ["larger_group"] if run.profile == "controller" else []
+        level, improves, group = 1.0, run.is_rising(run.get("reward")), ["larger_group"]
     if improves and noise(losses) > JITTER * level:
         yield info(
             f"The loss jitters by {number(noise(losses))} from point to point while the run gets "
@@ -228,47 +223,42 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("grad_high:explosion", "grad")
 def explosions(run: AnalysedRun, norms: Series) -> Findings:
-    """Find bursts above the highest usual level that the norm has in a third of the run."""
-    usual = max(np.median(part) for part in np.array_split(norms.values, 3) if len(part))
-    far = norms[norms.values > EXPLOSION * usual]
-    if far:
-        peak = np.argmax(far.values)
+    """Find bursts far above the highest usual level of any third of the run; without clipping all
+    bursts.
+    """
+    bursts, movers = _met(run, "grad")
+    if not movers:
+        return
+    usual = max(np.median(part) for part in np.array_split(norms.values, 3))
+    peak = max(movers, key=lambda mover: mover.peak_value)
+    is_unclipped = run.is_configured and not run.setting("clip")
+    if is_unclipped or peak.peak_value > EXPLOSION * usual:
         yield warn(
-            f"Gradient explosions: up to {number(far.values[peak])} at step {far.steps[peak]}; "
+            f"Gradient explosions: up to {number(peak.peak_value)} at step {peak.peak_step}; "
             f"{number(usual)} is usual.",
-            steps=far.ends,
-            evidence=[f"{counted(len(far), 'point')}: {listed(map(str, far.steps))}"],
+            steps=_span(bursts),
+            evidence=[
+                f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",
+                run.quoted("clip"),
+            ],
             cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
             "update then throws the weights further off.",
             remedy=("clip", "lower_rate"),
         )
 
 
-@finding("grad_unclipped", "grad")
-def unclipped(run: AnalysedRun, _: Series) -> Findings:
-    bursts = _anomalies_of(run, "grad")
-    if run.is_configured and bursts and not run.setting("clip"):
-        yield warn(
-            f"{counted(len(bursts), 'burst')} of the gradient went into the weights unclipped: "
-            f"{run.quoted('clip')}.",
-            steps=_span(bursts),
-            evidence=[run.quoted("lr")],
-            cause="Without clipping one extreme batch moves all weights by a multiple of a usual "
-            "step.",
-            remedy=("clip",),
-        )
-
-
-@finding("lr_schedule", "lr")
+@finding("lr_schedule", "lr", least=NUM_STRETCHES)
 def schedule(run: AnalysedRun, rates: Series) -> Findings:
-    """Find where the rate leaves its schedule, jumps, or never falls."""
-    if len(rates) < NUM_STRETCHES:
-        raise NotJudged(f"{len(rates)} points of learning rate, {NUM_STRETCHES} are needed")
+    """Find where the rate is above its schedule, or never falls."""
     told = learning_rate(rates, (), total_steps=run.total_steps)
-    restored = "A scheduler that was changed or restored wrongly, or a change by hand."
     if told.raised:
         worst = max(told.raised, key=lambda stretch: stretch.factor)
-        led = [anomaly for anomaly in run.anomalies if is_led_by_rate(anomaly)]
+        spans = [stretch.steps for stretch in told.raised]
+        led = [
+            anomaly
+            for anomaly in run.anomalies
+            if any(first <= anomaly.steps[0] <= last + 1 for first, last in spans)
+        ]
         yield warn(
             f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
             f"{number(worst.factor)} times its schedule: "
@@ -276,21 +266,12 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
             id="raised",
             steps=(told.raised[0].steps[0], told.raised[-1].steps[1]),
             value=worst.factor,
-            evidence=[f"{moved_along(a)} at {interval(a.steps)}" for a in led],
-            cause=restored,
+            evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
+            cause="A scheduler that was changed or restored wrongly, or a change by hand.",
             remedy=(
                 f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
                 "it and train on with the schedule unbroken.",
             ),
-        )
-    at = _jump(rates, told.peak) if told.schedule == "unknown" else None
-    if at is not None:
-        yield warn(
-            f"The learning rate jumps at step {at} and follows no known schedule.",
-            id="jumps",
-            steps=(at, at),
-            cause=restored,
-            remedy=("Compare the rate before and after each restart.",),
         )
     is_wanted = "constant" in str(run.setting("schedule"))
     if told.schedule == "constant" and not is_wanted and run.last_step >= 0.9 * run.total_steps:
@@ -301,18 +282,6 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
             cause="No schedule is set; without decay the weights keep moving with the last batches.",
             remedy=("decay",),
         )
-
-
-def _jump(rates: Series, peak: float) -> int | None:
-    """Return the first step after the warm-up at which the rate moves further than a schedule
-    does. A rise from a low rate to the peak before is a restart of cosines.
-    """
-    before, after = rates.values[:-1], rates.values[1:]
-    moves, highest = (after - before) / peak, np.maximum.accumulate(before)
-    is_restart = (before < 0.12 * highest) & (after > 0.7 * highest) & (after < 1.05 * highest)
-    is_jump = ((moves > 0.05) & ~is_restart) | (moves < -0.25)
-    jumps = rates.steps[1:][is_jump & np.logical_or.accumulate(moves < 0)]
-    return jumps[0] if len(jumps) else None
 
 
 @finding("lr_schedule:warmup", "lr")
@@ -337,12 +306,12 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("lr_too_high", "lr")
 def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
-    unstable = _anomalies_of(run, *UNSTABLE)
+    unstable, _ = _met(run, "loss", "grad", "kl", "update_kl")
     told = learning_rate(rates, unstable, total_steps=run.total_steps)
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
         yield warn(
-            f"{share(part)} of the unstable intervals lie where the learning rate is near its peak "
+            f"{share(part)} of the unstable intervals are where the learning rate is near its peak "
             f"{number(told.peak)}: it is too high for too long.",
             steps=_span(unstable),
             evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],
@@ -354,7 +323,7 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("not_learning")
 def learning(run: AnalysedRun) -> Findings:
-    """Find that nothing that learning shows in changes at all."""
+    """Find that no metric that shows learning changes."""
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
     tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
     long = {key: values for key, values in tracked.items() if len(values) >= 10}
@@ -365,19 +334,4 @@ def learning(run: AnalysedRun) -> Findings:
             metric=next(iter(long)),
             cause="No update reaches the weights, or no sample carries a signal.",
             remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),
-        )
-
-
-@finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
-def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Findings:
-    is_long = len(run.levels("reward")) >= run.limits["min_epochs"]
-    if is_long and rewards.values.max() < 0 and right.values.max() == 0:
-        yield fail(
-            "Bad run: the reward stays below 0 and the accuracy at 0 throughout.",
-            cause="The controller learns nothing: answers missing from the metadata, or unsuitable "
-            "reward weights.",
-            remedy=(
-                "Check the answers field, generated texts and the metric, then the weights of the "
-                "reward.",
-            ),
         )

@@ -5,7 +5,16 @@ import re
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.checks import Findings, fail, finding, info, note, warn
+from trainer.tools.report.anomalies import is_of
+from trainer.tools.report.checks import (
+    MAX_EVIDENCE,
+    Findings,
+    fail,
+    finding,
+    info,
+    note,
+    warn,
+)
 from trainer.tools.report.formatting import counted, interval, listed, number, share
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
@@ -17,21 +26,23 @@ from trainer.tools.report.words import how_common, moved_along, story, why_recov
 CAP_SHARE = 0.97
 """A longest answer within 3 % of the cap has reached it."""
 MIN_HITS = 3
-"""Answers that reach the cap by chance are fewer."""
+"""Fewer answers reach the cap by chance."""
 CAP_OFTEN = 0.2
-"""Share of points at the cap, from here on a fault."""
+"""Share of points at the cap from here on a fault."""
 KL_FAR = 10
-MIN_EPOCHS = 8
-MAX_EVIDENCE = 10
+MIN_EPOCHS, MIN_VERDICT_EPOCHS = 8, 20
+"""Epochs that a trend of rewards needs; epochs before a controller is called bad."""
 USUAL = {
     "reward": (1, (-0.75, -0.25, 0.05)),
     "accuracy": (1, (0.0, 0.1, 0.2)),
     "violation": (-1, (0.6, 0.4, 0.3)),
 }
-"""Result of a controller -> its good direction, and the mean that epochs 1-10, 11-20 and 21-30 reach."""
+"""Result of a controller -> its good direction, and what its mean reaches in epochs 1-10, 11-20 and
+21-30.
+"""
 MIN_PART = 5
 """Epochs of ten that are judged."""
-_FORMAT = re.compile(r"format|tag", re.IGNORECASE)
+_FORMAT = re.compile(r"(format|tag).*reward|reward.*(format|tag)", re.IGNORECASE)
 
 
 @finding("kl", "kl")
@@ -40,8 +51,8 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     far = kl[kl.values > KL_FAR]
     if not far:
         return
-    met = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
-    # with a few points behind the first, or a step could not be told
+    met = [anomaly for anomaly in run.anomalies if is_of(anomaly, "kl")]
+    # a few points after the first tell a step from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
     peak = np.argmax(far.values)
@@ -60,27 +71,12 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     )
 
 
-@finding("length_shift:shortest", "min_length")
-def long_shortest(run: AnalysedRun, shortest: Series) -> Findings:
-    usual, longest = np.median(shortest.values), shortest.values.max()
-    if longest > 2 * max(usual, 1):
-        at = shortest.steps[np.argmax(shortest.values)]
-        yield note(
-            f"Even the shortest answer of a batch once had {number(longest)} tokens, at step {at}; "
-            f"{number(usual)} is usual.",
-            steps=(at, at),
-            cause="No answer stopped where it should: what ends a text was disturbed.",
-            remedy=("watch",),
-        )
-
-
 @finding("clipped_ratio:cap", "max_length", profiles=("grpo",))
 def at_the_cap(run: AnalysedRun, lengths: Series) -> Findings:
-    """Find longest answers that reach the limit; one that is not told is a length met often."""
-    cap, longest = run.setting("completion"), lengths.values.max()
-    if not isinstance(cap, int | float):
-        is_often = np.count_nonzero(lengths.values == longest) >= MIN_HITS
-        cap = longest if is_often else np.inf
+    """Find longest answers that reach the limit; without a known limit a length met often."""
+    longest = lengths.values.max()
+    is_often = np.count_nonzero(lengths.values == longest) >= MIN_HITS
+    cap = run.amount("completion") or (longest if is_often else np.inf)
     hits = lengths[lengths.values >= CAP_SHARE * cap]
     part = len(hits) / len(lengths)
     if len(hits) >= MIN_HITS:
@@ -116,20 +112,19 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
 
 
 def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
+    """Return whether a reward fell below half of its usual level."""
     if mover.sign > 0 or meaning(mover.metric).group != "reward":
         return False
     usual = float(np.nanmedian(run.log.series[mover.metric].values))
     return usual > 0 and mover.peak_value < 0.5 * usual
 
 
-@finding("reward_trend", "reward", profiles=("grpo", "controller"))
+@finding("reward_trend", "reward", profiles=("grpo", "controller"), least=MIN_EPOCHS)
 def rewards(run: AnalysedRun, _: Series) -> Findings:
     """Find rewards that never rise, or never became positive."""
     means = run.levels("reward")
-    if len(means) < MIN_EPOCHS:
-        raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
     rises = _has_risen(run, means)
-    if not rises:
+    if not rises and len(means) >= MIN_EPOCHS:
         yield warn(
             f"The reward does not rise; its level is {number(np.median(means.values))}.",
             id="flat",
@@ -154,7 +149,8 @@ def _has_risen(run: AnalysedRun, means: Series) -> bool:
 
 @finding("reward_hacking")
 def format_hacking(run: AnalysedRun) -> Findings:
-    forms = [key for key in run.log.series if _FORMAT.search(key) and "reward" in key.lower()]
+    """Find a format reward that rises while the share of right answers does not."""
+    forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:
         raise NotJudged("the log has no format reward beside one for being right")
@@ -177,12 +173,12 @@ def format_hacking(run: AnalysedRun) -> Findings:
 
 @finding("accuracy:flat", "accuracy", profiles=("controller",))
 def flat_accuracy(run: AnalysedRun, _: Series) -> Findings:
+    """Find an accuracy above 0 that never rises."""
     right = run.levels("accuracy")
-    is_judged = len(right) >= run.limits["min_epochs"] and right.values.max() > 0
-    if is_judged and not _has_risen(run, right):
+    if len(right) >= MIN_VERDICT_EPOCHS and right.values.max() > 0 and not _has_risen(run, right):
+        first, last = number(right.values[0]), number(right.values[-1])
         yield warn(
-            f"The accuracy does not improve (from {number(right.values[0])} to "
-            f"{number(right.values[-1])}).",
+            f"The accuracy does not improve (from {first} to {last}).",
             steps=right.ends,
             cause="Too little training yet, or unsuitable hyper-parameters.",
             remedy=("Train longer, or change {lr} and {group}.",),
@@ -208,14 +204,17 @@ def off_the_usual_course(run: AnalysedRun, _: Series) -> Findings:
         )
 
 
-@finding("budget:latency", "latency", profiles=("controller",))
-def latency(run: AnalysedRun, _: Series) -> Findings:
-    names = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
-    budget = run.limits["latency_budget"] or run.config(*names)
-    level = run.levels("latency").values[-10:].mean()
-    if isinstance(budget, int | float) and level > budget:
-        yield warn(
-            f"The latency ends at {number(level)} ms, above the budget of {number(budget)} ms.",
-            cause="The controller still chooses expensive configurations.",
-            remedy=("Raise the weight of the latency penalty.",),
+@finding("not_learning:bad", "reward", "accuracy", profiles=("controller",))
+def learning_nothing(run: AnalysedRun, rewards: Series, right: Series) -> Findings:
+    """Find a run whose reward stays below 0 and whose accuracy stays at 0."""
+    is_long = len(run.levels("reward")) >= MIN_VERDICT_EPOCHS
+    if is_long and rewards.values.max() < 0 and right.values.max() == 0:
+        yield fail(
+            "Bad run: the reward stays below 0 and the accuracy at 0 throughout.",
+            cause="The controller learns nothing: answers missing from the metadata, or unsuitable "
+            "reward weights.",
+            remedy=(
+                "Check the answers field, generated texts and the metric, then the weights of the "
+                "reward.",
+            ),
         )

@@ -17,6 +17,8 @@ SIZE_SPREAD = 0.1
 """Share by which a checkpoint's size may differ from its siblings'."""
 NUM_AFTER = 6
 """Points after a restart in which a jump of the loss is due to it."""
+MIN_POINTS, MIN_EPOCHS = 100, 20
+"""Points, or epochs of a controller, that a verdict needs."""
 UNDONE = ("rollback",)
 WARNED = ("guard/severe", "guard/diverging", "guard/dead")
 """Kinds of events: steps that the guard took back, and steps that it warned of."""
@@ -26,24 +28,25 @@ WARNED = ("guard/severe", "guard/diverging", "guard/dead")
 def checkpoints(run: AnalysedRun) -> Findings:
     """Find checkpoints that are damaged or of another size."""
     if not run.log.checkpoints:
-        raise NotJudged("no checkpoint lies beside the log")
+        raise NotJudged("the log has no checkpoints next to it")
     usual = np.median([state.size_bytes for state in run.log.checkpoints])
     for state in run.log.checkpoints:
+        steps = (state.step, state.step)
+        name = f"The checkpoint of step {state.step}"
         if state.faults:
             yield fail(
-                f"The checkpoint of step {state.step} is not complete.",
+                f"{name} is not complete.",
                 id=f"step-{state.step}",
-                steps=(state.step, state.step),
+                steps=steps,
                 evidence=(*state.faults, str(state.path)),
                 cause="The save was cut off, or files were removed.",
                 remedy=("Resume from an older one; delete this directory.",),
             )
         elif abs(state.size_bytes - usual) > SIZE_SPREAD * usual:
             yield fail(
-                f"The checkpoint of step {state.step} has {readable(state.size_bytes)}, unlike its "
-                f"siblings.",
+                f"{name} has {readable(state.size_bytes)}, unlike its siblings.",
                 id=f"size-{state.step}",
-                steps=(state.step, state.step),
+                steps=steps,
                 cause="Parts are missing or were written twice.",
                 remedy=("Compare its files with those of another checkpoint.",),
             )
@@ -51,10 +54,10 @@ def checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("ckpt_complete:tracker")
 def tracked_checkpoint(run: AnalysedRun) -> Findings:
-    complete = [state.step for state in run.log.checkpoints if state.is_complete]
-    if run.log.tracker_step is None or not complete:
+    """Find a tracker file that names another checkpoint than the newest."""
+    newest = max((state.step for state in run.log.checkpoints if state.is_complete), default=None)
+    if run.log.tracker_step is None or newest is None:
         raise NotJudged("there is no tracker file, or no checkpoint")
-    newest = max(complete)
     if run.log.tracker_step != newest:
         yield fail(
             f"latest_checkpointed_iteration.txt says {run.log.tracker_step}, the newest checkpoint "
@@ -68,14 +71,14 @@ def tracked_checkpoint(run: AnalysedRun) -> Findings:
 def missing_checkpoints(run: AnalysedRun) -> Findings:
     """Find steps at which the configuration foretells a checkpoint that does not exist.
 
-    One that the log says was saved was removed later: by `prune`, or because the run went on from a
-    mirror, which keeps few.
+    One that the log says was saved was removed later: by `prune`, or because the run continued from
+    a mirror, which keeps few.
     """
-    every, existing = run.setting("save"), {state.step for state in run.log.checkpoints}
-    if not isinstance(every, int | float) or every < 1 or not existing:
-        raise NotJudged("how often to save is not known, or no checkpoint lies beside the log")
+    every, existing = run.amount("save"), {state.step for state in run.log.checkpoints}
+    if not every or every < 1 or not existing:
+        raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     saved = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
-    # a log of every step has no row of one that was passed over
+    # a log of every step has no row of one that was skipped
     losses, trained = run.find("loss"), set(range(run.last_step + 1))
     if losses is not None and len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         trained = set(losses.steps.tolist())
@@ -94,8 +97,8 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("run_complete:steps")
 def completeness(run: AnalysedRun) -> Findings:
-    """Find steps that were planned and not trained: by intention where the run still trains or
-    was stopped early.
+    """Find planned steps that were not trained; an info where the run still trains or was to stop
+    early.
     """
     log, planned = run.log, run.log.total_steps
     if planned is None:
@@ -115,9 +118,8 @@ def completeness(run: AnalysedRun) -> Findings:
 
 @finding("run_complete")
 def ending(run: AnalysedRun) -> Findings:
-    """Find a last attempt that ended badly, or whose end nobody wrote down."""
+    """Find a last attempt that ended badly, or whose end was not written."""
     log = run.log
-    is_done = log.total_steps is not None and run.last_step >= log.total_steps
     if log.exit_code:
         errors = [f"step {one.step}: {one.message}" for one in log.events if one.level == "error"]
         yield warn(
@@ -127,20 +129,23 @@ def ending(run: AnalysedRun) -> Findings:
             cause="See the last errors.",
             remedy=("Fix their cause and start the same command again: it resumes.",),
         )
-    elif log.exit_code is None:
-        if is_done and log.source == "fsdp-sft" and not log.is_running:
-            yield warn(
-                "All steps were trained, but no end was written: the process was killed or is "
-                "still finishing.",
-                id="end",
-                cause="The end of the run is written last.",
-                remedy=("Check that the last checkpoint is complete.",),
-            )
-        raise NotJudged("no end was written")
+    if log.exit_code is not None:
+        return
+    is_done = log.total_steps is not None and run.last_step >= log.total_steps
+    if is_done and log.source == "fsdp-sft" and not log.is_running:
+        yield warn(
+            "All steps were trained, but no end was written: the process was killed or is still "
+            "finishing.",
+            id="end",
+            cause="The end of the run is written last.",
+            remedy=("Check that the last checkpoint is complete.",),
+        )
+    raise NotJudged("no end was written")
 
 
 @finding("serving")
 def serving(run: AnalysedRun) -> Findings:
+    """Find exports that are not served with the loss of their validation."""
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
@@ -158,34 +163,19 @@ def serving(run: AnalysedRun) -> Findings:
             )
 
 
-@finding("truncation:length", "total_len_max")
-def long_samples(run: AnalysedRun, longest: Series) -> Findings:
-    allowed = run.setting("max_length")
-    over = longest[longest.values > allowed] if isinstance(allowed, int | float) else None
-    if over:
-        yield warn(
-            f"A sample has {number(over.values.max())} tokens: {run.quoted('max_length')}.",
-            steps=over.ends,
-            cause="Lengths are limited elsewhere than where they are configured.",
-            remedy=("Check {max_length} and the truncation.",),
-        )
-
-
 def too_little(run: AnalysedRun) -> str:
     """Return why the whole run cannot be called healthy; nothing where it can."""
-    longest, unit = max(map(len, run.log.series.values()), default=0), "points"
-    limit, purpose = run.limits["min_points"], "judge a run"
+    logged, limit, unit = list(run.log.series.values()), MIN_POINTS, "points"
     if run.profile == "controller":
-        means = [run.levels(role) for role in ("reward", "loss") if run.find(role)]
-        longest, unit = max(map(len, means), default=0), "epochs"
-        limit, purpose = run.limits["min_epochs"], "see a trend"
-    if longest >= limit:
-        return ""
-    return f"{longest} {unit}, at least {number(limit)} are needed to {purpose}"
+        logged = [run.levels(role) for role in ("reward", "loss") if run.find(role)]
+        limit, unit = MIN_EPOCHS, "epochs"
+    longest = max(map(len, logged), default=0)
+    return "" if longest >= limit else f"{longest} {unit}, at least {limit} are needed"
 
 
 @finding("insufficient")
 def enough(run: AnalysedRun) -> Findings:
+    """Tell that a log is too short for a verdict."""
     if reason := too_little(run):
         remedy = ("Let it run on, or log more often.",)
         yield info(f"Too little was logged: {reason}.", remedy=remedy)
@@ -215,11 +205,13 @@ def restarts(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _warmed_up_again(run: AnalysedRun) -> list[int]:
-    """Return the steps before which the rate fell at once, to rise again: a schedule begun anew."""
+    """Return the steps after which the rate fell at once, to rise again: a schedule from its
+    start.
+    """
     rates = run.find("lr")
     if rates is None or len(rates) < 3:
         return []
-    before, after, later = (rates.values[i : len(rates) - 2 + i] for i in range(3))
+    before, after, later = rates.values[:-2], rates.values[1:-1], rates.values[2:]
     falls = (before > 0.1 * rates.values.max()) & (after < 0.5 * before) & (later > after)
     return rates.steps[:-2][falls].tolist()
 

@@ -4,11 +4,20 @@ import re
 
 import numpy as np
 
-from trainer.tools.report.analysed_run import MIN_ORDINARY, NUM_COMPILE, AnalysedRun, NotJudged
-from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
-from trainer.tools.report.formatting import counted, listed, number, share
+from trainer.tools.report.analysed_run import NUM_COMPILE, AnalysedRun, NotJudged
+from trainer.tools.report.checks import (
+    MAX_EVIDENCE,
+    START_STEPS,
+    Findings,
+    fail,
+    finding,
+    info,
+    note,
+    warn,
+)
+from trainer.tools.report.formatting import number, share
 from trainer.tools.report.result import Throughput
-from trainer.tools.report.run_log import Series
+from trainer.tools.report.run_log import LogEvent, Series
 from trainer.tools.report.shapes import began, period
 from trainer.tools.report.statistics import finite, slope, within
 
@@ -21,24 +30,28 @@ PHASE = re.compile(
 """Phases of a step as this trainer, MLLM-JAX, ROLL and verl log them."""
 WHOLES = {"update": "forward", "shard": "h2d"}
 """Phases that count only where their parts are not logged."""
-GENERATION, MOVING = "generation is the bottleneck", "moving data to the device is the bottleneck"
 BOTTLENECKS = {
     "data": "the loader is the bottleneck",
-    "rollout": GENERATION,
-    "gen": GENERATION,
+    "rollout": "generation is the bottleneck",
+    "gen": "generation is the bottleneck",
     "reward": "computing rewards is the bottleneck",
-    "h2d": MOVING,
-    "shard": MOVING,
+    "h2d": "moving data to the device is the bottleneck",
+    "shard": "moving data to the device is the bottleneck",
     "optimizer": "the optimizer is the bottleneck: larger batches amortise it",
 }
 """The bottleneck by the longest phase."""
+MIN_POINTS = 20
+"""Points that step times and memory are judged by."""
 MIN_LEAK_STEPS = 500
 """In fewer steps memory grows by its start: buffers and caches fill."""
 RISING_P = 0.01
 """A rise that raises an alarm is significant below this."""
-MAX_EVIDENCE = 10
-RESERVED_GROWTH = 0.05
-"""Growth over the second half of a run: an allocator that reserves more now and then grows less."""
+TIME_GROWTH = 0.1
+"""Share by which steps get slower over a run."""
+GROWTH = {"rss": ("Host", 0.01), "allocated": ("Device", 0.01), "reserved": ("Device", 0.05)}
+"""Role -> memory, and its growth per 1000 steps in the second half of a run that is a leak: an
+allocator reserves a little more now and then.
+"""
 _CRASH = re.compile(r"nccl|out of memory|\boom\b|gloo|timed? ?out", re.IGNORECASE)
 _SILENT = re.compile(r"silent|no heartbeat", re.IGNORECASE)
 _MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
@@ -50,18 +63,22 @@ def throughput(run: AnalysedRun) -> Throughput | None:
     if times is None and not phases:
         return None
     parts_s = sum(phases.values())
-    values = [parts_s] if times is None else times.values
-    whole_s = max(float(np.mean(values)), parts_s)
+    values = times.values if times else np.array([parts_s])
+    whole_s = max(float(values.mean()), parts_s)
     shares = {phase: mean_s / whole_s for phase, mean_s in phases.items() if whole_s > 0}
-    found = {role: run.find(role) for role in ("tokens_per_s", "mfu", "goodput")}
-    speed, mfu, goodput = (one.values if one else None for one in found.values())
+    usual = {
+        role: float(np.median(series.values))
+        for role in ("tokens_per_s", "mfu")
+        if (series := run.find(role))
+    }
+    goodput = run.find("goodput")
     return Throughput(
         step_s=float(np.median(values)),
         shares=shares,
         bottleneck=_bottleneck(shares),
-        tokens_per_s=None if speed is None else float(np.median(speed)),
-        mfu=None if mfu is None else float(np.median(mfu)),
-        goodput=None if goodput is None else float(goodput[-1]),
+        tokens_per_s=usual.get("tokens_per_s"),
+        mfu=usual.get("mfu"),
+        goodput=float(goodput.values[-1]) if goodput else None,
     )
 
 
@@ -71,18 +88,19 @@ def _phases(run: AnalysedRun) -> dict[str, float]:
     for key, series in sorted(run.log.series.items()):
         match, values = PHASE.fullmatch(key), finite(series).values
         if match and len(values):
-            late = values[NUM_COMPILE:] if len(values) > NUM_COMPILE else values
+            late = values[min(NUM_COMPILE, len(values) - 1) :]
             means.setdefault(match[1], float(late.mean()))
     return {phase: mean for phase, mean in means.items() if WHOLES.get(phase) not in means}
 
 
 def _bottleneck(shares: dict[str, float]) -> str:
+    """Return a sentence about the longest phase."""
     if not shares:
         return "The log does not say where the time of a step goes."
     phase = max(shares, key=shares.__getitem__)
     advice = BOTTLENECKS.get(phase, "computing is the bottleneck, as it should be")
-    waits = "" if phase == "data" or "data" not in shares else share(shares["data"])
-    data = f"; waiting for data takes {waits}" if waits else ""
+    has_data = phase != "data" and "data" in shares
+    data = f"; waiting for data takes {share(shares['data'])}" if has_data else ""
     return f"{phase} takes {share(shares[phase])} of a step: {advice}{data}."
 
 
@@ -91,12 +109,12 @@ def slowing(run: AnalysedRun, times: Series) -> Findings:
     """Find growth over the run, or in its first steps alone."""
     first = within(times, 0, START_STEPS)
     courses = (
-        (times, MIN_ORDINARY, warn, "", "over the run"),
+        (times, MIN_POINTS, warn, "", "over the run"),
         (first, 8, note, "start", f"in the first {START_STEPS} steps"),
     )
     for part, least, make, id_, when in courses:
         course = slope(part)
-        is_large = course.relative_change > run.limits["time_growth"]
+        is_large = course.relative_change > TIME_GROWTH
         if len(part) >= least and is_large and course.is_rising(RISING_P):
             yield make(
                 f"Steps get slower, by {share(course.relative_change)} {when}.",
@@ -108,23 +126,6 @@ def slowing(run: AnalysedRun, times: Series) -> Findings:
                 ),
             )
             return
-
-
-@finding("time_high:stalls", "ordinary_time")
-def stalls(run: AnalysedRun, times: Series) -> Findings:
-    many = run.limits["stall"]
-    far = times[times.values > many * np.median(times.values)]
-    # what comes at regular distances is a task of its own
-    if len(times) >= MIN_ORDINARY and far and period(far.steps) is None:
-        longest = np.argmax(far.values)
-        yield warn(
-            f"{counted(len(far), 'step')} took more than {number(many)} times as long as usual, "
-            f"the longest {number(far.values[longest])} s at step {far.steps[longest]}.",
-            steps=far.ends,
-            evidence=[f"steps {listed(map(str, far.steps))}; saves and validations left out"],
-            cause="Stalls of the loader, the network or the storage.",
-            remedy=("loading",),
-        )
 
 
 @finding("time_periodic", "time")
@@ -140,51 +141,43 @@ def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
 
 @finding("oom_nccl")
 def crashes(run: AnalysedRun) -> Findings:
-    """Find errors of the network and of memory, ranks that fell silent, and what the allocator
-    counted.
-    """
-    met: dict[str, int] = {}
-    for event in run.log.events:
-        text = f"{event.kind} {event.message}"
-        if _SILENT.search(text) or (event.level == "error" and _CRASH.search(text)):
-            met[f"step {event.step}: {event.message}"] = event.step
-    counters = [role for role in ("ooms", "alloc_retries") if run.find(role)]
-    for role in counters:
-        series = run.get(role)
-        if series.values.max() > 0:
-            counted_up = f"{run.name(role)} reached {number(series.values.max())}"
-            met[counted_up] = series.steps[series.values > 0][0]
-    if met:
-        evidence = list(met)
-        is_memory = any(map(_MEMORY.search, evidence))
-        cause = "A rank that hangs or died lets all others wait."
-        remedy = "Look at the stacks and the log of the rank named there."
-        if is_memory:
-            cause, remedy = "Too little device memory.", "memory"
-        yield fail(
-            f"{'Memory ran short' if is_memory else 'A rank failed or fell silent'}: {evidence[0]}.",
-            steps=(min(met.values()), max(met.values())),
-            evidence=evidence[:MAX_EVIDENCE],
-            cause=cause,
-            remedy=(remedy,),
-        )
-    elif not run.log.events:
-        raise NotJudged("the log has no events")
+    """Find errors of the network and of memory, and ranks that fell silent."""
+    met = [event for event in run.log.events if _is_crash(event)]
+    if not met:
+        if not run.log.events:
+            raise NotJudged("the log has no events")
+        return
+    evidence = [f"step {event.step}: {event.message}" for event in met]
+    what, cause = "A rank failed or fell silent", "A rank that hangs or died lets all others wait."
+    remedy = "Look at the stacks and the log of the rank named there."
+    if any(map(_MEMORY.search, evidence)):
+        what, cause, remedy = "Memory ran short", "Too little device memory.", "memory"
+    yield fail(
+        f"{what}: {evidence[0]}.",
+        steps=(met[0].step, met[-1].step),
+        evidence=evidence[:MAX_EVIDENCE],
+        cause=cause,
+        remedy=(remedy,),
+    )
+
+
+def _is_crash(event: LogEvent) -> bool:
+    """Return whether an event is an error of network or memory, or a silent rank."""
+    text = f"{event.kind} {event.message}"
+    is_error = event.level == "error" and _CRASH.search(text)
+    return bool(is_error or _SILENT.search(text))
 
 
 @finding("memory:leak")
 def leaks(run: AnalysedRun) -> Findings:
     """Find growth over the second half: buffers and caches fill in the first."""
-    places = {"rss": "Host", "allocated": "Device", "reserved": "Device"}
-    for role, place in places.items():
-        is_reserved, series = role == "reserved", run.find(role)
-        if series is None or len(series) < MIN_ORDINARY:
-            continue
-        if run.last_step < MIN_LEAK_STEPS and not is_reserved:
+    for role, (place, least) in GROWTH.items():
+        series = run.find(role)
+        is_short = run.last_step < MIN_LEAK_STEPS and role != "reserved"
+        if series is None or len(series) < MIN_POINTS or is_short:
             continue
         late = series[len(series) // 2 :]
         course = slope(late)
-        least = RESERVED_GROWTH if is_reserved else run.limits["leak"]
         growth = 1000 * course.per_step / course.level if course.level else 0.0
         if min(growth, course.relative_change) > least and course.is_rising(RISING_P):
             yield warn(

@@ -1,9 +1,8 @@
 """Checks of results on held-out samples: the best step, overfitting, which checkpoint to take."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +13,13 @@ from trainer.tools.report.checks_curves import rise_of
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Generalisation
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Floats, longest_run, noise, within
-from trainer.train.detection.watches import judge_validations
+from trainer.tools.report.statistics import Floats, noise, runs, within
+from trainer.train.detection.watches import OVERFITTING, judge_validations
 from trainer.train.detection.window import curve_noise
 
 NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""
+MIN_EVALS = 3
 MIN_RISES, FATAL_RISES = 3, 5
 """Rises of the validation loss in a row that are a fault; and to the end of the run a fatal one."""
 LEAK_LEAD, LEAK_SIGMA = 0.1, 4
@@ -28,8 +28,7 @@ of their noise.
 """
 
 
-@dataclass(frozen=True)
-class Criterion:
+class Criterion(NamedTuple):
     """The metric by which checkpoints are compared; finite points."""
 
     metric: str
@@ -37,21 +36,24 @@ class Criterion:
     sign: int = 1
     """-1 where lower is better."""
 
+    @property
+    def best(self) -> int:
+        """The first of the best steps."""
+        return int(self.points.steps[np.argmax(self.sign * self.points.values)])
 
-def _losses(run: AnalysedRun, *, least: float = 1) -> tuple[Series, Floats]:
+
+def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats]:
     """Return the validation losses, and the training loss around each: the median of the points
     since the one before, NaN without a training loss.
 
-    Raises `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
+    Raise `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
     """
-    val, train = run.get("val_loss"), run.find("loss")
-    losses = np.concatenate([val.values, train.values if train else []])
-    if run.profile == "controller" or (run.profile == "grpo" and losses.min() <= 0):
+    val, train = run.get("val_loss", least=least), run.find("loss")
+    losses = [val.values.min(), train.values.min() if train else np.inf]
+    if run.profile == "controller" or (run.profile == "grpo" and min(losses) <= 0):
         raise NotJudged(
             "the loss is that of a policy, which changes its sign: rewards tell how good it is"
         )
-    if len(val) < least:
-        raise NotJudged(f"{len(val)} validations, {int(least)} are needed")
     if train is None:
         return val, np.full(len(val), np.nan)
     stops = np.searchsorted(train.steps, val.steps, side="right")
@@ -65,22 +67,22 @@ def _criterion(run: AnalysedRun) -> Criterion | None:
     results of an evaluation.
     """
     try:
-        return Criterion("validation loss", _losses(run)[0], sign=-1)
+        return Criterion("validation loss", _losses(run, least=1)[0], sign=-1)
     except NotJudged:
-        pass
-    for role in ("val_reward", "val_accuracy"):
-        if (points := run.find(role)) is not None:
-            return Criterion(run.name(role), points)
-    return _evaluation(run)
+        results = (
+            Criterion(run.name(role), points)
+            for role in ("val_reward", "val_accuracy")
+            if (points := run.find(role))
+        )
+        return next(results, None) or _evaluation(run)
 
 
 def _evaluation(run: AnalysedRun) -> Criterion | None:
     """Return the results of the evaluation that decides, where higher is better."""
-    evaluations = run.log.evaluations
-    name = deciding(evaluations, str(run.config("trainer.best_metric")))
+    name = deciding(run.log.evaluations, str(run.config("trainer.best_metric")))
     if name is None:
         return None
-    means = {step: float(row["mean"]) for step, row in sorted(evaluations[name].items())}
+    means = {step: float(row["mean"]) for step, row in sorted(run.log.evaluations[name].items())}
     return Criterion(name, Series(np.array([*means]), np.array([*means.values()])))
 
 
@@ -91,45 +93,41 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     found = _criterion(run)
     if found is None:
         return None
-    points, gap, losses = found.points, math.nan, {}
-    values = points.by_step()
+    values, gap = found.points.by_step(), math.nan
     verdicts = dict.fromkeys(values, "")
     if found.sign < 0:
-        _, trained = _losses(run)
-        told = judge_validations(points.values.tolist(), trained.tolist(), run.limits)
+        _, trained = _losses(run, least=1)
+        told = judge_validations(found.points.values.tolist(), trained.tolist())
         verdicts = dict(zip(values, told, strict=True))
-        gap, losses = float(points.values[-1] - trained[-1]), values
-    best = max(values, key=lambda step: found.sign * values[step])
-    deciding_one = _evaluation(run) or found
-    decisive = deciding_one.points.by_step()
-    step, path, reason = _recommended(run, deciding_one, losses)
+        gap = float(found.points.values[-1] - trained[-1])
+    decisive = _evaluation(run) or found
+    results = decisive.points.by_step()
+    step, path, reason = _recommended(run, decisive, values if found.sign < 0 else {})
     return Generalisation(
         metric=found.metric,
         values=values,
-        best_step=best,
-        best_value=values[best],
-        last_value=float(points.values[-1]),
+        best_step=found.best,
+        best_value=values[found.best],
+        last_value=float(found.points.values[-1]),
         gap=gap,
         verdicts=verdicts,
         overfit_step=next((at for at, told in verdicts.items() if told == "overfit"), None),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
-        expected_gain=deciding_one.sign * (decisive[step] - float(deciding_one.points.values[-1])),
+        expected_gain=decisive.sign * (results[step] - float(decisive.points.values[-1])),
     )
 
 
 def _recommended(
-    run: AnalysedRun, criterion: Criterion, losses: Mapping[int, float]
+    run: AnalysedRun, criterion: Criterion, losses: dict[int, float]
 ) -> tuple[int, Path | None, str]:
     """Return step, path and reason of the best checkpoint that exists; the best step where none is
     known to exist. Among equal results the validation loss decides.
     """
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     values = criterion.points.by_step()
-    ranked = sorted(
-        values, key=lambda step: (-criterion.sign * values[step], losses.get(step, math.inf))
-    )
+    ranked = sorted(values, key=lambda at: (-criterion.sign * values[at], losses.get(at, math.inf)))
     best, kept = ranked[0], [step for step in ranked if step in existing]
     lead = f"{'Lowest' if criterion.sign < 0 else 'Highest'} {criterion.metric}"
     outranks = " It outranks the validation loss." if _evaluation(run) else ""
@@ -147,14 +145,16 @@ def _recommended(
 @finding("val_rising", "val_loss")
 def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     """Find the longest rise in a row where it is more than noise."""
-    val, _trained = _losses(run, least=run.limits["min_evals"])
-    rise = longest_run(np.diff(val.values) > 0)
-    part = val[rise.start : rise.stop + 1]
-    rises, is_to_the_end = len(part) - 1, rise.stop == len(val) - 1
+    val, _trained = _losses(run)
+    begins, ends = runs(np.diff(val.values) > 0)
+    rises = max(ends - begins, default=0)
+    if rises < MIN_RISES:
+        return
+    longest = int(np.argmax(ends - begins))
+    part, is_to_the_end = val[begins[longest] : ends[longest] + 1], ends[longest] == len(val) - 1
     before, after = part.values[0], part.values[-1]
-    noise_of_curve = run.limits["overfit_note_sigma"] * curve_noise(val.values)
-    least = max(run.limits["overfit_note"] * before, noise_of_curve)
-    if rises < MIN_RISES or after - before <= least:
+    sigma = OVERFITTING["overfit_note_sigma"] * curve_noise(val.values)
+    if after - before <= max(OVERFITTING["overfit_note"] * before, sigma):
         return
     best = val.steps[np.argmin(val.values)]
     yield (fail if is_to_the_end and rises >= FATAL_RISES else warn)(
@@ -168,26 +168,21 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
 
 @finding("overfit", "val_loss", "loss")
 def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
-    val, _trained = _losses(run, least=run.limits["min_evals"])
+    """Find the step from which on validation is clearly above its best while training falls."""
+    val, _trained = _losses(run)
     told = generalisation(run)
     if told is None or told.overfit_step is None:
         return
     at, kept = told.overfit_step, [one.step for one in run.log.checkpoints if one.is_complete]
     is_lost = bool(kept) and told.best_step not in kept and not _evaluation(run)
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
+    verdicts = (f"step {step}: {verdict}" for step, verdict in told.verdicts.items())
     yield (fail if is_lost else warn)(
         f"Overfitting from step {at}: validation {number(told.values[at])} against "
         f"{number(told.best_value)} at step {told.best_step}, while training fell to "
         f"{number(within(train, 0, at).values[-1])}.",
         steps=(told.best_step, val.steps[-1]),
-        evidence=[
-            *(
-                f"step {step}: {verdict}"
-                for step, verdict in told.verdicts.items()
-                if verdict != "ok"
-            ),
-            told.reason,
-        ],
+        evidence=[*(line for line in verdicts if not line.endswith(": ok")), told.reason],
         cause=f"More passes over the samples than they can teach.{lost}",
         remedy=(
             f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
@@ -199,7 +194,7 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
 @finding("val_leak", "val_loss", "loss", profiles=("sft",))
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
-    val, trained = _losses(run, least=run.limits["min_evals"])
+    val, trained = _losses(run)
     sigma = curve_noise(val.values) + noise(train) / NUM_AROUND**0.5
     lead = np.nanmin(trained - val.values)
     # only pretrained weights whose loss falls steadily have a level to compare with

@@ -16,6 +16,7 @@ from trainer.tools.report import (
 from trainer.tools.report.analysed_run import AnalysedRun
 from trainer.tools.report.checks import START_STEPS, Check
 from trainer.tools.report.formatting import number
+from trainer.tools.report.names import rows_of
 from trainer.tools.report.result import LEVELS, CheckItem, Finding
 
 ROOMS = (checks_curves, checks_policy, checks_run, checks_speed, checks_validation)
@@ -29,11 +30,11 @@ TRAINING = """
     loss_nonfinite loss_diverging loss_oscillating grad_high:sustained grad_vanish
     overfit val_rising reward_trend accuracy val_results budget val_leak
 """
-"""Ids of findings, or what they begin with, from what enters an update to its results: of findings
-that set in together each may cause those after it.
+"""Ids of findings, or their beginnings, from what enters an update to its results: of findings that
+begin together each may cause those after it.
 """
 LESSER = """
-    grad_unclipped loss_spike grad_high lr_too_high reward_drop
+    loss_spike grad_high lr_too_high reward_drop
     data_bound memory time_high time_growth gpu_util
 """
 """The same for bursts, which pass, and for the speed of a run: they come after what lasts."""
@@ -47,38 +48,39 @@ class Line(NamedTuple):
     id: str
     phase: str
     check: str
-    """The id of a finding, or what it begins with."""
-    text: str
-    role: str = ""
+    """The id of a finding, or its beginning."""
+    role: str
     """The metric whose course is told where the line passes."""
+    text: str
 
 
-LINES = (
-    Line("loss_falls", "start", "loss_not_falling", "The training loss falls", "loss"),
-    Line("rate_rises", "start", "lr_schedule:warmup", "The learning rate rises in its warm-up", "lr"),
-    Line("gradient_in_range", "start", "grad_range", "The gradient norm is between 0.1 and 10", "grad"),
-    Line("time_stable", "start", "time_growth", "The step time is stable", "time"),
-    Line("device_busy", "start", "gpu_util", "The devices are busy more than 80 % of the time",
-         "gpu_util"),
-    Line("no_crash", "start", "oom_nccl", "No NCCL timeout, not out of memory"),
-    Line("val_not_rising", "checkpoint", "val_rising", "The validation loss does not keep rising",
-         "val_loss"),
-    Line("checkpoints_whole", "checkpoint", "ckpt_complete:step",
-         "All files are there, the export among them"),
-    Line("checkpoint_sizes", "checkpoint", "ckpt_complete:size", "Sizes are plausible"),
-    Line("tracker_file", "checkpoint", "ckpt_complete:tracker", "The tracker file names the newest"),
-    Line("all_steps", "end", "run_complete:steps", "All planned steps were trained"),
-    Line("final_loss", "end", "loss_final", "The final training loss is in the usual range", "loss"),
-    Line("all_checkpoints", "end", "ckpt_complete:missing", "All expected checkpoints were saved"),
-    Line("finished", "end", "run_complete:exit", "The run ended as finished"),
-)  # fmt: skip
+_LINES = """
+# id              | phase      | check                 | role     | text
+loss_falls        | start      | loss_not_falling      | loss     | The training loss falls
+rate_rises        | start      | lr_schedule:warmup    | lr       | The learning rate rises in its warm-up
+gradient_in_range | start      | grad_range            | grad     | The gradient norm is between 0.1 and 10
+time_stable       | start      | time_growth           | time     | The step time is stable
+device_busy       | start      | gpu_util              | gpu_util | The devices are busy more than 80 % of the time
+no_crash          | start      | oom_nccl              |          | No NCCL timeout, not out of memory
+val_not_rising    | checkpoint | val_rising            | val_loss | The validation loss does not keep rising
+checkpoints_whole | checkpoint | ckpt_complete:step    |          | All files are there, the export among them
+checkpoint_sizes  | checkpoint | ckpt_complete:size    |          | Sizes are plausible
+tracker_file      | checkpoint | ckpt_complete:tracker |          | The tracker file names the newest
+all_steps         | end        | run_complete:steps    |          | All planned steps were trained
+final_loss        | end        | loss_final            | loss     | The final training loss is in the usual range
+all_checkpoints   | end        | ckpt_complete:missing |          | All expected checkpoints were saved
+finished          | end        | run_complete:exit     |          | The run ended as finished
+"""
+LINES = tuple(Line(*row) for row in rows_of(_LINES))
+STATUS = {"fail": "fail", "warn": "fail", "note": "note", "info": "unknown"}
+"""Level of the worst finding -> status of a line: what is merely unusual is a note."""
 
 
 def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
     """Return findings by level, a cause before its effects. Of those with one id the worst counts.
 
-    The one that sets in first is the cause; of those that set in within `slack` steps, the one
-    that stands first in `CHAIN`. A cause in training is as bad as the worst of its effects.
+    The one that begins first is the cause; of those that begin within `slack` steps, the one that
+    comes first in `CHAIN`. A cause in training is as bad as the worst of its effects.
     """
     worst: dict[str, Finding] = {}
     for one in sorted(found, key=lambda one: LEVELS.index(one.level)):
@@ -100,10 +102,12 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
 
 
 def _begin(one: Finding) -> int:
+    """Return the first step of a finding; 0 without one."""
     return one.steps[0] if one.steps else 0
 
 
 def _rank(one: Finding) -> int:
+    """Return the place of a finding in `CHAIN`."""
     places = (place for place, name in enumerate(CHAIN) if one.id.startswith(name))
     return next(places, len(CHAIN))
 
@@ -116,28 +120,25 @@ def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
 
 
 def checklist(
-    run: AnalysedRun, findings: Iterable[Finding], unjudged: Mapping[str, str]
+    run: AnalysedRun, findings: tuple[Finding, ...], unjudged: Mapping[str, str]
 ) -> tuple[CheckItem, ...]:
-    """Return all lines. What is merely unusual, and no fault to its check, is a note."""
-    everything = tuple(findings)
+    """Return all lines with their answers."""
     return tuple(
-        CheckItem(line.id, line.phase, line.text, *_answer(run, line, everything, unjudged))
+        CheckItem(line.id, line.phase, line.text, *_answer(run, line, findings, unjudged))
         for line in LINES
     )
 
 
 def _answer(
-    run: AnalysedRun, line: Line, findings: Iterable[Finding], unjudged: Mapping[str, str]
+    run: AnalysedRun, line: Line, findings: tuple[Finding, ...], unjudged: Mapping[str, str]
 ) -> tuple[str, str, str]:
-    """Return status, detail and remedy: the course of the metric, or what was found."""
-    # what sets in later is no fault of the start
+    """Return status, detail and remedy: what was found, else the course of the metric."""
+    # what begins later is no fault of the start
     last = START_STEPS if line.phase == "start" else run.last_step
     faults = [one for one in findings if one.id.startswith(line.check) and _begin(one) <= last]
-    if faults:
-        levels = {fault.level for fault in faults}
-        status = "fail" if levels & {"fail", "warn"} else "note" if "note" in levels else "unknown"
+    if faults:  # the worst first
         detail = " ".join(fault.title for fault in faults)
-        return status, detail, " ".join(dict.fromkeys(fault.remedy for fault in faults))
+        return STATUS[faults[0].level], detail, " ".join({fault.remedy: 0 for fault in faults})
     reason = unjudged.get(line.check) or unjudged.get(line.check.partition(":")[0])
     if reason:
         return "unknown", reason, ""

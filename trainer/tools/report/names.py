@@ -1,137 +1,136 @@
-"""Names of metrics: the keys under which logs have what findings ask for, and what other
-trainers call ours.
+"""Names of metrics and options: under which keys logs hold what findings ask for, what other
+trainers call our keys, and what each framework calls an option.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "loss": ("train/loss", "loss", "actor/pg_loss"),
-    "val_loss": ("val/loss", "eval/loss"),
-    "val_reward": (
-        "val/reward_mean",
-        "val/reward",
-        "val/reward_total_mean",
-        "val/score",
-        "val/score/mean",
-        "val-core/<source>/reward/mean@<device>",
-    ),
-    "val_accuracy": ("val/accuracy_mean", "val/accuracy", "val-core/<source>/acc/mean@<device>"),
-    "grad": ("train/grad_norm", "grad_norm"),
-    "lr": ("train/lr", "learning_rate"),
-    "epoch": ("progress/epoch", "train/epoch", "epoch"),
-    "time": ("train/time(s)", "time/train/step_s"),
-    "data_time": ("time/train/data_s",),
-    "tokens_per_s": (
-        "throughput/train/tokens_per_s",
-        "throughput/train/valid_tokens_per_s",
-        "system/tps",
-        "throughput/train/tokens_per_s_per_gpu",
-    ),
-    "mfu": ("throughput/train/mfu",),
-    "goodput": ("progress/goodput",),
-    "gpu_util": ("system/gpu_util",),
-    "reserved_share": (
-        "memory/max_reserved_frac",
-        "memory/reserved_frac",
-        "memory/<infix>/end/onload/max_reserved_frac/<device>",
-    ),
-    "rss": ("memory/cpu/rss_gib", "memory/cpu/<infix>/end/rss"),
-    "allocated": ("memory/allocated_gib",),
-    "reserved": ("memory/max_reserved_gib",),
-    "alloc_retries": ("memory/alloc_retries",),
-    "ooms": ("memory/ooms",),
-    "clipped_steps": ("optim/clipped_frac",),
-    "truncated": ("data/truncated_frac",),
-    "empty_label": ("data/empty_label",),
-    "total_len_max": ("train/seq_total_len_max",),
-    "kl": ("kl", "train/kl", "actor/kl_loss"),
-    "update_kl": ("actor/approxkl", "actor/policykl"),
-    "reward": (
-        "reward",
-        "train/reward",
-        "train/reward_total_mean",
-        "train/reward_mean",
-        "reward_mean",
-        "critic/score/mean",
-        "critic/rewards/mean",
-    ),
-    "format": ("rewards/Format/mean", "train/reward_format_mean", "train/tag_count_reward_mean"),
-    "correct": (
-        "train/reward_correct_mean",
-        "rewards/accuracy/mean",
-        "rewards/AnswerMatchCosine/mean",
-    ),
-    "accuracy": ("train/accuracy_mean", "accuracy_mean", "train/accuracy"),
-    "latency": ("train/latency_mean", "latency_mean"),
-    "violation": ("train/budget_violation_rate", "budget_violation_rate"),
-    "mean_length": (
-        "completions/mean_length",
-        "tokens/response_length/mean",
-        "train/seq_completion_len_mean",
-    ),
-    "max_length": (
-        "completions/max_length",
-        "tokens/response_length/max",
-        "train/seq_completion_len_max",
-    ),
-    "min_length": ("completions/min_length", "tokens/response_length/min"),
-    "clipped_ratio": ("completions/clipped_ratio",),
-    "clip_ratio": (
-        "clip_ratio",
-        "clip_ratio/region_mean",
-        "clip_ratio/mean",
-        "actor/ppo_ratio_clipfrac",
-        "actor/clipfrac",
-    ),
-    "value_loss": ("critic/loss", "critic/vf_loss"),
-    "value_error": ("critic/error",),
-    "entropy": ("train/entropy", "entropy", "critic/entropy/mean", "actor/entropy"),
-    "adv_mean": ("train/adv_mean", "critic/advantages/mean"),
-    "adv_std": ("train/adv_std",),
-    "reward_std": ("reward_std", "train/reward_total_std"),
-    "equal_groups": ("frac_reward_zero_std",),
-    "reward_clip": ("critic/reward_clip_frac",),
-}
-"""A role is a metric that a finding asks for: a log has it under the first of these keys that
-it holds.
+
+def _table(text: str) -> dict[str, tuple[str, ...]]:
+    """Return name -> alternatives from lines of words, the name first; an indented line continues."""
+    rows = (line.split() for line in text.replace("\n ", " ").strip().splitlines())
+    return {name: tuple(others) for name, *others in rows}
+
+
+def rows_of(table: str) -> Iterator[list[str]]:
+    """Yield the cells of each line: they are separated by |, and a line with # is the header."""
+    for line in table.replace("\n ", " ").strip().splitlines():
+        if line[0] != "#":
+            yield [cell.strip() for cell in line.split("|")]
+
+
+ROLES: Mapping[str, tuple[str, ...]] = _table("""
+loss            train/loss loss actor/pg_loss
+val_loss        val/loss eval/loss
+val_reward      val/reward_mean val/reward val/reward_total_mean val/score val/score/mean
+                val-core/<source>/reward/mean@<device>
+val_accuracy    val/accuracy_mean val/accuracy val-core/<source>/acc/mean@<device>
+grad            train/grad_norm grad_norm
+lr              train/lr learning_rate
+epoch           progress/epoch train/epoch epoch
+time            train/time(s) time/train/step_s
+data_time       time/train/data_s
+tokens_per_s    throughput/train/tokens_per_s throughput/train/valid_tokens_per_s system/tps
+                throughput/train/tokens_per_s_per_gpu
+mfu             throughput/train/mfu
+goodput         progress/goodput
+gpu_util        system/gpu_util
+reserved_share  memory/max_reserved_frac memory/reserved_frac
+                memory/<infix>/end/onload/max_reserved_frac/<device>
+rss             memory/cpu/rss_gib memory/cpu/<infix>/end/rss
+allocated       memory/allocated_gib
+reserved        memory/max_reserved_gib
+alloc_retries   memory/alloc_retries
+ooms            memory/ooms
+truncated       data/truncated_frac
+empty_label     data/empty_label
+total_len_max   train/seq_total_len_max
+kl              kl train/kl actor/kl_loss
+update_kl       actor/approxkl actor/policykl
+reward          reward train/reward train/reward_total_mean train/reward_mean reward_mean
+                critic/score/mean critic/rewards/mean
+format          rewards/Format/mean train/reward_format_mean train/tag_count_reward_mean
+correct         train/reward_correct_mean rewards/accuracy/mean rewards/AnswerMatchCosine/mean
+accuracy        train/accuracy_mean accuracy_mean train/accuracy
+latency         train/latency_mean latency_mean
+violation       train/budget_violation_rate budget_violation_rate
+mean_length     completions/mean_length tokens/response_length/mean train/seq_completion_len_mean
+max_length      completions/max_length tokens/response_length/max train/seq_completion_len_max
+min_length      completions/min_length tokens/response_length/min
+clipped_ratio   completions/clipped_ratio
+clip_ratio      clip_ratio clip_ratio/region_mean clip_ratio/mean actor/ppo_ratio_clipfrac
+                actor/clipfrac
+value_loss      critic/loss critic/vf_loss
+value_error     critic/error
+entropy         train/entropy entropy critic/entropy/mean actor/entropy
+adv_mean        train/adv_mean critic/advantages/mean
+adv_std         train/adv_std
+reward_std      reward_std train/reward_total_std
+equal_groups    frac_reward_zero_std
+reward_clip     critic/reward_clip_frac
+""")
+"""Role -> keys. A role is a metric that a finding asks for: the first of its keys in the log."""
+
+ALIASES: Mapping[str, tuple[str, ...]] = _table("""
+train/loss        loss train_loss training_loss actor/total_loss actor/sft_loss sft_train/loss
+                  loss/policy_avg
+train/lr          learning_rate train/learning_rate lr actor/lr sft_train/lr
+train/grad_norm   grad_norm gradient_norm train_grad_norm sft_train/grad_norm actor/grad_norm
+train/entropy     entropy policy/entropy_avg
+kl                objective/kl
+reward            objective/rlhf_reward
+tokens/response_length/mean  response_length/mean
+tokens/response_length/max   response_length/max
+tokens/response_length/min   response_length/min
+completions/clipped_ratio    response_length/clip_ratio
+train/token_accuracy  token_acc mean_token_accuracy train/mean_token_accuracy
+train/time(s)         train/time_s train/time_s_ timing_s/step
+val/loss              val_loss valid_loss validation_loss
+val/token_accuracy    val/token_acc val/mean_token_accuracy
+progress/epoch        epoch train/epoch
+progress/pct          percentage
+progress/elapsed_s    elapsed_time
+progress/eta_s        remaining_time
+progress/tokens       total_tokens num_tokens train/num_tokens
+memory/max_allocated_gib  perf/max_memory_allocated_gb
+memory/max_reserved_gib   memory(GiB) perf/max_memory_reserved_gb
+memory/cpu/rss_gib        perf/cpu_memory_used_gb
+throughput/train/tokens_per_s_per_gpu  perf/throughput
+""")
+"""Our key -> names in transformers, TRL, ms-swift, verl, ROLL and W&B."""
+
+_OPTIONS = """
+clip         | max_grad_norm | optim.clip_grad
+lr           | learning_rate | optim.lr
+warmup       | warmup_ratio | optim.lr_warmup_steps_ratio | optim.warmup_steps_ratio
+schedule     | lr_scheduler_type | optim.lr_scheduler
+batch        | per_device_train_batch_size | data.train_batch_size
+eval         | eval_steps | trainer.test_freq | trainer.test_freq | test_freq
+save         | save_steps | trainer.save_freq | trainer.save_freq | save_freq
+workers      | dataloader_num_workers | data.num_workers
+max_length   | max_length | data.max_length
+epochs       | num_train_epochs | trainer.total_epochs
+memory       | gradient_checkpointing=true
+             | model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu
+             | model.enable_gradient_checkpointing=true
+accumulation | gradient_accumulation_steps | the number of accumulated batches
+beta         | beta | the weight of the KL penalty | actor_rollout_ref.actor.kl_loss_coef
+epsilon_low  | epsilon | the lower clip range | actor_rollout_ref.actor.clip_ratio_low
+epsilon_high | epsilon_high | the upper clip range | actor_rollout_ref.actor.clip_ratio_high
+group        | num_generations | the number of answers to a prompt | actor_rollout_ref.rollout.n
+completion   | max_completion_length | the longest answer allowed | data.max_response_length
 """
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "train/loss": (
-        "loss",
-        "train_loss",
-        "training_loss",
-        "actor/total_loss",
-        "actor/sft_loss",
-        "sft_train/loss",
-        "loss/policy_avg",
-    ),
-    "train/lr": ("learning_rate", "train/learning_rate", "lr", "actor/lr", "sft_train/lr"),
-    "train/grad_norm": (
-        "grad_norm",
-        "gradient_norm",
-        "train_grad_norm",
-        "sft_train/grad_norm",
-        "actor/grad_norm",
-    ),
-    "train/entropy": ("entropy", "policy/entropy_avg"),
-    "kl": ("objective/kl",),
-    "reward": ("objective/rlhf_reward",),
-    "tokens/response_length/mean": ("response_length/mean",),
-    "tokens/response_length/max": ("response_length/max",),
-    "tokens/response_length/min": ("response_length/min",),
-    "completions/clipped_ratio": ("response_length/clip_ratio",),
-    "train/token_accuracy": ("token_acc", "mean_token_accuracy", "train/mean_token_accuracy"),
-    "train/time(s)": ("train/time_s", "train/time_s_", "timing_s/step"),
-    "val/loss": ("val_loss", "valid_loss", "validation_loss"),
-    "val/token_accuracy": ("val/token_acc", "val/mean_token_accuracy"),
-    "progress/epoch": ("epoch", "train/epoch"),
-    "progress/pct": ("percentage",),
-    "progress/elapsed_s": ("elapsed_time",),
-    "progress/eta_s": ("remaining_time",),
-    "progress/tokens": ("total_tokens", "num_tokens", "train/num_tokens"),
-    "memory/max_allocated_gib": ("perf/max_memory_allocated_gb",),
-    "memory/max_reserved_gib": ("memory(GiB)", "perf/max_memory_reserved_gb"),
-    "memory/cpu/rss_gib": ("perf/cpu_memory_used_gb",),
-    "throughput/train/tokens_per_s_per_gpu": ("perf/throughput",),
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    purpose: tuple(names) for purpose, *names in rows_of(_OPTIONS)
 }
-"""Our key <- names in transformers, TRL, ms-swift, verl, ROLL and W&B."""
+"""Purpose -> option in transformers, in this trainer, and in verl where that is another one. In
+           this
+trainer, reinforcement learning is a loop of the user's own, hence words in place of keys.
+"""
+_COLUMNS = {"fsdp-sft": 1, "verl": 2}
+"""Source of a log -> its column; other sources use the names of transformers."""
+
+
+def options_of(source: str) -> dict[str, str]:
+    """Return purpose -> option in the framework that wrote a log."""
+    column = _COLUMNS.get(source, 0)
+    return {purpose: names[min(column, len(names) - 1)] for purpose, names in OPTIONS.items()}

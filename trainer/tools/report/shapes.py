@@ -1,5 +1,5 @@
-"""The four shapes that findings look for: a level beyond a band, a level that shifts, bursts,
-and a lasting trend. Each knows its onset.
+"""The shapes that findings look for: a level `beyond` a band, a level that `shift`s, and bursts
+(`departures` from the usual level). Trends are in `statistics.slope`. Each shape knows its onset.
 """
 
 import math
@@ -13,30 +13,28 @@ from trainer.tools.report.statistics import Floats, Ints, noise, rolling, runs
 from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
-"""A level is that of a twentieth of a series."""
+"""A level is the median of a twentieth of a series."""
 LEAST_WIDTH, MOST_WIDTH = 5, 250
-"""Points of a level, of a short log and of a long one."""
+"""Points of a level in a short log and in a long one."""
 PLACES_PER_WIDTH = 8
-"""Windows overlap by all but so large a part of their width."""
+"""Windows start this many times per width."""
 MAX_WINDOWS = 20_000
 MEDIAN_SPREAD = 1.25
-"""Standard deviation of a median of n points, in that of their mean."""
+"""Standard deviation of a median of n points over that of their mean."""
 SIGMA = 5
-"""A level has shifted when it is so many standard deviations of a level away."""
+"""Standard deviations of a level between levels that differ."""
 BAND_SIGMA = 3
-"""A level lies beyond a band when it does by so many standard deviations."""
+"""Standard deviations of a level between it and a band that it is beyond."""
 MIN_COURSE = 8
 """Medians of fewer points show a level, but no course."""
-NUM_RAMP = 10
-"""Points of a ramp that may look like a step."""
 MAX_PLACES = 400
-"""An onset is looked for at so many places; a longer stretch is looked at in means."""
+"""Places at which an onset is tried; a longer stretch is averaged to as many points."""
 TINY = np.finfo(float).tiny
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where a level lay beyond a band."""
+    """The part of a series in which its level was beyond a band."""
 
     points: Series
     level: float
@@ -55,57 +53,54 @@ def beyond(
     width: int = 0,
     of: Callable[..., Floats] = np.median,
 ) -> Stretch | None:
-    """Find the first stretch in which the level of `width` points lies beyond a band.
+    """Find the first stretch in which the level of `width` points is beyond a band.
 
-    It sets in where the level leaves its course towards the band's end, or without such a course
-    at the first point from which on half of a few points lie beyond.
+    The stretch begins where the level leaves its course towards the limit; without such a course at
+    the first point from which half of a few points are beyond.
     """
     width = min(width or min(max(LEAST_WIDTH, len(series) // NUM_WINDOWS), MOST_WIDTH), len(series))
     if not width:
         return None
-    stride = max(1, width // PLACES_PER_WIDTH)
-    offset = (len(series) - width) % stride  # the last window ends with the series
-    windows = rolling(series.values[offset:], width, stride)
+    windows, starts = _windows(series.values, width)
     levels = of(windows, axis=1)
-    apart = spread(windows - np.median(windows, axis=1)[:, None])
+    deviation = spread(windows - np.median(windows, axis=1)[:, None])
     is_whole = width == len(series)
-    margin = 0 if is_whole else BAND_SIGMA * MEDIAN_SPREAD * apart / math.sqrt(width)
+    margin = 0 if is_whole else BAND_SIGMA * MEDIAN_SPREAD * deviation / math.sqrt(width)
     begins, ends = runs((levels < low - margin) | (levels > high + margin))
     if not len(begins):
         return None
-    first = offset + int(begins[0]) * stride if begins[0] else 0
-    part = series[first : offset + (int(ends[0]) - 1) * stride + width]
+    first = int(starts[begins[0]]) if begins[0] else 0
+    part = series[first : starts[ends[0] - 1] + width]
     is_high = bool(levels[begins[0]] > high)
     is_beyond = part.values > high if is_high else part.values < low
     few = max(LEAST_WIDTH, width // PLACES_PER_WIDTH)
-    # of each point and the next ones, how many lie beyond
     counts = np.convolve(is_beyond, np.ones(few), "full")[few - 1 :]
     at = int(np.argmax(is_beyond & (counts > few / 2)))
-    last = int(np.flatnonzero(is_beyond)[-1]) if is_beyond.any() else len(part) - 1
-    outside = part[at : last + 1]
-    end = series.steps.searchsorted(outside.steps[-1]) + 1
-    begin = _departure(series.values[: first + at + few], first + at, few)
+    outside = part[at : len(part) - int(np.argmax(is_beyond[::-1]))]
+    begin = _departure(series.values[: first + at + few], first + at)
+    end = first + at + len(outside)
     return Stretch(series[begin:end], float(of(outside.values, axis=0)), is_high)
 
 
-def _departure(values: Floats, crossed: int, few: int) -> int:
-    """Return the index at which the level begins to move to where it crosses a limit."""
+def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
+    """Return overlapping windows, one a row, and where they start; the last ends with the values."""
+    stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
+    first = (len(values) - width) % stride
+    windows = rolling(values[first:], width, stride)
+    return windows, first + stride * np.arange(len(windows))
+
+
+def _departure(values: Floats, crossed: int) -> int:
+    """Return the index at which the level begins its way to the limit that it crosses."""
     if crossed < 2 * MIN_COURSE:
         return crossed
-    course = np.log(values) if (values > 0).all() else values
+    course = np.log(values) if values.min() > 0 else values
     begin = onset(course, 0, len(course), is_level=True)
-    before = course[max(0, begin - len(course) // NUM_WINDOWS - few) : begin]
-    apart = 2 * noise(Series(np.arange(len(course)), course))
+    before = course[max(0, begin - MOST_WIDTH) : begin]
     # a step is dated by the point that crosses the limit
-    is_ramp = len(before) >= 3 and begin < crossed - few
-    is_moving = is_ramp and abs(course[crossed:].mean() - np.median(before)) > apart
-    return begin if is_moving else crossed
-
-
-def _chance(series: Series, width: int) -> float:
-    """Return the standard deviation of a median of `width` points, in the noisier half."""
-    half = len(series) // 2
-    return MEDIAN_SPREAD * max(noise(series[:half]), noise(series[half:])) / math.sqrt(width)
+    is_ramp = len(before) >= 3 and begin < crossed - LEAST_WIDTH
+    is_far = is_ramp and abs(course[crossed:].mean() - np.median(before)) > 2 * noise(course)
+    return begin if is_far else crossed
 
 
 @dataclass(frozen=True)
@@ -114,16 +109,12 @@ class Move:
 
     steps: tuple[int, int]
     at: int
-    """The step before its first."""
+    """The last step before it."""
     before: float
     after: float
     """The level furthest from the one before."""
     is_lasting: bool
-    """To the end of the log."""
-
-    @property
-    def times(self) -> float:
-        return self.after / self.before if self.before else math.inf
+    """Whether it lasts to the end of the log."""
 
 
 def shift(
@@ -136,28 +127,25 @@ def shift(
     sigma: float = SIGMA,
     width: int = 0,
 ) -> Move | None:
-    """Find where medians of `width` points lie above (`sign` -1: below) the best one before them.
+    """Find where medians of `width` points are above (`sign` -1: below) the best one before them.
 
     The difference exceeds `sigma` standard deviations of such a median, `rise` and a `share` of the
-    range of all levels; levels that are to change by a `ratio` are looked at in logarithms. Of
-    several stretches the one that lasts to the end counts, else the longest.
+    range of all levels; with a `ratio`, levels are compared in logarithms. Of several stretches the
+    one that lasts to the end counts, else the longest.
     """
-    is_log = ratio != 1
-    course = Series(
-        series.steps, np.log(np.maximum(series.values, TINY)) if is_log else series.values
-    )
     width = width or max(4, len(series) // NUM_WINDOWS)
     if len(series) < 2 * width:
         return None
-    values = sign * course.values
-    stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
-    first = (len(values) - width) % stride
-    levels = np.median(rolling(values[first:], width, stride), axis=1)
-    starts = first + stride * np.arange(len(levels))
+    is_log = ratio != 1
+    values = sign * (np.log(np.maximum(series.values, TINY)) if is_log else series.values)
+    windows, starts = _windows(values, width)
+    levels = np.median(windows, axis=1)
     # the best level of the windows that end before a window begins
-    earlier = (starts - first - width) // stride
+    earlier = np.searchsorted(starts, starts - width, side="right") - 1
     best = np.minimum.accumulate(levels)[earlier.clip(0)]
-    chance = _chance(course, width)
+    half = len(values) // 2
+    noisier = max(noise(values[:half]), noise(values[half:]))
+    chance = MEDIAN_SPREAD * noisier / math.sqrt(width)
     least = max(rise, abs(math.log(ratio)), sigma * chance, share * float(np.ptp(levels)))
     begins, ends = runs((earlier >= 0) & (levels - best > least))
     if not len(begins):
@@ -167,7 +155,7 @@ def shift(
     begin, end = int(begins[chosen]), int(ends[chosen])
     stop = int(starts[end - 1]) + width
     at = _onset_of_shift(values[:stop], levels[:end], starts, begin, best[begin] + chance, width)
-    before, after = sign * float(best[begin]), sign * float(levels[begin:end].max())
+    before, after = (sign * float(level) for level in (best[begin], levels[begin:end].max()))
     return Move(
         steps=series[at:stop].ends,
         at=int(series.steps[max(at - 1, 0)]),
@@ -180,26 +168,18 @@ def shift(
 def _onset_of_shift(
     values: Floats, levels: Floats, starts: Ints, begin: int, usual: float, width: int
 ) -> int:
-    """Return the index at which a shift sets in that is certain from the window `begin` on.
+    """Return the index at which a shift begins that is certain from the window `begin` on.
 
-    It is looked for from a little before the last window at the usual level on, until half of the
-    way is gone, but no further beyond that first window than it is from there.
+    The search starts a little before the last window at the usual level, and ends where half of the
+    rise is done.
     """
     at_usual = np.flatnonzero(levels[: begin + 1] <= usual)
     low = int(starts[at_usual[-1] if len(at_usual) else begin])
-    certain = int(starts[begin]) + width
     is_half = levels[begin:] >= (usual + levels[begin:].max()) / 2
-    half = int(starts[begin + int(np.argmax(is_half))]) + width
-    last = min(half, 2 * certain - low, len(values))
+    last = int(starts[begin + int(np.argmax(is_half))]) + width
     is_level = width < MIN_COURSE
-    at = onset(values, max(0, low - (1 if is_level else 2) * width), last, is_level=is_level)
-    # a short ramp looks like a step in its middle: go back to where it leaves the level before
-    before = values[max(0, at - width - NUM_RAMP) : max(1, at - NUM_RAMP)]
-    level, least = float(np.median(before)), 2 * noise(Series(np.arange(at), values[:at]))
-    first = max(3, at - NUM_RAMP)
-    while at > first and values[at - 3 : at].mean() > level + least:
-        at -= 1
-    return at
+    first = max(0, low - (1 if is_level else 2) * width)
+    return onset(values, first, last, is_level=is_level)
 
 
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
@@ -208,7 +188,7 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     """
     stride = max(1, (last - first) // MAX_PLACES)
     edges = np.arange(first, last, stride)
-    points = np.add.reduceat(values[:last], edges) / np.diff(np.append(edges, last))
+    points = np.add.reduceat(values[:last], edges) / np.diff(edges, append=last)
     x = np.arange(len(points))
     if len(x) < 6:
         return first
@@ -221,28 +201,29 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     steps, bends = gains.max(axis=1)
     if stride == 1 or bends > steps:
         return at
-    # a step is looked for again, point by point
+    # look for a step again, point by point
     near = MAX_PLACES // 4
     return onset(values, max(first, at - near), min(last, at + near), is_level=is_level)
 
 
 def began(series: Series) -> int:
-    """Return the step at which a rise over much of a run set in: where its level ends."""
+    """Return the step at which a rise over much of a run began: where its level ends."""
     return int(series.steps[onset(series.values, 0, len(series), is_level=True)])
 
 
 LEVEL_POINTS, SPREAD_POINTS, SHORT = 32, 128, 200
-"""The usual level is the median of so many points before, the usual spread that of so many."""
+"""Points before a point whose median is its usual level, and whose spread is its usual spread; and
+points of a log in which the level falls fast.
+"""
 
 
 def departures(values: Floats, floor: float) -> tuple[Floats, Floats, Floats]:
     """Return (z, usual level, usual spread upwards) of each point: bursts are far from the level.
 
-    A point is held against the past alone, as the guard does: what stays at a new level stands out
-    until half of the window has it. In a short log, in which the level falls fast, it is held
-    against its neighbours too. The spread is the larger of 1.4826 MAD and the 95 % (5 %)
-    quantile over 1.645, which absorbs batches of two kinds; at least `floor`. Up to 5 % outliers in
-    most windows do not move it.
+    A point is compared with the past alone, as the guard does: what stays at a new level stands out
+    until half of the window has it. In a short log, it is compared with its neighbours too. The
+    spread is the larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches
+    of two kinds; at least `floor`. Up to 5 % outliers in most windows do not move it.
     """
     windows, before = _windowed(values, min(LEVEL_POINTS, len(values) // 4))
     level = np.median(windows, axis=1)[before]
@@ -255,22 +236,22 @@ def departures(values: Floats, floor: float) -> tuple[Floats, Floats, Floats]:
     least = np.maximum(spread(ordered), floor)
     tail = int(0.05 * (ordered.shape[1] - 1))
     heavy = np.stack([ordered[:, -1 - tail], -ordered[:, tail]]) / 1.645
-    # at most twice as heavy as in the run's usual window: a heavier tail is a burst
+    # a tail twice as heavy as in the run's usual window is a burst
     heavy = np.minimum(heavy, 2 * np.median(heavy, axis=1)[:, None]) * (len(values) >= SHORT)
     up, down = np.maximum(least, heavy)[:, before]
     return distance / np.where(distance > 0, up, down), level, up
 
 
 def _windowed(values: Floats, width: int) -> tuple[Floats, Ints]:
-    """Return overlapping windows, one a row, and for each point the last window that lies before
-    it, at the start the first.
+    """Return overlapping windows, one a row, and for each point the last window that ends before
+    it (at the start the first).
     """
     stride = max(1, width // 4)
     return rolling(values, width, stride), ((np.arange(len(values)) - width) // stride).clip(0)
 
 
 def period(steps: Ints) -> int | None:
-    """Return the common distance of steps, if nearly all are that far apart."""
+    """Return the common distance of steps if nearly all are that far apart."""
     gaps = np.diff(steps)
     if len(gaps) < 3:
         return None

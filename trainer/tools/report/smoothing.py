@@ -1,7 +1,5 @@
 """Curves smoothed, and thinned without losing a spike."""
 
-from itertools import pairwise
-
 import numpy as np
 
 from trainer.tools.report.run_log import Series
@@ -19,20 +17,19 @@ NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 def smooth(series: Series) -> Series:
     """Return the exponential mean of the finite values, corrected for its start."""
     known = finite(series)
-    if not len(known):
+    if not known:
         return known
-    weights = (1 - WEIGHT) * WEIGHT ** np.arange(min(NUM_TERMS, len(known)))
-    sums = np.convolve(known.values, weights)[: len(known)]
-    return Series(known.steps, sums / (1 - WEIGHT ** np.arange(1.0, len(known) + 1)))
+    weights = WEIGHT ** np.arange(min(NUM_TERMS, len(known)))
+    means = np.convolve(known.values, weights)[: len(known)] / np.cumsum(
+        np.pad(weights, (0, len(known) - len(weights)))
+    )
+    return Series(known.steps, means)
 
 
 def thinned(series: Series) -> Series:
     """Keep the lowest and the highest of each of `NUM_COLUMNS` parts of finite values."""
     if len(series) <= 2 * NUM_COLUMNS:
         return series
-    edges = np.linspace(0, len(series), NUM_COLUMNS + 1).astype(int)
-    kept = set()
-    for first, last in pairwise(edges):
-        part = series.values[first:last]
-        kept |= {first + int(part.argmin()), first + int(part.argmax())}
-    return series[np.array(sorted(kept))]
+    parts = np.array_split(np.arange(len(series)), NUM_COLUMNS)
+    kept = [part[place(series.values[part])] for part in parts for place in (np.argmin, np.argmax)]
+    return series[np.unique(kept)]
