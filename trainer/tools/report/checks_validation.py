@@ -77,7 +77,7 @@ def _criterion(run: AnalysedRun) -> Criterion | None:
 def _evaluation(run: AnalysedRun) -> Criterion | None:
     """Return the results of the evaluation that decides, where higher is better."""
     evaluations = run.log.evaluations
-    name = deciding(evaluations, str(run.config("trainer.best_metric")))
+    name = deciding(evaluations)
     if name is None:
         return None
     means = {step: float(row["mean"]) for step, row in sorted(evaluations[name].items())}

@@ -132,10 +132,7 @@ def prepare_data(
     if files.validation:
         validation = _prepare(encoders, files.validation, progress)
     else:
-        limit = None if data.val_max_samples == -1 else data.val_max_samples
-        parts = [
-            source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train
-        ]
+        parts = [source.split(data.val_ratio, seed=config.trainer.seed) for source in train]
         train = [trained for trained, _ in parts]
         validation = [held_out for _, held_out in parts]
     held_out = Samples(validation)
