@@ -183,7 +183,7 @@ def test_from_another_directory_it_says_from_where_a_run_is_to_be_asked(
         monkeypatch.chdir(place)
         assert command.main([str(run_dir), "--score", "exact"]) == 65
         said = capsys.readouterr().err
-        assert "own.jsonl" in said and ("call it from there" in said) is is_told
+        assert "own.jsonl" in said and ("where the run was started" in said) is is_told
 
 
 def test_rotation_spares_the_best_that_was_scored(tmp_path):

@@ -1,4 +1,4 @@
-"""The parts that watch a run, built from its setup."""
+"""Build the parts that watch a run: trackers, meter and guard."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from trainer.train.meter import Meter, Plan
 from trainer.train.start.setup import RunSetup
 
 LINES_PER_EPOCH = 50
-"""Steps of an epoch that the console shows, unless `trainer.log_every` says otherwise."""
+"""Most lines of an epoch on the console if `trainer.log_every` is null."""
 
 
 def make_tracking(setup: RunSetup) -> Tracking:
