@@ -65,7 +65,7 @@ def assign(
             if isinstance(value, Mapping):
                 problems += assign(tree[own.name], value, own.type, f"{dotted}.")
             else:
-                problems.append(f"'{dotted}' must be a group of keys, got {value!r}")
+                problems.append(f"'{dotted}' must be a group of keys, got {value!r:.80}")
         else:
             problems += _set(tree, own, value, dotted)
     return problems
@@ -147,7 +147,7 @@ def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str
         elif type(item) in item_kinds:
             found.append(item)
         else:
-            problems.append(f"'{dotted}' does not accept {item!r}")
+            problems.append(f"'{dotted}' does not accept {item!r:.80}")
     return found
 
 
@@ -160,28 +160,13 @@ def _entry(cls: Any, values: Mapping[str, Any], prefix: str, problems: list[str]
     return None if found else _build(cls, OmegaConf.to_container(tree), prefix, problems)  # type: ignore[arg-type]
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
-    """Return the checked `Config` of a resolved tree. Raises `ConfigError`."""
-    tree = default_tree()
-    if problems := assign(tree, values):
-        raise ConfigError("\n".join(problems))
-    return to_config(tree)
-
-
 def parse_recorded(values: Mapping[str, Any]) -> Config:
     """Return the `Config` that a run recorded, without keys that this version does not have.
     Raises `ConfigError`.
     """
-    return parse_config(_known_values(Config, values))
-
-
-def _known_values(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    known = {}
-    for name, own in declared(cls).items():
-        if name in values:
-            is_group = is_dataclass(own.type)
-            known[name] = _known_values(own.type, values[name]) if is_group else values[name]
-    return known
+    tree = default_tree()
+    assign(tree, values)
+    return to_config(tree)
 
 
 def known_keys() -> list[str]:
