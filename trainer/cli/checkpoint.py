@@ -107,6 +107,7 @@ def _show(lines: Iterable[str]) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
+    """Print a table, or JSON, of the checkpoints of one run or of all runs below a directory."""
     root = arguments.directory or listing.RUNS_ROOT
     listing.require_dir(root)
     run_dirs = [root] if listing.is_run(fsio.list_dir(root)) else list(listing.runs_below(root))
@@ -125,6 +126,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    """Print a line for each checkpoint. Rotation may delete one meanwhile, which is no damage."""
     code = EXIT_DONE
     paths = [checkpoint for path in arguments.paths for checkpoint in listing.checkpoints_at(path)]
     for path in paths:
@@ -140,6 +142,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    """Print what goes, and delete it with `--yes`. It holds the lock of the run meanwhile."""
     run_dir = arguments.run_dir
     with listing.locked(run_dir):
         pruning = listing.plan_pruning(
@@ -165,6 +168,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    """Export one checkpoint. Imports torch."""
     checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
     _show([*notes, f"exporting {checkpoint} in {arguments.dtype}"])
     started, target = time.perf_counter(), arguments.target

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_dir(path: Path) -> None:
+    """Raise `ConfigError` unless the path is a directory."""
     if not path.is_dir():
         raise ConfigError(
             f"no directory '{path}'.\nFix: give a run directory, "
@@ -49,6 +50,7 @@ def require_dir(path: Path) -> None:
 
 
 def require_run(path: Path) -> None:
+    """Raise `ConfigError` unless the path is a run directory."""
     require_dir(path)
     if layout.parse_step(path.name) is not None:
         raise ConfigError(f"'{path}' is a checkpoint. Fix: give the run directory above it")

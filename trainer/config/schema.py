@@ -158,6 +158,7 @@ class ModelConfig:
 
     @property
     def has_adapters(self) -> bool:
+        """Return True for LoRA, with new adapters or those of a directory."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
@@ -312,6 +313,7 @@ class CheckpointConfig:
 
     @property
     def exports_weights(self) -> bool:
+        """Return True if `huggingface/` contains weights."""
         return any(name in EXPORTS for name in self.save_contents)
 
     @property

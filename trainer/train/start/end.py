@@ -113,6 +113,7 @@ def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
+    """Write to the last checkpoint that the run has ended, and with which inputs."""
     checkpoint = setup.run_dir / step_dir_name(step)
     end = Finished(
         ended_early=step < setup.total_steps,

@@ -74,6 +74,7 @@ class Inputs(PreparedData):
         return self.design.source
 
     def schedule_from(self, start: Position) -> Schedule:
+        """Return the order of the rows from a position on. Only some orders need lengths."""
         data, seed = self.config.data, self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths
         return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
@@ -276,6 +277,7 @@ def source_without_weights(config: Config) -> ModelSource:
 
 
 def resolve_source(config: Config) -> ModelSource:
+    """Return the model of the configuration, downloaded if necessary. Raises `ConfigError`."""
     return source_at(config, find_model_dir(config.model))
 
 

@@ -184,6 +184,9 @@ def build_run(
 
 
 def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
+    """Return how this rank takes its part of each batch: limits of a micro-batch, and what a
+    document costs by its length.
+    """
     config, world = setup.config, setup.world
     limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
     if not model.is_packed:
@@ -199,6 +202,7 @@ def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
 
 
 def _lr_schedule(setup: RunSetup) -> LrSchedule:
+    """Return the schedule of the learning rate. The default peak depends on what is trained."""
     optim = setup.config.optim
     default = ADAPTER_LR if setup.config.model.has_adapters else DEFAULT_LR
     if setup.inputs.source.random_weights:
@@ -208,6 +212,7 @@ def _lr_schedule(setup: RunSetup) -> LrSchedule:
 
 
 def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
+    """Return the manager that saves and loads the parts. Exports of LoRA need the base's files."""
     config, inputs, trainer = setup.config, setup.inputs, setup.config.trainer
     whole, adapter = inputs.whole, None
     if config.model.has_adapters:
@@ -255,6 +260,9 @@ OF_THIS_MACHINE = (
 
 
 def _card_facts(setup: RunSetup) -> CardFacts:
+    """Return what the model card of an export states: base, settings that differ from their
+    defaults, and the origins of data and code.
+    """
     config, fingerprints = setup.config, setup.start.fingerprints
     base = config.model.partial_pretrain
     defaults = flat(asdict(Config()))
@@ -274,6 +282,7 @@ def _card_facts(setup: RunSetup) -> CardFacts:
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
+    """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
     parts.checkpoints.load(found, contents=ALWAYS_SAVED)
     parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
     step = parts.batches.step
@@ -292,6 +301,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
 
 
 def _announce(parts: Run, inputs: Inputs) -> str:
+    """Log data, batch and schedule of the run. Return the sample that was shown."""
     lr = parts.lr_schedule
     return announce(
         inputs.train,
@@ -306,7 +316,9 @@ def _announce(parts: Run, inputs: Inputs) -> str:
 
 
 def _lineage(inputs: Inputs) -> Lineage:
-    """Collective."""
+    """Return what must stay equal when a run continues, and the changes that the user allows.
+    Collective.
+    """
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,
