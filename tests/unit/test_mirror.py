@@ -344,7 +344,7 @@ def test_other_machines_wait_for_what_arrives_and_no_longer(
     capsys,
 ):
     """Nine times as long as they would wait for nothing; the clock is made up."""
-    words = ["hang_timeout_s=400", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
+    words = ["hang_timeout_s=350", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"
     now, tries = [0.0], iter(range(100))
     staging.mkdir()
