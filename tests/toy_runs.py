@@ -25,13 +25,13 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import decide_start
+from trainer.checkpoint.start import Start, choose, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule, Share
 from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
-from trainer.runtime.progress import History, Position
+from trainer.runtime.progress import History
 from trainer.runtime.signals import StopRequest
 from trainer.train import step
 from trainer.train.fit import fit
@@ -100,11 +100,9 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         resume_allow=list(recipe.resume_allow),
         seed=3,
         device="cpu",
-        dist_timeout_s=60,
-        hang_timeout_s=60,
+        hang_timeout_s=20,
         checkpoint=CheckpointConfig(
             save_contents=CONTENTS,
-            load_contents=CONTENTS[:3],
             export_dtype="float32",
             async_save=recipe.async_save,
         ),
@@ -156,6 +154,12 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     }
 
 
+def begin(config: TrainerConfig, lineage: Lineage, world: World, *, total_steps: int) -> Start:
+    """Decide where a run begins, as `trainer.train.start.main` does."""
+    selection = choose(config, world)
+    return decide_start(config, lineage, world, selection=selection, total_steps=total_steps)
+
+
 def run(
     world: World,
     run_dir: Path,
@@ -167,13 +171,9 @@ def run(
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
-
-    def total_steps(position: Position) -> int:
-        return recipe.total_steps
-
     lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
     config = trainer_config(run_dir, recipe)
-    start = decide_start(config, lineage, world, total_steps=total_steps)
+    start = begin(config, lineage, world, total_steps=recipe.total_steps)
     model = build_toy_model(
         world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {})
     )

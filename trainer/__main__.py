@@ -1,5 +1,5 @@
-"""`python -m trainer [overrides]`: compose the configuration, run, leave with the documented exit
-code.
+"""`python -m trainer [overrides]`: one rank. It composes the configuration, runs, and leaves with the
+documented exit code.
 
 Nothing here imports torch before the configuration is known to be right.
 """
@@ -58,7 +58,7 @@ def _run(config: Config) -> int:
     try:
         if config.trainer.checkpoint.mirror is not None and not signals.has_launcher():
             raise ConfigError(
-                f"trainer.checkpoint.mirror is kept by the launcher: start with "
+                f"trainer.checkpoint.mirror needs the launcher. Fix: start with "
                 f"{call('train 1 …')}, or set it to null"
             )
         with uncollected():

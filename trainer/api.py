@@ -22,51 +22,48 @@ __all__ = ["ConfigError", "RunDirectory", "TrainingError", "load_config", "read_
 
 
 class TrainingError(RuntimeError):
-    """A run ended with another exit code than 0; the codes are those of the command line."""
+    """A run ended with an exit code other than 0, one of the command line's."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
-        super().__init__(
-            f"the run in {run_dir} ended with exit code {exit_code}; what it said stands above"
-        )
+        super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; see its output")
         self.run_dir, self.exit_code = run_dir, exit_code
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of a run, which may still be training."""
+    """The directory of a run, which may still train."""
 
     directory: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each logged step, training and validation apart, without steps that a
-        resume or rollback undid.
+        """Return a row for each logged step, without steps that a resume or rollback undid.
+        Training and validation have separate rows.
         """
         return read_metrics(self.directory / FILE_NAME)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint that a resume takes, if there is one."""
+        """Return the checkpoint that a resume takes, if there is one."""
         chosen = choice.select(self.directory).chosen
         return None if chosen is None else chosen.path
 
     @property
     def export(self) -> Path | None:
-        """The model of that checkpoint for transformers and vLLM."""
+        """Return the model of that checkpoint for transformers and vLLM."""
         return None if self.checkpoint is None else self.checkpoint / "huggingface"
 
 
 def load_config(*words: str) -> Config:
-    """The checked configuration of `key=value` and `experiment=…`. Raises `ConfigError`."""
+    """Return the checked configuration of `key=value` and `experiment=…`. Raises `ConfigError`."""
     return compose.load_config(list(words))
 
 
 def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
-    """Train, or go on where a run with these words ended, as `fsdp-sft train [num_ranks] [words …]`
-    does.
+    """Train, or continue the run of these overrides, as `fsdp-sft train [num_ranks] [words …]` does.
 
-    `num_ranks`: the number of GPUs, else 2, if not given. What it prints goes to this process's
-    output; a stop signal to this process group ends it with a saved checkpoint. Raises
-    `ConfigError` before anything starts, `TrainingError` for a run that ended otherwise than done.
+    `num_ranks`: by default the number of GPUs, else 2. The run prints to this process's output. A
+    stop signal to this process group makes it save a checkpoint and end. Raises `ConfigError`
+    before anything starts, `TrainingError` if the run does not end with exit code 0.
     """
     asked = compose.with_recipe(list(words), os.environ)
     run_dir = Path(load_config(*asked).trainer.default_local_dir)
@@ -77,7 +74,6 @@ def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
         *([] if num_ranks is None else [str(num_ranks)]),
         *asked,
     ]
-    # as ranks are started
     code = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}).returncode
     if code != EXIT_DONE:
         raise TrainingError(run_dir, code)

@@ -196,29 +196,6 @@ def _dotted(node: ast.AST) -> str:
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
-def text_without_encoding(path: str, source: str) -> Iterator[str]:
-    """Calls that read or write text in whatever encoding the locale has. What talks to other
-    programs may do so.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and _needs_encoding(node):
-            yield f'{path}:{node.lineno}: text without encoding="utf-8"'
-
-
-def _needs_encoding(call: ast.Call) -> bool:
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    if "encoding" in keywords or None in keywords:
-        return False
-    name, is_method = _leaf(call.func), isinstance(call.func, ast.Attribute)
-    if name in ("read_text", "write_text"):
-        return is_method and len(call.args) <= (name == "write_text")
-    if name not in ("open", "fdopen") or _dotted(call.func) == "os.open":
-        return False
-    values = [*call.args, *keywords.values()]
-    modes = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
-    return any(set(mode) <= set("rwaxt+") for mode in modes) or not (is_method or call.args[1:])
-
-
 def _leaf(node: ast.AST) -> str:
     """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
     return getattr(node, "attr", getattr(node, "id", ""))

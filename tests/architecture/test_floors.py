@@ -116,11 +116,6 @@ for name in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
 
 
-def test_text_is_read_and_written_as_utf8():
-    files = python_files("trainer").items()
-    assert [line for path, text in files for line in rules.text_without_encoding(path, text)] == []
-
-
 def test_the_step_waits_for_the_device_only_where_listed():
     files = python_files("trainer")
     found = {
@@ -186,10 +181,6 @@ CAUGHT = {
         lambda text: rules.import_cycle({"trainer.a": text, "trainer.b": "import trainer.a"}),
         ["def late():\n    from trainer.b import x", "import trainer.b"],
     ),
-    "text in the encoding of the locale": (
-        lambda text: rules.text_without_encoding("a.py", text),
-        ["path.read_text()", "open(path)", "open(path, 'w')", "path.open('a+')"],
-    ),
     "a wait for the device": (
         rules.device_waits,
         [
@@ -219,8 +210,3 @@ CAUGHT = {
 def test_a_broken_rule_is_caught(name):
     find, sources = CAUGHT[name]
     assert [text for text in sources if not list(find(text))] == []
-
-
-def test_binary_files_and_named_encodings_are_allowed():
-    allowed = "path.read_text(encoding='utf-8')\nopen(path, 'rb')\nos.open(path, os.O_RDONLY)\n"
-    assert list(rules.text_without_encoding("a.py", allowed)) == []

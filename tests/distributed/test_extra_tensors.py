@@ -161,7 +161,10 @@ def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
 
 MTP = ("mtp.fc.weight", "mtp.norm.weight")
 FOUR_STEPS = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=bfloat16")
-LORA = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
+LORA = (
+    "model.lora_rank=4",
+    "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
+)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,10 @@ def words(root: Path) -> tuple[str, ...]:
 def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     """{case: run directory}."""
     cases: dict[str, tuple[int, tuple[str, ...]]] = {
-        "lora 1": (1, (*LORA, "trainer.checkpoint.export_lora=merged")),
+        "lora 1": (
+            1,
+            (*LORA, "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]"),
+        ),
         "lora 2": (2, LORA),
         "lora 4": (4, (*LORA, "model.fsdp_config.fsdp_size=2")),
         "freeze 1": (1, FREEZE),
@@ -263,14 +266,6 @@ def test_another_base_or_another_adapter_is_refused(words, straight, root, tmp_p
     assert "base_weights" in output and "adapters fit the weights they were trained for" in output
     output = start(tmp_path / "run", 1, *words, *LORA, longer, "model.lora_alpha=32", code=2)
     assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output
-    begins = (
-        f"trainer.resume_from_path={tmp_path}/run/global_step_4",
-        "trainer.resume_mode=resume_path",
-    )
-    begins = (*begins, "trainer.checkpoint.load_contents=[model]")
-    output = start(tmp_path / "new", 1, *other, *LORA, *begins, code=2)
-    assert "base_weights" in output, "from the adapters alone, too"
-    start(tmp_path / "new", 1, *words, *LORA, *begins)
 
 
 def test_an_adapter_begins_where_another_ended(words, straight, tmp_path):
@@ -287,7 +282,10 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tm
     architecture.
     """
     prepare(tmp_path, family)
-    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=merged")
+    lora = (
+        "model.lora_rank=4",
+        "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
+    )
     output = start(
         tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora
     )
@@ -319,7 +317,11 @@ def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tm
 def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp_path):
     prepare(tmp_path, "qwen3_moe")  # samples and tokenizer
     write_whole_model(tmp_path / "model", "qwen3_5_moe")
-    lora = ("model.lora_rank=4", "model.lora_dropout=0.1", "trainer.checkpoint.export_lora=merged")
+    lora = (
+        "model.lora_rank=4",
+        "model.lora_dropout=0.1",
+        "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
+    )
     runs = {name: tmp_path / name for name in ("straight", "killed")}
     words = {
         name: (*words_of_run(tmp_path, tmp_path / "model", path), *lora)
@@ -384,6 +386,6 @@ def test_experts_are_adapted_resumed_and_exported_for_peft(tmp_path):
     begun = load_file(runs["on"] / "global_step_1" / "huggingface" / ADAPTER)
     assert begun.keys() == stored.keys()
     assert all(torch.allclose(begun[name], stored[name], atol=1e-7) for name in stored)
-    merged = "trainer.checkpoint.export_lora=merged"
+    merged = "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]"
     refused = start(runs["merged"], 1, *words["merged"], *lora, merged, code=2)
-    assert "adapters of experts" in refused and "export_lora=adapter" in refused
+    assert "adapters of experts" in refused

@@ -21,7 +21,11 @@ from whole_models import write_whole_model
 from whole_runs import run
 
 KINDS = ("text", "several parts", "merged")
-MERGED = ("model.lora_rank=4", "optim.lr=0.01", "trainer.checkpoint.export_lora=merged")
+MERGED = (
+    "model.lora_rank=4",
+    "optim.lr=0.01",
+    "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
+)
 FOUR_STEPS = "trainer.total_training_steps=4"
 CODE = "modeling_own.py"
 

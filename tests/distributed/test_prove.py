@@ -62,7 +62,7 @@ def test_weights_rounded_for_the_export_are_no_fault(words, root):
     """Of one sample in a run that computes in float32 that outweighs what is rounded while it
     is served.
     """
-    start(root / "one", 1, *words, "optim.lr=0.01", "data.val_max_samples=1")
+    start(root / "one", 1, *words, "optim.lr=0.01", "data.val_ratio=0.001")
     assert proven(root / "one" / STEP).is_equal
 
 

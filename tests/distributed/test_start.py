@@ -2,19 +2,17 @@
 time limit.
 """
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import run_ranks
 from toy import ToySamples, differing, write_model_config
-from toy_runs import Recipe, StopsAfter, run, trainer_config
+from toy_runs import Recipe, StopsAfter, begin, fingerprints, run, trainer_config
 
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
-from trainer.config import ConfigError, TrainerConfig
+from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
@@ -35,7 +33,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
         run_dir.mkdir()
     try:
         config = trainer_config(run_dir, Recipe())
-        start.decide_start(config, Lineage({}), world, total_steps=lambda position: 6)
+        begin(config, Lineage({}), world, total_steps=6)
     except ConfigError as error:
         return str(error)
     return ""
@@ -78,25 +76,12 @@ def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_comp
     assert again.start_step == 4 and again.losses == {step: whole.losses[step] for step in (5, 6)}
 
 
-def of_weights_alone(run_dir: Path, **changes: Any) -> TrainerConfig:
-    """The configuration of a run that loads the parameters of a checkpoint and nothing else."""
-    config = trainer_config(run_dir, Recipe())
-    return replace(
-        config, checkpoint=replace(config.checkpoint, load_contents=["model"]), **changes
-    )
-
-
-def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
-    config = of_weights_alone(run_dir, resume_mode="resume_path", resume_from_path=str(checkpoint))
-    found = start.decide_start(config, Lineage({}), world, total_steps=lambda position: 3)
-    return found.is_complete, found.position.step
-
-
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
-    config = of_weights_alone(run_dir, resume_mode="auto")
-    begun = start.decide_start(config, Lineage({}), world, total_steps=lambda position: total_steps)
+    config = trainer_config(run_dir, Recipe())
+    lineage = Lineage(fingerprints(Recipe()))
+    begun = begin(config, lineage, world, total_steps=total_steps)
     if begun.lock is not None:
         begun.lock.release()
     return said
@@ -111,16 +96,6 @@ def test_why_this_checkpoint_is_said_once(tmp_path, source, total_steps):
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
     said = run_ranks(said_at_start, 1, tmp_path / "run", total_steps)[0]
     assert said and len(said) == len(set(said)), said
-
-
-def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path, source):
-    run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
-    named = tmp_path / "run" / "global_step_4"
-    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 0)]
-    shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / "branch" / "global_step_2")
-    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 2)], (
-        "interrupted, it goes on from its own"
-    )
 
 
 def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.tensor  # for weights_only loading of shards
 import whole_runs
 from runs import (
     REPOSITORY,
@@ -22,16 +21,21 @@ from runs import (
     started,
     wait_for_step,
 )
-from safetensors.torch import load_file
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_equality import compare_runs
 
+from trainer.checkpoint import layout
 from trainer.runtime.distributed import free_port
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
 from trainer.train.start.compose import load_config
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [info.step for info in layout.checkpoints(run_dir)]
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
@@ -58,37 +62,24 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_first_run_says_what_it_does(straight):
     run_dir, output = straight
     for text in (
-        "start       2 ranks on CPU",
-        "batch       4 samples; ranks: 2 (CPU); micro-batches of each: 1",
-        "steps       12, ",
-        "done        12 steps in 0:00:",
-        "serve       vllm serve ",
+        "2 ranks on CPU",
         "<|im_end|>]]",
         "step 12/12",
         "val/loss",
         "saved",
+        "vllm serve ",
     ):
         assert text in output
-    assert "Traceback" not in output and "Warning" not in output and "torchrun" not in output
+    for text in ("Traceback", "Warning", "torchrun"):
+        assert text not in output
     losses = curve(run_dir, "train/loss")
-    assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 1
-    assert sorted(curve(run_dir, "val/loss")) == [6, 12]
-    for key in (
-        "train/lr(1e-3)",
-        "train/time(s)",
-        "train/grad_norm",
-        "time/train/data_s",
-        "throughput/train/tokens_per_s",
-    ):
+    for key in ("train/loss", "train/lr(1e-3)", "train/time(s)", "train/grad_norm"):
         assert list(curve(run_dir, key)) == list(range(1, 13)), key
-    kinds = [
-        json.loads(row)["kind"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert (kinds.count("train"), kinds.count("val")) == (12, 2), "a rank other than 0 writes too"
-    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [
-        f"global_step_{n}" for n in (12, 3, 6, 9)
-    ]
+    assert sorted(curve(run_dir, "val/loss")) == [6, 12]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 12 + 2, "a rank other than 0 writes too"
+    assert saved_steps(run_dir) == [3, 6, 9, 12]
 
 
 def test_finished_run_is_left_alone(straight, cache):
@@ -167,23 +158,10 @@ def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
         kill_after(step, tmp_path, cache, *SMALL, delay_s=delay_s)
     again = run(tmp_path, 2, cache, *SMALL)
     assert again.returncode == 0, again.stdout
-    for key in ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss"):
-        assert curve(run_dir, key) == curve(straight[0], key), key
+    found = compare_runs(straight[0], run_dir, steps=12)
+    assert found.num_equal > 10 and not found.differences, found.differences
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert every_value(run_dir, key) == every_value(straight[0], key), key
-    for rank in range(2):
-        name = f"global_step_12/optim_world_size_2_rank_{rank}.pt"
-        ours, theirs = (
-            torch.load(d / name, weights_only=True)["state"] for d in (run_dir, straight[0])
-        )
-        for parameter, state in theirs.items():
-            assert torch.equal(
-                ours[parameter]["exp_avg"]._local_tensor, state["exp_avg"]._local_tensor
-            )
-    ours, theirs = (
-        load_file(d / "global_step_12/huggingface/model.safetensors")
-        for d in (run_dir, straight[0])
-    )
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]:
@@ -346,21 +324,17 @@ def test_gsm8k_falls_and_keeps_two(cache, tmp_path):
         2,
         cache,
         f"data.train_files={GSM8K}/train.jsonl",
-        f"data.val_files={GSM8K}/test.jsonl",
+        f"data.val_files=[{{files:{GSM8K}/test.jsonl,max_samples:3}}]",
         "data.prompt_key=question",
         "data.response_key=answer",
         "data.train_max_samples=64",
-        "data.val_max_samples=3",
         "data.train_batch_size=8",
         "trainer.total_training_steps=12",
         "trainer.save_freq=4",
         "trainer.max_ckpt_to_keep=2",
     )
     assert code == 0, output
-    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [
-        "global_step_12",
-        "global_step_8",
-    ]
+    assert saved_steps(run_dir) == [8, 12]
     losses = curve(run_dir, "train/loss")
     assert losses[12] < losses[1] - 1
     assert list(curve(run_dir, "val/loss")) == [12]
@@ -371,14 +345,11 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
+    roles = ("user", "assistant", "user", "assistant")
+    texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
     messages = [
-        [
-            {"role": "user", "content": f"Add {n} to x."},
-            {"role": "assistant", "content": f"x + {n}"},
-            {"role": "user", "content": "Why?"},
-            {"role": "assistant", "content": "So!"},
-        ]
-        for n in range(3)
+        [{"role": role, "content": text} for role, text in zip(roles, chat, strict=True)]
+        for chat in texts
     ]
     (tmp_path / "val.jsonl").write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in messages)
@@ -401,14 +372,11 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
         encoded = tokenizer.apply_chat_template(
             chat, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = (
-            torch.tensor(encoded["input_ids"]),
-            torch.tensor(encoded["assistant_masks"]).bool(),
-        )
+        ids = torch.tensor(encoded["input_ids"])
+        is_supervised = torch.tensor(encoded["assistant_masks"]).bool()[1:]
         with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-        total += torch.nn.functional.cross_entropy(
-            logits[mask[1:]], ids[1:][mask[1:]], reduction="sum"
-        ).item()
-        count += int(mask[1:].sum())
+            logits = model(input_ids=ids[None]).logits[0, :-1][is_supervised]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:][is_supervised], reduction="none")
+        total += losses.sum().item()
+        count += len(losses)
     assert curve(run_dir, "val/loss")[4] == pytest.approx(total / count, rel=1e-6)

@@ -143,7 +143,10 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
         AutoConfig.from_pretrained(base), dtype=torch.float32
     ).save_pretrained(base)
     words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
-    words += ["trainer.checkpoint.export_lora=merged", "trainer.checkpoint.export_dtype=float32"]
+    words += [
+        "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
+        "trainer.checkpoint.export_dtype=float32",
+    ]
     return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
 
 

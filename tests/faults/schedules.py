@@ -297,7 +297,10 @@ class Trainer:
 
     def run(self) -> None:
         schedule, world = self._schedule, self._world
-        begun = start.decide_start(schedule.config, LINEAGE, world, total_steps=lambda _: TOTAL)
+        selection = start.choose(schedule.config, world)
+        begun = start.decide_start(
+            schedule.config, LINEAGE, world, selection=selection, total_steps=TOTAL
+        )
         if world.is_main:
             schedule.judge_start(begun, self._job)
         if begun.is_complete:

@@ -8,11 +8,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, chdir
+from contextlib import chdir
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from whole_runs import run, started, tiny_model
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, EXIT_USAGE
 from trainer.quickstart import TRAIN_FILE
-from trainer.runtime.distributed import free_port
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import prepare_inputs
@@ -166,29 +163,6 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path, machine):
     words = words_of(machine, tmp_path)
     code, output = run(2, *words, log=tmp_path / "log", before=partial(enter_machine, tmp_path))
     assert code == EXIT_DONE, output
-
-
-def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp_path, machine):
-    machines = machines_of(machine, tmp_path, 2)
-    for change in CHANGES.values():
-        change(machines[1])
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
-    with ExitStack() as running:
-        launchers = []
-        for number, directory in enumerate(machines):
-            env = {**os.environ, **nodes, "NODE_RANK": str(number), "PYTHONPATH": str(REPOSITORY)}
-            launcher = subprocess.Popen(
-                command, cwd=directory, env=env, stderr=subprocess.PIPE, text=True
-            )
-            running.enter_context(launcher)
-            running.callback(launcher.terminate)
-            launchers.append(launcher)
-        outputs = [launcher.communicate(timeout=LIMIT_S)[1] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [EXIT_USAGE] * 2, outputs
-    for output in outputs:
-        assert all(f"  {what}: " in output for what in (*CHANGES, "validation data")), output
-    assert not list((tmp_path / "run").glob("*"))
 
 
 # What follows changes files at moments of the start.

@@ -10,7 +10,7 @@ from pathlib import Path
 from covering import Pair, Row
 from family_trials import save_model
 from peft import LoraConfig, get_peft_model
-from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, WARMUP_STEPS
+from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO
 from transformers import AutoModelForCausalLM
 
 from trainer.quickstart import MODEL_DIR
@@ -219,7 +219,7 @@ def fixed_words(places: Places) -> list[str]:
         f"optim.eps={EPS}",
         f"optim.betas=[{','.join(map(str, BETAS))}]",
         f"optim.weight_decay={DECAY}",
-        f"optim.lr_warmup_steps={WARMUP_STEPS}",
+        "optim.lr_warmup_steps_ratio=0",
         f"optim.min_lr_ratio={MIN_LR_RATIO}",
         f"data.train_batch_size={BATCH_SIZE}",
         f"data.cache_dir={places.root / 'cache'}",
@@ -231,8 +231,7 @@ def fixed_words(places: Places) -> list[str]:
         "trainer.checkpoint.export_dtype=float32",
         "trainer.device=cpu",
         "trainer.logger=[]",
-        "trainer.dist_timeout_s=60",
-        "trainer.hang_timeout_s=50",
+        "trainer.hang_timeout_s=20",
     ]
 
 

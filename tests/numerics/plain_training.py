@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-EPS, BETAS, DECAY, WARMUP_STEPS, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 1, 0.1, 0.9
+EPS, BETAS, DECAY, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 0.1, 0.9
 Rows = dict[int, dict[str, float]]
 
 
@@ -69,7 +69,7 @@ AS_DEFINED = {
     "eps": EPS,
     "betas": list(BETAS),
     "weight_decay": DECAY,
-    "lr_warmup_steps": WARMUP_STEPS,
+    "lr_warmup_steps_ratio": 0.0,
     "min_lr_ratio": MIN_LR_RATIO,
 }
 """The constants of a definition as keys of `optim`."""
@@ -143,9 +143,7 @@ def copied(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def lr_at(step: int, total_steps: int, definition: Definition) -> float:
-    if step <= WARMUP_STEPS:
-        return definition.lr * step / WARMUP_STEPS
-    progress = (step - 1 - WARMUP_STEPS) / (total_steps - WARMUP_STEPS)
+    progress = (step - 1) / total_steps
     share = {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,

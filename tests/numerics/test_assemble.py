@@ -222,15 +222,15 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             "qwen2",
             {},
             ["model.freeze=[embed_tokens]", "optim.groups=[{match: norm}, {match: embed_tokens}]"],
-            r"optim.groups\[1\].match': 'embed_tokens' is in the name of no trained parameter",
+            r"optim.groups\[1\].match': 'embed_tokens' matches the name of no trained parameter",
         ),
         (
             "qwen2",
             {},
             ["optim.groups=[{match: q_porj}]"],
-            "'q_porj' is in the name of no trained parameter; they are called as model.embed",
+            "'q_porj' matches the name of no trained parameter; examples of names are model.embed",
         ),
-        ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is no regular expression"),
+        ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is not a regular expression"),
         ("t5", {}, [], "an encoder with a decoder; only language models of a decoder alone"),
         ("gemma3", {"quantization_config": {"quant_method": "gptq"}}, [], "is quantized"),
         (

@@ -111,7 +111,7 @@ def test_with_check_the_exit_code_is_the_verdict(call, given, verdict, code):
 
 def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CannotWriteError, match="no regular file"):
+    with pytest.raises(CannotWriteError, match="not a regular file"):
         write_file(tmp_path / "pipe", "page")
     assert (tmp_path / "pipe").is_fifo()
 

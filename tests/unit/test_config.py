@@ -1,6 +1,4 @@
-"""The command line to a checked `Config`: mistakes are named with a fix, before anything slow
-starts.
-"""
+"""From a command line to a checked `Config`: mistakes are named before anything slow starts."""
 
 import os
 import resource
@@ -13,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import main
-from trainer.config import ConfigError, GuardRule, known_keys, parse_recorded
+from trainer.config import (
+    ConfigError,
+    GuardRule,
+    OptimGroup,
+    RowKeys,
+    Source,
+    TrainerConfig,
+    known_keys,
+    parse_recorded,
+    sources_of,
+)
 from trainer.train.start.compose import as_word, load_config
 
 
@@ -23,83 +31,49 @@ def error_of(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_all_unknown_keys_are_named_at_once():
-    lines = error_of(
-        "data.train_batchsize=8", "optim.lr=1e-5", "zzz=1", "data.max_len=4"
-    ).splitlines()
-    assert [line.split("'")[1] for line in lines] == ["data.train_batchsize", "zzz", "data.max_len"]
+def test_all_wrong_overrides_are_named_at_once():
+    wrong = ("data.train_batchsize=8", "optim.lr=high", "zzz=1", "data.max_len=4")
+    for word, line in zip(wrong, error_of("optim.eps=1e-7", *wrong).splitlines(), strict=True):
+        assert f"'{word.partition('=')[0]}'" in line
 
 
 @pytest.mark.parametrize("key", known_keys())
-def test_every_key_refuses_a_group_of_keys(key):
-    """A value of the wrong shape is refused by name, whatever the key's type; only the
-    template's variables are one.
-    """
-    if key != "data.apply_chat_template_kwargs":
+def test_a_value_of_a_wrong_shape_is_refused_by_name(key):
+    if key != "data.apply_chat_template_kwargs":  # the template's variables are the user's
         assert key in error_of(f"{key}={{a: 1}}")
 
 
-def test_guard_rules_are_read_with_their_defaults():
-    words = [
-        "trainer.guard.rules=[{metric: train/grad_norm, above: 50, for: 3, do: rollback}, {metric: "
-        "a, below: 1}]"
-    ]
-    assert load_config(words).trainer.guard.rules == [
-        GuardRule("train/grad_norm", above=50.0, below=None, num_steps=3, action="rollback"),
-        GuardRule("a", above=None, below=1.0, num_steps=1, action="warn"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("entry", "named"),
-    [
-        ("{metric: a, over: 1}", "trainer.guard.rules[0].over"),
-        ("{above: 1}", "trainer.guard.rules[0].metric"),
-        ("{metric: a, above: x}", "trainer.guard.rules[0].above"),
-        ("{metric: a, above: 1, for: 0}", "trainer.guard.rules[0].for"),
-        ("{metric: a, above: 1, do: halt}", "trainer.guard.rules[0].do"),
-        ("nonsense", "trainer.guard.rules"),
-    ],
+LONG_SOURCES = (
+    "[{name:code,files:[/d/code/*.jsonl,more.parquet],repeat:2.5,max_samples:100},"
+    "{files:/d/math.jsonl,prompt_key:q,response_key:a,chat_template:math.jinja,tools_key:t}]"
 )
-def test_a_guard_rule_that_cannot_be_read_is_named(entry, named):
-    assert f"'{named}'" in error_of(f"trainer.guard.rules=[{entry}]")
+OVERRIDES = [
+    ("data.train_files=[a.jsonl,b.parquet]", "data.train_files", ["a.jsonl", "b.parquet"]),
+    ("data.train_files=/a b/*.json", "data.train_files", "/a b/*.json"),
+    ("data.train_files='a=b(1)/[0-9].jsonl'", "data.train_files", "a=b(1)/[0-9].jsonl"),
+    ("data.train_batch_size=16.0", "data.train_batch_size", 16),
+    ("data.apply_chat_template_kwargs={a: 1}", "data.apply_chat_template_kwargs", {"a": 1}),
+    ("+data.apply_chat_template_kwargs.a=1", "data.apply_chat_template_kwargs", {"a": 1}),
+    ("model.fsdp_config.fsdp_size=2", "model.fsdp_config.fsdp_size", 2),
+    ("optim.betas=[0.8,0.9]", "optim.betas", [0.8, 0.9]),
+    ("++optim.lr='1e-5'", "optim.lr", 1e-5),
+    ("optim.clip_grad=2", "optim.clip_grad", 2.0),
+    ("trainer.logger=wandb", "trainer.logger", ["wandb"]),
+    ("trainer.experiment_name=7", "trainer.experiment_name", "7"),
+    ("trainer.experiment_name=x", "trainer.default_local_dir", "checkpoints/sft/x"),
+    (
+        "trainer.guard.rules=[{metric: g, above: 50, for: 3, do: rollback}, {metric: a, below: 1}]",
+        "trainer.guard.rules",
+        [
+            GuardRule("g", above=50.0, below=None, num_steps=3, action="rollback"),
+            GuardRule("a", above=None, below=1.0, num_steps=1, action="warn"),
+        ],
+    ),
+    ("optim.groups={match: a, lr_scale: 2}", "optim.groups", [OptimGroup("a", lr_scale=2.0)]),
+]
 
 
-def test_cfg_prints_what_would_run(capsys):
-    assert main(["--cfg", "job", "trainer.seed=11", "experiment=gsm8k"]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        "seed: 11" in printed
-        and "prompt_key: question" in printed
-        and "checkpoints/gsm8k/" in printed
-    )
-
-
-def test_help_prints_every_key(capsys):
-    assert main(["--help"]) == 0
-    printed = capsys.readouterr().out
-    assert "usage:" in printed and "bash run_sft.sh report" in printed
-    assert [key for key in known_keys() if f"{key.rpartition('.')[2]}:" not in printed] == []
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("data.train_files=[a.jsonl,b.parquet]", "data.train_files", ["a.jsonl", "b.parquet"]),
-        ("data.train_files=/a b/*.json", "data.train_files", "/a b/*.json"),
-        ("data.train_files='a=b(1)/[0-9].jsonl'", "data.train_files", "a=b(1)/[0-9].jsonl"),
-        ("data.train_batch_size=16.0", "data.train_batch_size", 16),
-        ("data.apply_chat_template_kwargs={a: 1}", "data.apply_chat_template_kwargs", {"a": 1}),
-        ("+data.apply_chat_template_kwargs.a=1", "data.apply_chat_template_kwargs", {"a": 1}),
-        ("model.fsdp_config.fsdp_size=2", "model.fsdp_config.fsdp_size", 2),
-        ("optim.betas=[0.8,0.9]", "optim.betas", [0.8, 0.9]),
-        ("++optim.lr='1e-5'", "optim.lr", 1e-5),
-        ("optim.lr=1E-5", "optim.lr", 1e-5),
-        ("trainer.logger=wandb", "trainer.logger", ["wandb"]),
-        ("trainer.experiment_name=7", "trainer.experiment_name", "7"),
-        ("trainer.experiment_name=x", "trainer.default_local_dir", "checkpoints/sft/x"),
-    ],
-)
+@pytest.mark.parametrize(("override", "key", "value"), OVERRIDES)
 def test_an_override_sets_its_key(override, key, value):
     found = attrgetter(key)(load_config([override]))
     assert found == value and type(found) is type(value)
@@ -107,66 +81,116 @@ def test_an_override_sets_its_key(override, key, value):
 
 MISTAKES = {
     "data.train_batchsize=8": "'data.train_batchsize': did you mean 'data.train_batch_size'?",
-    "data.max_len=8": "did you mean 'data.max_length'?",
     "train_batch_size=8": "did you mean 'data.train_batch_size'?",
     "model.lr=1e-5": "did you mean 'optim.lr'?",
     "+trainer.total_epoch=3": "did you mean 'trainer.total_epochs'?",
     "model.fsdp_config.param_type=float32": "did you mean 'model.fsdp_config.param_dtype'?",
-    "zzz.qqqq=1": "'zzz.qqqq': no key has a similar name; `train --help` lists all",
-    "gpus=1": "'gpus': no key has a similar name",
-    "data.train_batch_size=eight": "'data.train_batch_size' must be a whole number, got 'eight'",
-    "data.train_batch_size=8.5": "must be a whole number, got 8.5",
-    "data.train_batch_size=true": "must be a whole number, got True",
-    "data.train_batch_size=null": "must be a whole number, got None",
-    "data.max_length=nan": "must be a whole number, got nan",
-    "data.max_length=inf": "must be a whole number, got inf",
-    "model.compile=1": "'model.compile' must be true or false, got 1",
-    "optim.betas=null": "'optim.betas' must be a list",
-    "optim.betas=[0.9,many]": "'optim.betas' must be a number, got 'many'",
-    "trainer.logger=true": "'trainer.logger' must be a list, got True",
-    "trainer.project_name=true": "'trainer.project_name' must be text, got True",
-    "data.apply_chat_template_kwargs=3": "'data.apply_chat_template_kwargs' must be a group of keys",
+    "zzz.qqqq=1": "docs/coming_from.md",
+    "data.train_batch_size=eight": "'data.train_batch_size'",
+    "data.train_batch_size=8.5": "'data.train_batch_size'",
+    "data.train_batch_size=true": "'data.train_batch_size'",
+    "data.train_batch_size=null": "'data.train_batch_size'",
+    "data.train_batch_size=0": "'data.train_batch_size' must be at least 1",
+    "data.max_length=nan": "'data.max_length'",
+    "data.max_length=inf": "'data.max_length'",
+    "model.compile=3.5": "'model.compile'",
+    "optim.betas=null": "'optim.betas'",
+    "optim.betas=[0.9,many]": "'optim.betas'",
+    "optim.betas=[0.9]": "'optim.betas' must be two numbers in [0, 1)",
+    "optim.clip_grad=0": "'optim.clip_grad' must be positive",
+    "optim.lr=1e-4,1e-3": "'optim.lr=1e-4,1e-3' has several values",
+    "model.new_tokens=[{a: 1}]": "'model.new_tokens'",
+    "data.apply_chat_template_kwargs=3": "'data.apply_chat_template_kwargs'",
     "model.fsdp_config=3": "'model.fsdp_config' must be a group of keys, got 3",
     "data.truncation=middle": "must be one of error, left, right, drop, split; got 'middle'",
     "optim.lr_scheduler=cosin": "did you mean 'cosine'?",
     "trainer.logger=[console,wandbb]": "did you mean 'wandb'?",
     "model.enable_gradient_checkpointing=some": "must be one of true, false, selective, offload",
-    "model.compile=true model.enable_gradient_checkpointing=selective trainer.device=cpu": (
-        "together on a GPU alone"
-    ),
-    "data.max_token_len_per_gpu=100": "(100) is below 'data.max_length' (2048)",
+    "data.max_token_len_per_gpu=100": "'data.max_length' (2048)",
     "data.prompt_key=question": "'data.prompt_key' and 'data.response_key' go together",
     "trainer.resume_mode=resume_path": "'trainer.resume_from_path' and 'trainer.resume_mode",
     "trainer.checkpoint.save_contents=[model,hf_model]": "without them a run cannot resume",
-    "trainer.checkpoint.load_contents=[optimizer]": "load_contents' must contain 'model'",
-    "trainer.checkpoint.load_contents=[model]": "only with resume_mode=resume_path",
     "data.val_ratio=1": "'data.val_ratio' must be in [0, 1), got 1",
-    "data.train_batch_size=0": "'data.train_batch_size' must be at least 1, got 0",
     "data.micro_batch_size_per_gpu=0": "must be null or at least 1",
     "data.train_max_samples=0": "must be -1 (all) or at least 1",
     "data.num_workers=-1": "'data.num_workers' must not be negative",
     "data.num_workers=1000000": "must be at most 64",
-    "data.train_files=[]": "'data.train_files' is empty",
-    "optim.betas=[0.9]": "'optim.betas' must be two numbers in [0, 1)",
-    "optim.clip_grad=0": "'optim.clip_grad' must be positive",
     "trainer.project_name=../x": "must not lead out of checkpoints/",
-    "trainer.max_time=soon": "must be a time such as 3h30m",
-    "trainer.hang_timeout_s=3000": "must be below 'trainer.dist_timeout_s' (1800)",
+    "trainer.max_time=soon": "'trainer.max_time' must be a duration",
+    "trainer.seed=${nope}": "'trainer.seed'",
     "model.lora_rank=4": "needs pretrained weights",
-    "optim.lr=1e-4,1e-3": "'optim.lr=1e-4,1e-3' has several values, and one run takes one",
     "data.max_length": "'data.max_length' is not of the form key=value",
     "~optim.eps": "'~optim.eps' is not of the form key=value",
     "--no-such-flag": "unknown flag '--no-such-flag'",
     "data.train_files=[a,b": "[a,b",
+    "data.train_files=null": "'data.train_files'",
+    "data.train_files=[]": "'data.train_files' is empty",
+    "data.train_files=[{files:[]}]": "'data.train_files[0].files' is empty",
+    "data.train_files=[{name:a}]": "'data.train_files[0].files' is missing",
+    "data.train_files=[{files:a},{files:b,repeats:2}]": "did you mean 'data.train_files[1].repeat'?",
+    "data.train_files=[{files:a.jsonl,repeat:0}]": "'data.train_files[0].repeat' must be in (0, 1000]",
+    "data.train_files=[{files:a.jsonl,repeat:inf}]": "'data.train_files[0].repeat'",
+    "data.train_files=[{files:a.jsonl,repeat:often}]": "'data.train_files[0].repeat'",
+    "data.train_files=[{files:a.jsonl,max_samples:0}]": "'data.train_files[0].max_samples' must be",
+    "data.train_files=[{files:a.jsonl,prompt_key:q}]": "'data.train_files[0].response_key' go together",
+    "data.train_files=[{files:a,prompt_key:q,response_key:a,text_key:t}]": "exclude each other",
+    "data.train_files=[{files:x/a.jsonl},{files:y/a.jsonl}]": "several sources named 'a'",
+    "data.train_files=[{files:'*.jsonl'}]": "'data.train_files[0]' needs a `name`",
+    "data.train_files=[{files:a.jsonl,name:'a b'}]": "'data.train_files[0].name' must consist of",
+    "data.val_files=[{files:a.jsonl,repeat:2}]": "'data.val_files[0].repeat' must be 1, got 2",
+    "trainer.guard.rules=[{metric: a, over: 1}]": "'trainer.guard.rules[0].over'",
+    "trainer.guard.rules=[{above: 1}]": "'trainer.guard.rules[0].metric'",
+    "trainer.guard.rules=[{metric: a, above: x}]": "'trainer.guard.rules[0].above'",
+    "trainer.guard.rules=[{metric: a, above: 1, for: 0}]": "'trainer.guard.rules[0].for'",
+    "trainer.guard.rules=[{metric: a, above: 1, do: halt}]": "'trainer.guard.rules[0].do'",
+    "trainer.guard.rules=nonsense": "'trainer.guard.rules'",
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_named_with_its_key(words):
-    assert MISTAKES[words] in error_of(*words.split())
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_is_named_with_its_key(override):
+    assert MISTAKES[override] in error_of(override)
 
 
-def test_a_recorded_configuration_is_read_without_keys_that_are_gone():
+def source(name: str, files: str | list[str], **columns: str) -> Source:
+    return Source(name, files, 1.0, -1, None, RowKeys(**columns))  # type: ignore[arg-type]
+
+
+COLUMNS = ("data.prompt_key=q", "data.response_key=a", "data.messages_key=chat")
+SOURCES = [
+    (["data.train_files=quickstart"], [source("train_files", "quickstart")]),
+    (["data.train_files=[a.jsonl,'b/*']"], [source("train_files", ["a.jsonl", "b/*"])]),
+    (
+        ["data.train_files=[quickstart,{files:b.jsonl.gz}]"],
+        [source("quickstart", "quickstart"), source("b", "b.jsonl.gz")],
+    ),
+    (
+        [f"data.train_files={LONG_SOURCES}", "data.train_max_samples=7"],
+        [
+            Source("code", ["/d/code/*.jsonl", "more.parquet"], 2.5, 100, None, RowKeys()),
+            Source(
+                "math", "/d/math.jsonl", 1.0, 7, "math.jinja", RowKeys("messages", "t", "q", "a")
+            ),
+        ],
+    ),
+    (  # what a source leaves open is as in `data`; one that names columns has no other format
+        [*COLUMNS, "data.train_files=[{files:a},{files:b,messages_key:m},{files:c,text_key:t}]"],
+        [
+            source("a", "a", prompt_key="q", response_key="a", messages_key="chat"),
+            source("b", "b", messages_key="m"),
+            source("c", "c", messages_key="chat", text_key="t"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "sources"), SOURCES)
+def test_sources_are_named_and_completed(words, sources):
+    assert sources_of(load_config(words).data, "train_files") == sources
+    assert sources_of(load_config(words).data, "val_files") == []
+
+
+def test_a_recorded_configuration_is_read_without_removed_keys():
     tree = load_config(["trainer.seed=3"]).resolved
     older = {**tree, "model": {**tree["model"], "router_loss": "auto"}}
     assert parse_recorded(older) == load_config(["trainer.seed=3"])
@@ -178,6 +202,21 @@ def test_a_recorded_configuration_is_read_without_keys_that_are_gone():
 def test_any_text_can_be_written_as_an_override(text):
     word = f"data.apply_chat_template_kwargs={as_word({'a': [text]})}"
     assert load_config([word]).data.apply_chat_template_kwargs == {"a": [text]}
+
+
+def test_a_hang_is_found_before_a_collective_gives_up():
+    for timeout_s in (1, 10, 600, 3000):
+        assert TrainerConfig(hang_timeout_s=timeout_s).dist_timeout_s > timeout_s
+
+
+def test_cfg_and_help_print_the_configuration(capsys):
+    assert main(["--cfg", "job", "trainer.seed=11", "experiment=gsm8k"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("seed: 11", "prompt_key: question", "checkpoints/gsm8k/"):
+        assert text in printed
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert [key for key in known_keys() if f"{key.rpartition('.')[2]}:" not in printed] == []
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "trainer"], ["bash", "run_sft.sh"]])

@@ -183,7 +183,7 @@ def test_from_another_directory_it_says_from_where_a_run_is_to_be_asked(
         monkeypatch.chdir(place)
         assert command.main([str(run_dir), "--score", "exact"]) == 65
         said = capsys.readouterr().err
-        assert "own.jsonl" in said and ("call it from there" in said) is is_told
+        assert "own.jsonl" in said and ("where the run was started" in said) is is_told
 
 
 def test_rotation_spares_the_best_that_was_scored(tmp_path):
@@ -191,8 +191,8 @@ def test_rotation_spares_the_best_that_was_scored(tmp_path):
     for step, value in ((2, 0.9), (3, 0.2)):
         append_result(run_dir, name="code", step=step, value=value)
     found = layout.committed(run_dir)
-    spared = worth_keeping(run_dir, History(), "eval/code", found)
-    assert spared == {2} and worth_keeping(run_dir, History(), "val/loss", found) == set()
+    spared = worth_keeping(run_dir, History(), found)
+    assert spared == {2}
     retention.rotate(run_dir, keep=1, protect=spared)
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 

@@ -53,7 +53,7 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files,
     assert inputs.tokenizer.decode(ids[mask].tolist()) == "1 it is, and no other number<|im_end|>"
     assert inputs.train.location(NUM_CHATS + 1) == f"{files}/answers.jsonl:2"
     assert inputs.chat_template is None and "says" not in str(inputs.tokenizer.chat_template)
-    assert "templates of their own, which huggingface/ does not carry: answers" in caplog.text
+    assert "have their own: answers" in caplog.text
 
 
 def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):

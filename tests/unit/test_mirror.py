@@ -27,7 +27,7 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import Storage, require_usable
 from trainer.cli import checkpoint, mirror
-from trainer.config import ConfigError
+from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.checks import Launch
@@ -74,7 +74,7 @@ def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir, tmp_path):
 def test_an_evaluation_that_finds_the_best_checkpoint_late_has_it_kept(run_dir):
     save(run_dir, 2, 4, 6, 8)
     storage = FaultyStorage()
-    own = uploader(run_dir, storage, best_metric="eval/toy")
+    own = uploader(run_dir, storage)
     own.sync()
     assert steps_in(storage) == [2, 8] and not own.is_behind
     row = {"kind": "summary", "name": "eval/toy", "step": 4, "nonce": "a1b4", "mean": 0.9}
@@ -260,14 +260,13 @@ def test_a_storage_silent_at_the_start_holds_up_only_who_has_nothing_to_go_on_fr
     monkeypatch.setattr(process, "POLL_S", 0.01)
     save(run_dir, 2)
     silent = FaultyStorage(1, "silent")
-    process.prepare_in_time(trainer_of(run_dir, dist_timeout_s=0.2), Storage(URL, silent))
+    monkeypatch.setattr(TrainerConfig, "dist_timeout_s", 0.2)
+    process.prepare_in_time(trainer_of(run_dir), Storage(URL, silent))
     assert "has not answered for 0 s; training continues" in caplog.text
     silent.answers.set()
     silent = FaultyStorage(1, "silent")
     with pytest.raises(ResumableError, match="has not answered"):
-        process.prepare_in_time(
-            trainer_of(tmp_path / "new", dist_timeout_s=0.2), Storage(URL, silent)
-        )
+        process.prepare_in_time(trainer_of(tmp_path / "new"), Storage(URL, silent))
     silent.answers.set()
 
 
@@ -345,7 +344,7 @@ def test_other_machines_wait_for_what_arrives_and_no_longer(
     capsys,
 ):
     """Nine times as long as they would wait for nothing; the clock is made up."""
-    words = ["dist_timeout_s=1000", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
+    words = ["hang_timeout_s=350", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"
     now, tries = [0.0], iter(range(100))
     staging.mkdir()

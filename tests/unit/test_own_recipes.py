@@ -41,7 +41,7 @@ def test_conf_of_the_working_directory_goes_before_ours():
     )
     with pytest.raises(
         ConfigError,
-        match=r"no recipe 'nope' in conf/experiment: known are .*gsm8k, lora_qwen7b, mine, ",
+        match=r"(?s)no recipe 'nope' .*gsm8k, lora_qwen7b, mine, ",
     ):
         load_config(["experiment=nope"])
 
@@ -65,7 +65,7 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
     ("text", "reason"),
     [
         ("optim: {lr: [", "recipe own.yaml, line 1: expected the node content"),
-        ("- a\n- b\n", "recipe own.yaml holds no keys"),
+        ("- a\n- b\n", "recipe own.yaml contains no keys"),
         (
             "optim:\n  lrr: 1\n",
             "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'",
@@ -93,20 +93,16 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (LAUGHS, r"line 2: '\*a0' is a YAML alias.*Fix: write"),
-        ("trainer: [" + "x, " * 10_000 + "x]", "line 1: more than 10000 values"),
+        (LAUGHS, r"line 2: '\*a0' is a YAML alias"),
         ("trainer: " + "[" * 5000 + "]" * 5000, "line 1: more than 64 levels of nesting"),
         ("trainer: " + "{a: " * 5000 + "}" * 5000, "line 1: more than 64 levels of nesting"),
-        ("trainer: &a\n  tags: [*a]\n", r"line 2: '\*a' is a YAML alias"),
-        ("x" * (2**20 + 1), "at most 1048576 are read"),
+        ("x" * (2**16 + 1), "at most 65536 are read"),
         ("\x00", "special characters are not allowed"),
     ],
     ids=[
         "billion laughs",
-        "values",
         "lists",
         "mappings",
-        "an anchor in itself",
         "a large file",
         "no text",
     ],
@@ -133,9 +129,7 @@ def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
 ):
     monkeypatch.setenv("SECRET", "hunter2")
     path = write("own.yaml", place.format(value))
-    with pytest.raises(
-        ConfigError, match=r"own.yaml: (trainer.experiment_name|data.train_files): .*Fix:"
-    ) as raised:
+    with pytest.raises(ConfigError, match=r"recipe own\.yaml: ") as raised:
         load_config([f"experiment={path}"])
     assert "hunter2" not in str(raised.value)
     assert (
@@ -144,6 +138,6 @@ def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
     )
 
 
-def test_other_interpolations_of_a_recipe_are_resolved():
-    text = "trainer:\n  project_name: a:b\n  experiment_name: ${trainer.project_name}-${oc.decode:'3'}\n"
+def test_a_recipe_may_refer_to_keys():
+    text = "trainer:\n  project_name: a:b\n  experiment_name: ${trainer.project_name}-3\n"
     assert load_config([f"experiment={write('own.yaml', text)}"]).trainer.experiment_name == "a:b-3"

@@ -26,7 +26,7 @@ from trainer.train.start.compose import load_config
 
 LIMITS = [
     "trainer.device=cpu",
-    "trainer.dist_timeout_s=900",
+    "trainer.hang_timeout_s=300",
 ]
 
 
@@ -131,7 +131,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch):
         beat=lambda: None,
     )
 
-    def decide_start(*args: Any, **settings: Any) -> None:
+    def choose(*args: Any) -> None:
         raise ReachedError
 
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -142,11 +142,9 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch):
     monkeypatch.setattr(
         run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", 0))
     )
-    inputs = SimpleNamespace(total_steps_from=lambda start: 1)
-    monkeypatch.setattr(run, "prepare_inputs", lambda config, progress: inputs)
+    monkeypatch.setattr(run, "prepare_inputs", lambda config, progress: None)
     monkeypatch.setattr(run, "facts_of", lambda inputs, progress: {})
-    monkeypatch.setattr(run, "_lineage", lambda inputs: None)
-    monkeypatch.setattr(run, "decide_start", decide_start)
+    monkeypatch.setattr(run, "choose", choose)
     config = load_config([*LIMITS, "trainer.deterministic=true"])
     try:
         with pytest.raises(ReachedError):
@@ -166,7 +164,7 @@ def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(
         "model.compile=true",
         "model.enable_gradient_checkpointing=selective",
     ]
-    with pytest.raises(ConfigError, match="go together on a GPU alone"):
+    with pytest.raises(ConfigError, match="work together only on a GPU"):
         run.run(load_config(words), StopRequest(), Heartbeat())
 
 

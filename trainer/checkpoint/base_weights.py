@@ -100,7 +100,7 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ConfigError(
             f"'{directory}' has no safetensors to merge adapters with; "
-            f"trainer.checkpoint.export_lora=adapter needs none"
+            f"an export of the adapter (hf_model in trainer.checkpoint.save_contents) needs none"
         )
     return weights_in(directory)
 
@@ -116,7 +116,7 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
     raise ConfigError(
         f"the files of the base have no tensor '{name}' to merge an adapter with: adapters of "
         f"experts, and of weights that the files store in another form, cannot be merged.\n"
-        f"Fix: trainer.checkpoint.export_lora=adapter (of a checkpoint: --lora adapter)"
+        f"Fix: hf_model in trainer.checkpoint.save_contents (of a checkpoint: --lora adapter)"
     )
 
 

@@ -2,14 +2,12 @@
 No torch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import POINTER, CheckpointInfo, Pointer
 from trainer.config import ConfigError, TrainerConfig
-from trainer.config.schema import LOADED
 from trainer.errors import CannotWriteError
 
 
@@ -128,18 +126,6 @@ def candidates_of(config: TrainerConfig) -> Selection:
             )
         return Selection((info,))
     return select(run_dir)
-
-
-def contents_of(config: TrainerConfig, info: CheckpointInfo) -> Sequence[str]:
-    """Return the parts that are taken over of a checkpoint: `load_contents` of the one that is named, everything of
-    others.
-
-    These are the run's own: one that began with the weights of another run alone goes on like any
-    other.
-    """
-    named = config.resume_from_path
-    is_own = named is not None and Path(named).resolve() != info.path.resolve()
-    return LOADED if is_own else config.checkpoint.load_contents
 
 
 def cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:

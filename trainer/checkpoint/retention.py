@@ -3,15 +3,14 @@
 import errno
 import logging
 import secrets
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
-from trainer.runtime.evaluations import PREFIX, read_summaries
+from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.progress import History
 from trainer.runtime.text import readable
 
@@ -23,10 +22,9 @@ SPARE = 1.05
 
 @dataclass(frozen=True)
 class Retention:
-    """A run keeps its newest `keep` checkpoints (None: all), and the best one by `best_metric`."""
+    """A run keeps its newest `keep` checkpoints (None: all)."""
 
     keep: int | None = None
-    best_metric: str = "val/loss"
 
 
 ALL = Retention()
@@ -51,7 +49,7 @@ def settle(
             if info.step < step and not info.published:
                 # its own publishing failed: it must not look like the work of a later crash
                 layout.mark(info.path, PUBLISHED)
-        best = worth_keeping(run_dir, history or History(), kept.best_metric, found)
+        best = worth_keeping(run_dir, history or History(), found)
         rotate(run_dir, keep=kept.keep, protect=protect | best)
     except (OSError, MemoryError) as error:
         logger.warning(
@@ -107,13 +105,11 @@ def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
     return steps[-keep:] + until_pointer[-keep:]
 
 
-def worth_keeping(
-    run_dir: Path, history: History, best_metric: str, found: list[CheckpointInfo]
-) -> set[int]:
+def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) -> set[int]:
     """Return the steps of `found` (by rising step) that rotation spares.
 
     These are the checkpoint of the best validation, the newest before the last trouble, and the
-    best by the evaluation `best_metric`, if it is one.
+    best of each evaluation.
     """
     limits = [] if history.best_step is None else [history.best_step]
     if history.episodes:
@@ -121,20 +117,15 @@ def worth_keeping(
     kept = set()
     for limit in limits:
         kept.update([info.step for info in found if info.step <= limit][-1:])
-    rows = scores(run_dir, best_metric)
-    means = {
-        info.step: row["mean"]
-        for info in found
-        if (row := rows.get(info.step)) and info.nonce == row.get("nonce", "")
-    }
-    if means:
-        kept.add(max(means, key=lambda step: means[step]))
+    for rows in read_summaries(run_dir).values():
+        means = {
+            info.step: row["mean"]
+            for info in found
+            if (row := rows.get(info.step)) and info.nonce == row.get("nonce", "")
+        }
+        if means:
+            kept.add(max(means, key=means.__getitem__))
     return kept
-
-
-def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
-    """Return the results of the evaluation `best_metric` by step; none if it is no evaluation."""
-    return read_summaries(run_dir).get(best_metric, {}) if best_metric.startswith(PREFIX) else {}
 
 
 def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> None:

@@ -184,7 +184,7 @@ class Saver:
             source,
             dtype=config.export_dtype,
             lora=config.export_lora,
-            has_weights="hf_model" in config.save_contents,
+            has_weights=config.exports_weights,
         )
 
     @property

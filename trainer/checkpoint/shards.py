@@ -196,9 +196,9 @@ def load_optimizer(
             raise CorruptShardError(
                 f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of "
                 f"'{name}', {type(optimizer).__name__} needs "
-                f"{', '.join(optimizer.state[parameter])}; restore optim.name, or start anew from "
-                f"the weights: another trainer.experiment_name, trainer.resume_mode=resume_path, "
-                f"trainer.resume_from_path={directory}, trainer.checkpoint.load_contents=[model]"
+                f"{', '.join(optimizer.state[parameter])}; restore optim.name, or start a new "
+                f"run from the weights: another trainer.experiment_name, "
+                f"model.partial_pretrain={directory}/huggingface"
             )
         for key, value in optimizer.state[parameter].items():
             _copy_slice(

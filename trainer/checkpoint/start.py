@@ -19,10 +19,9 @@ from trainer.checkpoint.choice import (
     Selection,
     candidates_of,
     cannot_use,
-    contents_of,
 )
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, compare
+from trainer.checkpoint.lineage import Lineage, compare
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.config import ConfigError, TrainerConfig
@@ -57,20 +56,21 @@ def decide_start(
     lineage: Lineage,
     world: World,
     *,
-    total_steps: Callable[[Position], int],
+    selection: Selection,
+    total_steps: int,
 ) -> Start:
     """Decide where to begin. Collective.
 
-    `lineage`: what the run descends from. `total_steps`: steps of the whole run, from a position.
+    `lineage`: what the run descends from. `selection`: what `choose` found. `total_steps`: steps of
+    the whole run if it continues from there.
 
     A run that has ended is complete: nothing is written, not even the lock. One that was killed at
     its end is not: it goes on with no step left, and ends again. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
-    selection = _select(config, world)
     if selection.chosen is not None:
-        position = _position(selection.chosen, config)
-        if _is_complete(selection.chosen, config, position, total_steps(position), world):
+        position = position_of(selection.chosen)
+        if _is_complete(selection.chosen, config, position, total_steps, world):
             _say(selection.notes)
             return Start(selection.chosen, position, is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
@@ -85,17 +85,15 @@ def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World)
     """Decide the start under the lock, which the main rank takes first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
-    selection = _select(config, world)
+    selection = choose(config, world)
     _say(selection.notes)
     checkpoint = _first_proven(selection.candidates, config, world)
-    position = Position()
     if checkpoint is not None:
-        position = _position(checkpoint, config)
-        _require_same_run(checkpoint, config, lineage)
+        _require_same_run(checkpoint, lineage)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
     return Start(
         checkpoint,
-        position,
+        position_of(checkpoint),
         is_complete=False,
         lock=lock if world.is_main else None,
         rollbacks=rollbacks,
@@ -103,7 +101,8 @@ def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World)
     )
 
 
-def _select(config: TrainerConfig, world: World) -> Selection:
+def choose(config: TrainerConfig, world: World) -> Selection:
+    """Choose the checkpoint to continue from, on the main rank. Collective."""
     return _on_main(partial(candidates_of, config), config, world)
 
 
@@ -156,8 +155,9 @@ def _is_own(checkpoint: CheckpointInfo, config: TrainerConfig) -> bool:
     return checkpoint.path.resolve().parent == Path(config.default_local_dir).resolve()
 
 
-def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
-    if "extra" not in contents_of(config, checkpoint):
+def position_of(checkpoint: CheckpointInfo | None) -> Position:
+    """Return where a run continues from a checkpoint; the beginning without one."""
+    if checkpoint is None:
         return Position()
     assert checkpoint.manifest is not None, "a candidate is committed"
     return checkpoint.manifest.position
@@ -198,13 +198,9 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     return [problem for problem in problems if not layout.is_export(problem)]
 
 
-def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
+def _require_same_run(checkpoint: CheckpointInfo, now: Lineage) -> None:
     assert checkpoint.manifest is not None, "a candidate is committed"
-    saved = checkpoint.manifest.fingerprints
-    # another run may begin from the weights alone
-    if "extra" not in contents_of(config, checkpoint):
-        saved = {key: value for key, value in saved.items() if key == BASE_WEIGHTS}
-    for change in compare(saved, now):
+    for change in compare(checkpoint.manifest.fingerprints, now):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
 
 

@@ -225,9 +225,8 @@ def load_state(
                 f"{path} holds a state of the part '{name}' for each of its "
                 f"{manifest.world_size} ranks ({_described(manifest.mesh)}), which the "
                 f"{world.size} ranks of this run ({_described(world.mesh_sizes)}) cannot take "
-                f"over.\nFix: continue on the same ranks, or start anew from its weights: another "
-                f"trainer.experiment_name, trainer.resume_mode=resume_path, "
-                f"trainer.resume_from_path={path}, trainer.checkpoint.load_contents=[model]"
+                f"over.\nFix: continue on the same ranks, or start a new run from its weights: another "
+                f"trainer.experiment_name, model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):
             # each rank needs rows that several ranks may have saved

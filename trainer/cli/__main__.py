@@ -1,4 +1,4 @@
-"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout."""
+"""`fsdp-sft COMMAND …`, or in a checkout `bash run_sft.sh COMMAND …`."""
 
 import importlib
 import sys
@@ -12,8 +12,8 @@ from trainer.runtime.log import escape_unprintable
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
-    """`is_program`: the log and the signals of this process are the command's to set. The console
-    script passes neither words nor this.
+    """Run a command and return its exit code. `is_program`: it may set up the log and the signals of
+    this process; the console script passes no arguments and means it.
     """
     is_program |= argv is None
     if is_program:

@@ -1,4 +1,4 @@
-"""Parsers, exit codes and files of the command line tools."""
+"""Parsers, exit codes and files of the commands."""
 
 import argparse
 import signal
@@ -23,11 +23,10 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command: named as it is called, with its description and example from
-    `COMMANDS`, unless `settings` have others.
+    """The parser of a command. Name, description and example come from `COMMANDS`; `settings` may
+    replace them.
 
-    Raises `ConfigError` with the usage where argparse would end the process, so that one place
-    reports errors.
+    It raises `ConfigError` with the usage where argparse would end the process.
     """
 
     def __init__(self, command: str | None = None, **settings: Any) -> None:
@@ -44,8 +43,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """The parser of a command below another: refuses what it does not know itself; argparse leaves that to
-    the parser above.
+    """The parser of a subcommand. It refuses unknown arguments, which argparse would leave to the
+    parser above.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -56,38 +55,30 @@ class CommandParser(Parser):
 
 
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
-    """Add what a run is started with, as `words` for `parse_arguments`. `ranks`: what N counts."""
+    """Add the arguments of a start as `words`. `ranks` says what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
 
 
-def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]:
-    """Read what `add_words` collected. Raises `ConfigError`, with this command's usage where it
-    would be that of `train`.
-    """
+def read_words(words: list[str]) -> tuple["Arguments", "Config"]:
+    """Read what `add_words` collected. Raises `ConfigError`."""
     from trainer.launch.ranks import parse_arguments
     from trainer.train.start.compose import load_config
 
-    try:
-        asked = parse_arguments(words)
-        return asked, load_config(asked.overrides)
-    except ConfigError as error:
-        message, *usage_of_train = str(error).split("\nusage: ")
-        if usage_of_train:
-            parser.error(message)
-        raise
+    asked = parse_arguments(words)
+    return asked, load_config(asked.overrides)
 
 
 Main = Callable[[list[str]], int]
-"""A command: from its arguments to its exit code."""
+"""A command takes its arguments and returns its exit code."""
 
 
 def as_command(
     codes: dict[type[Exception], int] | None = None, *, interrupted: str = "interrupted"
 ) -> Callable[[Main], Main]:
-    """Print an error that has an exit code as one message on stderr, and return the code.
+    """Print an error that has an exit code on stderr, and return the code.
 
-    `codes` are added to those of a run.
+    `codes` extend the exit codes of a run.
     """
     known = {**DOCUMENTED, **(codes or {})}
 
@@ -122,11 +113,15 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Whole or not at all, never in the place of a device or a pipe. Raises `CannotWriteError`."""
-    if path.exists() and not path.is_file():
-        raise CannotWriteError(f"cannot write {path}: it is no regular file; choose another place")
+    """Write a whole file or nothing, and never replace a device or a pipe. Raises
+    `CannotWriteError`.
+    """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
         atomic_write(path, text)
     except OSError as error:
-        raise CannotWriteError(f"cannot write {path}: {error}; choose another place") from error
+        raise CannotWriteError(
+            f"cannot write {path}: {error}. Fix: choose another place"
+        ) from error
     print(f"wrote {path}")

@@ -1,8 +1,7 @@
-"""Look after checkpoints from outside the run: list, verify, delete and export them.
+"""List, verify, delete and export checkpoints from outside the run.
 
-Imports no torch, so that an answer is there at once; `export` does when it begins. Exit codes: 0
-all good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130
-interrupted.
+Only `export` imports torch, so that the other commands answer at once. Exit codes: 0 all good, 1
+something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130 interrupted.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.checkpoint import fsio
@@ -28,7 +27,7 @@ from trainer.runtime.text import readable
 from trainer.tools.mirror import STATE
 
 AT_ONCE = ("ls", "verify", "prune")
-"""End at the first signal: the next start removes what is half deleted. `export` cleans up."""
+"""These end at the first signal: the next start finishes a deletion. `export` cleans up."""
 
 
 def set_up(argv: list[str]) -> None:
@@ -46,100 +45,58 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Build the parser; each command stores its function as `run`."""
+    """Build the parser. Each command stores its function as `run`."""
     parser = Parser("checkpoint", description="List, verify, delete and export checkpoints.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
-    def add(
-        name: str, run: Callable[[argparse.Namespace], int], about: str, more: str
-    ) -> CommandParser:
-        command: CommandParser = commands.add_parser(name, help=about, description=f"{about}{more}")
-        command.set_defaults(run=run)
-        return command
+    about = "list checkpoints and leftovers, and the checkpoint a resume takes; also during a run"
+    ls = commands.add_parser("ls", help=about, description=about)
+    about = f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})"
+    ls.add_argument("directory", metavar="RUN_DIR", nargs="?", type=_path, help=about)
+    ls.add_argument("--json", action="store_true", help="print one JSON object")
+    ls.set_defaults(run=_ls)
 
-    command = add(
-        "ls",
-        _ls,
-        "list checkpoints and leftovers, and which one a resume takes",
-        "; judged by names and sizes, also during a run",
-    )
-    command.add_argument(
-        "directory",
-        metavar="RUN_DIR",
-        nargs="?",
-        type=_path,
-        help=f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})",
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    about = "compare every byte of checkpoints with their manifests; exit code 1 if any is damaged"
+    verify = commands.add_parser("verify", help=about, description=about)
+    about = "a run directory or a global_step_<step>"
+    verify.add_argument("paths", metavar="PATH", nargs="+", type=_path, help=about)
+    verify.set_defaults(run=_verify)
 
-    command = add(
-        "verify",
-        _verify,
-        "read checkpoints whole and compare them with their manifests",
-        "; exit code 1 if any is damaged",
+    about = (
+        "delete old checkpoints and leftovers, but never the checkpoint a resume takes, which is "
+        "verified first; refused while the run trains"
     )
-    command.add_argument(
-        "paths",
-        metavar="PATH",
-        nargs="+",
-        type=_path,
-        help="a run directory or a global_step_<step>",
+    prune = commands.add_parser("prune", help=about, description=about)
+    prune.add_argument("run_dir", metavar="RUN_DIR", type=_path)
+    about = "keep the newest N, and the pointer's"
+    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
+    prune.add_argument("--corrupt", action="store_true", help="also delete damaged checkpoints")
+    prune.add_argument(
+        "--yes", action="store_true", help="delete; without it only list what would go"
     )
+    prune.set_defaults(run=_prune)
 
-    command = add(
-        "prune",
-        _prune,
-        "delete old checkpoints and leftovers; without --yes only say which",
-        ". The checkpoint a resume takes stays, and is verified before anything goes. Refused while "
-        "the run trains.",
+    about = (
+        "make a directory for transformers and vLLM from the shards, with tokenizer and chat "
+        "template; needs no GPU and works while the run trains"
     )
-    command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
-    command.add_argument(
-        "--keep",
-        metavar="N",
-        type=at_least(1),
-        required=True,
-        help="the newest N stay, and the pointer's",
-    )
-    command.add_argument("--corrupt", action="store_true", help="delete damaged ones, too")
-    command.add_argument("--yes", action="store_true", help="delete")
-
-    command = add(
-        "export",
-        _export,
-        "make a directory for transformers and vLLM from the shards",
-        ". The export has weights in the chosen dtype, the tokenizer and the chat template of the "
-        "training. Needs no GPU and may run beside a training.",
-    )
-    command.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=_path,
-        help="a global_step_<step>, or a run directory: then the one a resume takes",
-    )
-    command.add_argument(
-        "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
-    )
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: %(default)s)"
-    )
-    command.add_argument(
-        "--lora",
-        choices=("adapter", "merged"),
-        default="merged",
-        help="export LoRA adapters, or the merged model (default: %(default)s)",
-    )
-    command.add_argument(
-        "--base",
-        metavar="DIR",
-        type=_path,
-        help="the model that LoRA adapters were trained for (default: where it was then)",
-    )
+    export = commands.add_parser("export", help=about, description=about)
+    about = "a global_step_<step>, or a run directory: then the one a resume takes"
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=_path, help=about)
+    about = "the new directory; its parent must exist"
+    export.add_argument("target", metavar="TARGET", type=_path, help=about)
+    about = "dtype of the weights (default: %(default)s)"
+    export.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=about)
+    about = "export the LoRA adapter, or the merged model (default: %(default)s)"
+    export.add_argument("--lora", choices=("adapter", "merged"), default="merged", help=about)
+    about = "the base model of a LoRA adapter (default: its path during the training)"
+    export.add_argument("--base", metavar="DIR", type=_path, help=about)
+    export.set_defaults(run=_export)
     return parser
 
 
 def _path(text: str) -> Path:
-    """Resolve `.` and `..`: the name of a directory says what it is."""
+    """Resolve `.` and `..`, because the name of a directory tells what it is."""
     if not text:
         raise argparse.ArgumentTypeError("is empty (an unset variable?)")
     return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
@@ -150,6 +107,7 @@ def _show(lines: Iterable[str]) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
+    """Print a table, or JSON, of the checkpoints of one run or of all runs below a directory."""
     root = arguments.directory or listing.RUNS_ROOT
     listing.require_dir(root)
     run_dirs = [root] if listing.is_run(fsio.list_dir(root)) else list(listing.runs_below(root))
@@ -159,14 +117,16 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"runs": runs}, indent=1))
         return EXIT_DONE
-    for index, run in enumerate(runs):
-        _show(["", *listing.as_lines(run)] if index else listing.as_lines(run))
-    if not runs:
+    blocks = ("\n".join(map(listing.printable, listing.as_lines(run))) for run in runs)
+    if runs:
+        print("\n\n".join(blocks))
+    else:
         print(f"no run below '{root}' yet")
     return EXIT_DONE
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    """Print a line for each checkpoint. Rotation may delete one meanwhile, which is no damage."""
     code = EXIT_DONE
     paths = [checkpoint for path in arguments.paths for checkpoint in listing.checkpoints_at(path)]
     for path in paths:
@@ -182,6 +142,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    """Print what goes, and delete it with `--yes`. It holds the lock of the run meanwhile."""
     run_dir = arguments.run_dir
     with listing.locked(run_dir):
         pruning = listing.plan_pruning(
@@ -190,10 +151,8 @@ def _prune(arguments: argparse.Namespace) -> int:
         sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
         verb = "delete" if arguments.yes else "would delete"
         lines = [f"{run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
-        lines += [
-            f"  {verb} {path.name}  {readable(size_bytes)}"
-            for path, size_bytes in sizes_bytes.items()
-        ]
+        for path, size_bytes in sizes_bytes.items():
+            lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
         if mirror := read_object(run_dir / STATE):
             lines.append(f"{listing.mirror_line(mirror)}; nothing is deleted there")
         _show(lines)
@@ -209,6 +168,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    """Export one checkpoint. Imports torch."""
     checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
     _show([*notes, f"exporting {checkpoint} in {arguments.dtype}"])
     started, target = time.perf_counter(), arguments.target
@@ -222,9 +182,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _base(checkpoint: Path) -> Path | None:
-    """Return the directory of the model that adapters were trained for, maybe in the Hub's
-    cache.
-    """
+    """Return the directory of an adapter's base model, which may be in the Hub's cache."""
     settings = checkpoint / ADAPTER_CONFIG
     if not settings.is_file():
         return None

@@ -1,9 +1,9 @@
-"""Every command: what it does, and words to call it with."""
+"""Every command, with its description and example arguments."""
 
 from trainer.runtime.environment import call
 
 TRAIN = "train"
-GROUPS = {  # by group and name: what a command does, and words to call it with
+GROUPS = {  # by group and name: a description, and example arguments
     "before a run": {
         "doctor": (
             "machine, disk, data and model, each line with its fix; --run trains",
@@ -13,7 +13,7 @@ GROUPS = {  # by group and name: what a command does, and words to call it with
         "data": ("show samples with their masks, or count them", "preview experiment=mine"),
     },
     "a run": {
-        TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
+        TRAIN: ("train, or continue a run", "8 experiment=mine optim.lr=1e-5"),
         "report": (
             "verdict and findings of runs, from their logs",
             "checkpoints/mine/first --html report.html",
@@ -23,11 +23,11 @@ GROUPS = {  # by group and name: what a command does, and words to call it with
         "checkpoint": ("list, verify, delete and export them", "ls checkpoints"),
         "mirror": ("bring the mirror of a run up to date", "checkpoints/mine/first"),
         "prove": (
-            "whether an export serves the loss its step was validated with",
+            "check that an export serves the loss its step was validated with",
             "checkpoints/mine/first",
         ),
         "evaluate": (
-            "score what they write: text, numbers, programs",
+            "score generated answers: text, numbers, programs",
             "checkpoints/mine/first --score numeric --watch",
         ),
     },
@@ -36,7 +36,7 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 
 
 def listing() -> str:
-    """Every command, with an example."""
+    """Return a line for every command, with an example."""
     lines = []
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON, at the end")
     options = parser.parse_intermixed_args(argv)
-    asked, config = read_words(parser, options.words)
+    asked, config = read_words(options.words)
     launch = launch_of(config, asked.num_ranks)
     if options.run and launch.layout.num_nodes > 1:
         raise ConfigError(

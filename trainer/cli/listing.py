@@ -1,4 +1,4 @@
-"""Run directories from outside: what they hold, whether it is whole, and what may go."""
+"""Look at run directories from outside: their contents, damage, and old checkpoints."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from trainer.checkpoint.layout import (
     TRASH_PREFIX,
     CheckpointInfo,
 )
-from trainer.checkpoint.lock import LOCK, NoLocksError, RunLock
+from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
@@ -31,43 +31,44 @@ RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
 LOCK_TIMEOUT_S = 1.0
 LEFTOVERS = {
-    STAGING_PREFIX: "a save under way, or cut short",
-    TRASH_PREFIX: "a deletion under way, or cut short",
+    STAGING_PREFIX: "an unfinished save",
+    TRASH_PREFIX: "an unfinished deletion",
     CORRUPT_PREFIX: "set aside as damaged",
-    READING_PREFIX: "links of a reader (evaluate, the mirror), or of one that was killed",
+    READING_PREFIX: "links of a reader (evaluate or the mirror)",
 }
-
-SHOWN_OF_MANIFEST = ("world_size", "loss", "created_utc")
 
 logger = logging.getLogger(__name__)
 
 
 def require_dir(path: Path) -> None:
+    """Raise `ConfigError` unless the path is a directory."""
     if not path.is_dir():
         raise ConfigError(
-            f"no directory '{path}': give a run's, {RUNS_ROOT}/<project_name>/<experiment_name>"
+            f"no directory '{path}'.\nFix: give a run directory, "
+            f"{RUNS_ROOT}/<project_name>/<experiment_name>"
         )
 
 
 def require_run(path: Path) -> None:
+    """Raise `ConfigError` unless the path is a run directory."""
     require_dir(path)
     if layout.parse_step(path.name) is not None:
-        raise ConfigError(f"'{path}' is one checkpoint: give the run directory above it")
+        raise ConfigError(f"'{path}' is a checkpoint. Fix: give the run directory above it")
     if not is_run(fsio.list_dir(path)):
         raise ConfigError(
-            f"'{path}' is no run directory (no checkpoint, no {LOCK}): `checkpoint ls` alone lists "
+            f"'{path}' is no run directory (no checkpoint, no {LOCK}). Fix: `checkpoint ls` lists "
             f"all runs"
         )
 
 
 def is_run(names: list[str]) -> bool:
-    """Return True if a directory with these names in it is a run's."""
+    """Return True if a directory that contains these names is a run directory."""
     marks = (layout.POINTER, LOCK, *LEFTOVERS)
     return any(name.startswith(marks) or layout.parse_step(name) is not None for name in names)
 
 
 def runs_below(root: Path) -> Iterator[Path]:
-    """Yield run directories at or below `root`, by name; links below it are not followed."""
+    """Yield run directories at or below `root` by name, without following links."""
     for directory, names, files in os.walk(root, onerror=partial(logger.warning, "skipped: %s")):
         if is_run([*names, *files]):
             yield Path(directory)
@@ -77,30 +78,32 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoint itself, or all of a run. Raises `ConfigError` if there is none."""
+    """Return the checkpoint itself, or all checkpoints of a run. Raises `ConfigError` if there is
+    none.
+    """
     if layout.parse_step(path.name) is not None:
         require_dir(path)
         return [path]
     require_run(path)
     if found := layout.checkpoints(path):
         return [info.path for info in found]
-    raise ConfigError(f"'{path}' holds no checkpoint to verify: wait for the first save")
+    raise ConfigError(f"'{path}' has no checkpoint yet. Fix: wait for the first save")
 
 
 def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the checkpoint itself, or the one of a run that a resume takes, with the reasons."""
+    """Return the checkpoint itself, or the one that a resume of the run takes, with notes."""
     if layout.parse_step(path.name) is not None:
         require_dir(path)
         return path, ()
     require_run(path)
     selection = choice.select(path)
     if selection.chosen is None:
-        raise ConfigError(f"'{path}' holds no checkpoint to export: wait for the first save")
+        raise ConfigError(f"'{path}' has no checkpoint yet. Fix: wait for the first save")
     return selection.chosen.path, selection.notes
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return what a run directory holds, and which checkpoint a resume takes, for JSON."""
+    """Return the contents of a run directory, and the checkpoint that a resume takes, for JSON."""
     try:
         selection = choice.select(run_dir)
     except choice.NoUsableCheckpointError as error:
@@ -117,7 +120,9 @@ def read_run(run_dir: Path) -> dict[str, Any]:
             "resume": info.step == resume_step,
             "path": str(info.path),
             "size_bytes": tree_bytes(info.path),
-            **{name: getattr(info.manifest, name, None) for name in SHOWN_OF_MANIFEST},
+            "world_size": info.manifest and info.manifest.world_size,
+            "loss": info.manifest and info.manifest.loss,
+            "created_utc": info.manifest and info.manifest.created_utc,
         }
         for info in layout.checkpoints(run_dir)
     ]
@@ -137,7 +142,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def as_lines(run: dict[str, Any]) -> Iterator[str]:
-    """Yield what `read_run` found as a table."""
+    """Yield the result of `read_run` as the lines of a table."""
     yield run["run_dir"]
     if run["checkpoints"]:
         yield f"{'step':>9}  {'status':10}  {'size':>9}  {'ranks':>5}  {'loss':>8}  created (UTC)"
@@ -147,40 +152,34 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         size, ranks = readable(found["size_bytes"]), found["world_size"] or "-"
         loss = "-" if found["loss"] is None else f"{found['loss']:.4f}"
         created = (found["created_utc"] or "-")[:19]
-        marks = [
-            found["reason"],
-            "pointer" if found["pointer"] else "",
-            "resume takes it" if found["resume"] else "",
-        ]
-        text = ", ".join(filter(None, marks))
+        marks = [found["reason"]] if found["reason"] else []
+        marks += ["pointer"] if found["pointer"] else []
+        marks += ["resume takes it"] if found["resume"] else []
         row = f"{found['step']:9}  {found['status']:10}  {size:>9}  {ranks:>5}  {loss:>8}"
-        yield f"{row}  {created:19}  {text}".rstrip()
+        yield f"{row}  {created:19}  {', '.join(marks)}".rstrip()
     if run["mirror"]:
         yield mirror_line(run["mirror"])
     for left in run["leftovers"]:
-        meaning = next(
-            text for prefix, text in LEFTOVERS.items() if left["name"].startswith(prefix)
-        )
-        yield f"  {left['name']}  {readable(left['size_bytes'])}  {meaning}"
+        meanings = [text for prefix, text in LEFTOVERS.items() if left["name"].startswith(prefix)]
+        yield f"  {left['name']}  {readable(left['size_bytes'])}  {meanings[0]}"
     for note in run["notes"]:
         yield from (f"  {line}" for line in note.splitlines())
 
 
 def mirror_line(mirror: dict[str, Any]) -> str:
-    """Say which steps a run last saw whole in its mirror."""
-    found = mirror.get("steps")
-    steps = ", ".join(map(str, found if isinstance(found, list) else [])) or "none"
+    """Return a line with the steps that were complete in the mirror when the run last looked."""
+    steps = ", ".join(map(str, mirror.get("steps") or [])) or "none"
     failed = f"; since then it failed: {mirror['failed']}" if mirror.get("failed") else ""
     return f"  mirror {mirror.get('url')}  steps: {steps}{failed}"
 
 
 def printable(text: str) -> str:
-    """Escape control characters: names and manifests come from a disk anyone may write to."""
+    """Escape control characters. Names and manifests come from a disk that anyone may write to."""
     return text if text.isprintable() else ascii(text)
 
 
 def prove(path: Path) -> list[str]:
-    """Hash a checkpoint whole and name each file that is not as its manifest says."""
+    """Hash a whole checkpoint. Return a line for each file that differs from its manifest."""
     info, count = layout.inspect(path), min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))
     try:
         manifest = info.manifest or parse_manifest(fsio.read_bytes(path / MANIFEST))
@@ -196,10 +195,7 @@ def prove(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Pruning:
-    """The names of the checkpoints that stay, and the paths that go.
-
-    `proofs` must verify before anything goes.
-    """
+    """Names of the checkpoints to keep, and paths to delete once `proofs` have verified."""
 
     kept: list[str]
     proofs: list[CheckpointInfo]
@@ -208,16 +204,10 @@ class Pruning:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run. Raises `ConfigError` naming the holder."""
+    """Hold the lock of a run. Raises `ConfigError` that names the holder."""
     require_run(run_dir)
     lock = RunLock(run_dir)
-    try:
-        lock.acquire(timeout_s=LOCK_TIMEOUT_S)
-    except NoLocksError as error:
-        raise ConfigError(
-            f"'{run_dir}' is on a file system without locks (flock): 'prune' cannot tell whether a "
-            "run trains there. Fix: once no run does, delete old global_step_* directories by hand"
-        ) from error
+    lock.acquire(timeout_s=LOCK_TIMEOUT_S)
     try:
         yield
     finally:
@@ -225,7 +215,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def plan_pruning(run_dir: Path, *, keep: int, deletes_corrupt: bool) -> Pruning:
-    """Decide what goes if the newest `keep` stay, and what a resume takes. Call it under the lock.
+    """Plan to keep the newest `keep` checkpoints and the one a resume takes. Call it under the lock.
 
     Raises `ConfigError` if a resume would find nothing: leftovers may be all that is left.
     """
@@ -252,10 +242,10 @@ def plan_pruning(run_dir: Path, *, keep: int, deletes_corrupt: bool) -> Pruning:
 
 
 def prune(pruning: Pruning) -> None:
-    """Delete what was planned, under the lock.
+    """Delete what was planned. Call it under the lock.
 
-    Raises `OSError` before anything is deleted if a proof fails, `CannotWriteError` for what cannot
-    be deleted.
+    Raises `OSError` before it deletes anything if a proof fails, `CannotWriteError` for paths that
+    it cannot delete.
     """
     for info in pruning.proofs:
         problems = prove(info.path)

@@ -75,7 +75,7 @@ def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
     known = parser.parse_intermixed_args(argv)
     if known.memory_gib is not None and not known.memory_gib > 0:
         raise ConfigError(f"--memory-gib must be positive, got {known.memory_gib}")
-    return known, *read_words(parser, known.words)
+    return known, *read_words(known.words)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,11 @@
-"""The typed configuration: every key, its type, and all checks that need no model and no
-data.
+"""The typed configuration: every key, its type, and all checks that need no model and no data.
 
-It imports neither torch nor hydra, so a mistyped key fails before anything slow starts.
+Nothing here imports torch, so a mistyped key fails before anything slow starts.
 """
 
 from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of
 from trainer.config.keys import ConfigError, did_you_mean, names_matching, parse_duration_s
-from trainer.config.parse import (
-    known_keys,
-    parse_config,
-    parse_recorded,
-    problem_with_key,
-    require_consistent,
-)
+from trainer.config.parse import assign, default_tree, known_keys, parse_recorded, to_config
 from trainer.config.schema import (
     AUTO,
     DTYPES,

@@ -1,7 +1,6 @@
-"""The keys of `data`, and the sources that `data.train_files` and `data.val_files` come to."""
+"""The keys of `data`, and the sources that `data.train_files` and `data.val_files` name."""
 
 import re
-from collections import Counter
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from trainer.config.keys import (
     at_least,
     at_most,
     key,
-    matches,
     not_empty,
     not_negative,
     one_of,
+    where,
     within,
 )
 
@@ -31,24 +30,24 @@ class SourceConfig:
     files: str | list[str] = key(MISSING, "path, glob or list of both", not_empty)
     name: str | None = key(
         None,
-        "what metrics and log call it; null = the name of its file",
-        matches(NAME, "letters, digits, _ - and ."),
+        "its name in metrics and log; null = the name of its file",
+        where(re.compile(NAME).fullmatch, "must consist of letters, digits, _ - and .; got '{}'"),
     )
     repeat: float = key(
         1.0,
-        "how often each row is trained in an epoch; 2.5 = twice, and half of the rows once more, "
-        "the other half in the next epoch; 1 for validation",
+        "how often an epoch trains each row; 2.5 = twice, and half of the rows a third time, the "
+        "other half in the next epoch; must be 1 for validation",
         within("(0, 1000]"),
     )
     max_samples: int | None = key(None, "use only the first rows; -1 = all", _COUNT_OR_ALL)
     chat_template: str | None = key(
-        None, "the same for its rows, chatml | llama3 | plain or a path"
+        None, "template for its rows: chatml | llama3 | plain or a path"
     )
     messages_key: str | None = key(None, "column with [{role, content}, ...]")
     tools_key: str | None = key(None, "column with tool definitions")
     prompt_key: str | None = key(None, "column of the user's text")
     response_key: str | None = key(None, "column of the assistant's text")
-    text_key: str | None = key(None, "column of plain text, all of it trained")
+    text_key: str | None = key(None, "column of plain text; all of it is trained")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,9 @@ class DataConfig:
         not_empty,
     )
     val_files: str | list[str | SourceConfig] | None = key(
-        None, "the same; null = hold out val_ratio of the training rows of each source", not_empty
+        None,
+        "as train_files; null = hold out val_ratio of the training rows of each source",
+        not_empty,
     )
     val_ratio: float = key(
         0.02,
@@ -72,7 +73,7 @@ class DataConfig:
     )
     train_batch_size: int = key(
         32,
-        "samples per optimizer step over all ranks; the result does not depend on their number",
+        "samples per optimizer step over all ranks; the result does not depend on the number of ranks",
         at_least(1),
     )
     micro_batch_size_per_gpu: int | None = key(
@@ -84,8 +85,8 @@ class DataConfig:
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(
         "error",
-        "longer samples: error | left | right (cut that side) | drop | split (plain text of "
-        "text_key, into several)",
+        "longer samples: error | left | right (cut that side) | drop | split (only plain text: cut "
+        "into several samples)",
         one_of("error", "left", "right", "drop", "split"),
     )
     order: str = key(
@@ -96,17 +97,17 @@ class DataConfig:
     messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
     tools_key: str = key("tools", "column with tool definitions, if any")
     prompt_key: str | None = key(
-        None, "single-turn data: column of the user's text; null = recognise the shape"
+        None, "single-turn data: column of the user's text; null = detect the format"
     )
     response_key: str | None = key(None, "single-turn data: column of the assistant's text")
     text_key: str | None = key(
         None,
-        "column of plain text, for continued pretraining: all of it is trained, and the "
-        "tokenizer's end token",
+        "column of plain text, for continued pretraining; trains all of it and the tokenizer's end "
+        "token",
     )
     chat_template: str | None = key(
         None,
-        "in place of the tokenizer's: chatml | llama3 | plain, or the path of a jinja file; "
+        "replaces the tokenizer's template: chatml | llama3 | plain, or the path of a jinja file; "
         "exported with the model",
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
@@ -114,39 +115,38 @@ class DataConfig:
     )
     turns: str = key(
         "auto",
-        "together (a conversation is one sample) | apart (each supervised turn is one, behind the "
-        "prompt that a server would render for it) | auto (apart where the template writes a turn "
-        "otherwise once others follow)",
+        "together (a conversation is one sample) | apart (each supervised turn is one sample, with "
+        "the prompt that a server would render for it) | auto (apart if the template renders a "
+        "turn differently once others follow)",
         one_of("together", "apart", "auto"),
     )
     train_on: str = key(
         "all",
-        "supervised are all assistant turns | the last one of each row",
+        "supervise all assistant turns | the last one of each row",
         one_of("all", "last"),
     )
     special_in_content: str = key(
         "error",
-        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary "
-        "characters) | parse (as the tokenizer takes them)",
+        "a message contains tokens that the template writes around turns: error (bad row) | text "
+        "(ordinary characters) | parse (special tokens)",
         one_of("error", "text", "parse"),
     )
     train_max_samples: int = key(
-        -1, "use only the first rows (of each source); -1 = all", _COUNT_OR_ALL
+        -1, "use only the first rows (of each training source); -1 = all", _COUNT_OR_ALL
     )
-    val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
     on_bad_row: str = key(
         "error",
-        "unusable rows: error (list them and stop) | skip (count and list them; stop where they "
-        "are more than half)",
+        "unusable rows: error (list them and stop) | skip (count and list them; stop if they are "
+        "more than half)",
         one_of("error", "skip"),
     )
     num_workers: int = key(
         1,
         "loader processes per rank; 0 = build batches in the training process",
         not_negative,
-        at_most(64, "each is a process beside every rank"),
+        at_most(64, "every rank has that many"),
     )
-    cache_dir: str = key("checkpoints/.cache", "prepared tokens, under content hashes")
+    cache_dir: str = key("checkpoints/.cache", "prepared tokens, named by content hashes")
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that are read and rendered alike: a `SourceConfig` with `data`'s values for what it
-    leaves open.
+    """Files whose rows are read and rendered alike: a `SourceConfig`, with the values of `data` for
+    what it leaves open.
     """
 
     name: str
@@ -175,8 +175,8 @@ class Source:
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
-    """The sources of `train_files` or `val_files` (`name`). Raises `ConfigError` for sources that
-    contradict each other.
+    """Return the sources of `train_files` or `val_files` (`name`). Raises `ConfigError` for
+    sources that contradict each other.
     """
     dotted, files = f"data.{name}", getattr(data, name)
     if files is None:
@@ -187,15 +187,17 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
     for number, entry in enumerate(files):
         given = SourceConfig(entry) if isinstance(entry, str) else entry
         found.append(_source(given, data, name, f"{dotted}[{number}]"))
-    (same, count), *_ = Counter(source.name for source in found).most_common(1)
-    if count > 1:
+    names = [source.name for source in found]
+    if repeated := {source for source in names if names.count(source) > 1}:
         raise ConfigError(
-            f"'{dotted}' has {count} sources named '{same}': give each a name of its own"
+            f"'{dotted}' has several sources named '{repeated.pop()}'.\nFix: set a different "
+            f"`name` for each"
         )
     return found
 
 
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
+    max_samples = given.max_samples
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
             f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row "
@@ -203,14 +205,15 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         )
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
-    limit = data.train_max_samples if name == "train_files" else data.val_max_samples
-    # a source that names its columns does not look where others have theirs
-    has_own = any((given.messages_key, given.prompt_key, given.text_key))
+    if max_samples is None:
+        max_samples = data.train_max_samples if name == "train_files" else -1
+    # A source that names columns does not use those that `data` names for other formats.
+    has_own = bool(given.messages_key or given.prompt_key or given.text_key)
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
         repeat=given.repeat,
-        max_samples=limit if given.max_samples is None else given.max_samples,
+        max_samples=max_samples,
         chat_template=given.chat_template or data.chat_template,
         keys=RowKeys(
             messages_key=given.messages_key or data.messages_key,
@@ -222,20 +225,19 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     )
 
 
-def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str | None:
-    """Return what is wrong between the keys that name columns."""
+def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str:
+    """Return what is wrong with the combination of keys that name columns, or ''."""
     if (keys.prompt_key is None) != (keys.response_key is None):
         return f"'{prefix}prompt_key' and '{prefix}response_key' go together: set both or neither"
     if keys.text_key is not None and keys.prompt_key is not None:
-        return f"'{prefix}text_key' and '{prefix}prompt_key' exclude each other: a row is one text, or two"
-    return None
+        return f"'{prefix}text_key' and '{prefix}prompt_key' exclude each other: remove one of them"
+    return ""
 
 
 def _name(files: str | list[str], dotted: str) -> str:
+    """Return the name of the first file without its endings."""
     first = files if isinstance(files, str) else files[0]
     stem = Path(first).stem.removesuffix(".jsonl")  # of a.jsonl.gz
     if not re.fullmatch(NAME, stem):
-        raise ConfigError(
-            f"'{dotted}' needs a name, which metrics carry: none follows from its files '{first}'"
-        )
+        raise ConfigError(f"'{dotted}' needs a `name`: its file '{first}' gives none for metrics")
     return stem

@@ -1,216 +1,192 @@
-"""Turn a resolved mapping into a checked `Config`. A mistyped key is answered with the nearest
-known key.
+"""From values by key to a checked `Config`. OmegaConf converts each value to the type of its key.
+
+A mistyped key is answered with the nearest known one.
 """
 
 import dataclasses
 import difflib
-import math
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, field, is_dataclass
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+import omegaconf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.data import QUICKSTART, column_problem, sources_of
-from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
-from trainer.config.schema import LOADED, SELECTIVE, Config
+from trainer.config.keys import ConfigError, declared, keys_of, one_of
+from trainer.config.schema import ALWAYS_SAVED, Config
 
-TYPE_NAMES: Mapping[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    types.NoneType: "null",
-}
+Implementations = Mapping[str, Mapping[str, object]]
+"""For each key whose values name an implementation: the implementations by name."""
 
 
-def parse_config(
-    tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]] | None = None
-) -> Config:
-    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the
-    cause and a fix.
+def default_tree(cls: type = Config) -> DictConfig:
+    """Return the keys of a group with their defaults, as a tree that converts what is assigned."""
+    tree: DictConfig = OmegaConf.structured(_schema(cls))
+    return tree
 
-    `parts`: for keys whose values are names of parts, the parts by name.
+
+@cache
+def _schema(cls: type) -> type:
+    """Return a group as OmegaConf needs it: not frozen, and without unions that contain a list."""
+    members: list[Any] = []
+    for own in declared(cls).values():
+        kind, default = own.type, own.default
+        if isinstance(kind, type) and is_dataclass(kind):
+            kind = _schema(kind)
+            default = field(default_factory=kind)
+        elif own.default_factory is not MISSING:
+            default = field(default_factory=own.default_factory)
+        elif default is MISSING:
+            default = omegaconf.MISSING
+        members.append((own.name, Any if _has_entries(own) else kind, default))
+    return dataclasses.make_dataclass(cls.__name__, members)
+
+
+def _has_entries(own: "Field[Any]") -> bool:
+    """Return True for a list of groups, and for a list in place of a text."""
+    return any(get_origin(kind) is list or is_dataclass(kind) for kind in get_args(own.type))
+
+
+def assign(
+    tree: DictConfig, values: Mapping[str, Any], cls: type = Config, prefix: str = ""
+) -> list[str]:
+    """Set keys of a tree of `cls` from nested mappings. Return the problems, one for each key."""
+    problems, keys = [], declared(cls)
+    for name, value in values.items():
+        own, dotted = keys.get(name), f"{prefix}{name}"
+        if own is None:
+            problems.append(unknown_key(dotted, [f"{prefix}{key}" for key in keys]))
+        elif isinstance(own.type, type) and is_dataclass(own.type):
+            if isinstance(value, Mapping):
+                problems += assign(tree[own.name], value, own.type, f"{dotted}.")
+            else:
+                problems.append(f"'{dotted}' must be a group of keys, got {value!r:.80}")
+        else:
+            problems += _set(tree, own, value, dotted)
+    return problems
+
+
+def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterator[str]:
+    """Set one key. Yield the problem, if there is one."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # OmegaConf makes it a float again if the key is one
+    elif get_origin(own.type) is list and not isinstance(value, list):
+        value = [value]
+    elif get_origin(own.type) is dict and isinstance(value, Mapping):
+        value = OmegaConf.merge(tree[own.name], value)
+    try:
+        tree[own.name] = value
+    except (OmegaConfBaseException, ValueError) as error:
+        yield f"'{dotted}': {str(error).splitlines()[0]}"
+
+
+def unknown_key(dotted: str, siblings: list[str]) -> str:
+    """Return the message for an unknown key. It suggests the key with the nearest last part, of the
+    same group if possible.
     """
-    tree = {name: value for name, value in tree.items() if name != "experiment"}
-    config = dataclasses.replace(_build(Config, tree), resolved=tree)
-    for dotted, named in (parts or {}).items():
-        _check(attrgetter(dotted)(config), dotted, (one_of(*named),))
-    require_consistent(config)
+    known = [*siblings, *keys_of(Config)]
+    leaves = [name.rpartition(".")[2] for name in known]
+    near = difflib.get_close_matches(dotted.rpartition(".")[2], leaves, n=1, cutoff=0.7)
+    hint = "no key has a similar name; `train --help` lists all, docs/coming_from.md those of other trainers"
+    if near:
+        hint = f"did you mean '{known[leaves.index(near[0])]}'?"
+    return f"unknown configuration key '{dotted}': {hint}"
+
+
+def to_config(tree: DictConfig, implementations: Implementations | None = None) -> Config:
+    """Return the checked `Config` of a tree. Raises `ConfigError` that names all wrong keys."""
+    try:
+        resolved: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"'{error.full_key}': {str(error).splitlines()[0]}") from error
+    problems: list[str] = []
+    config = dataclasses.replace(_build(Config, resolved, "", problems), resolved=resolved)
+    for dotted, known in (implementations or {}).items():
+        if problem := one_of(*known)(attrgetter(dotted)(config)):
+            problems.append(f"'{dotted}' {problem}")
+    problems = problems or list(contradictions(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
     for name in ("train_files", "val_files"):
         sources_of(config.data, name)
     return config
 
 
-def parse_recorded(tree: Mapping[str, Any]) -> Config:
-    """Turn the configuration that a run recorded into a `Config`, without the keys that this
-    version no longer has. Raises `ConfigError`.
-    """
-    return parse_config(_without_unknown_keys(Config, tree))
-
-
-def _without_unknown_keys(cls: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-    known = {}
+def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
+    """Build a group from the values of its fields. Add what its checks find to `problems`."""
+    arguments = {}
     for name, own in declared(cls).items():
-        if name in tree:
-            is_group = dataclasses.is_dataclass(own.type)
-            known[name] = _without_unknown_keys(own.type, tree[name]) if is_group else tree[name]
-    return known
+        value, dotted = values[own.name], f"{prefix}{name}"
+        if isinstance(own.type, type) and is_dataclass(own.type):
+            value = _build(own.type, value, f"{dotted}.", problems)
+        elif _has_entries(own):
+            value = _with_entries(value, own, dotted, problems)
+        checks = own.metadata["checks"] if value is not None else ()
+        found = (check(value) for check in checks)
+        problems += [f"'{dotted}' {problem}" for problem in filter(None, found)][:1]
+        arguments[own.name] = value
+    return cls(**arguments)
 
 
-def require_consistent(config: Config) -> None:
-    """Raises `ConfigError` for values that do not go together."""
-    if found := list(contradictions(config)):
-        raise ConfigError("\n".join(found))
+def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str]) -> Any:
+    """Return the value of a key with entries: a text, or a list whose mappings become groups."""
+    kinds = {own.type, *get_args(own.type)}
+    if type(value) in kinds or (value is None and NoneType in kinds):
+        return value
+    (item_kind,) = (get_args(kind)[0] for kind in kinds if get_origin(kind) is list)
+    item_kinds = {item_kind, *get_args(item_kind)}
+    found = []
+    for number, item in enumerate(value if isinstance(value, list) else [value]):
+        if isinstance(item, Mapping) and (groups := [*filter(is_dataclass, item_kinds)]):
+            found.append(_entry(groups[0], item, f"{dotted}[{number}].", problems))
+        elif type(item) in item_kinds:
+            found.append(item)
+        else:
+            problems.append(f"'{dotted}' does not accept {item!r:.80}")
+    return found
+
+
+def _entry(cls: Any, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
+    """Return an entry of a list; None if it has problems."""
+    tree = default_tree(cls)
+    found = assign(tree, values, cls, prefix)
+    found += [f"'{prefix}{name}' is missing" for name in OmegaConf.missing_keys(tree)]
+    problems += found
+    return None if found else _build(cls, OmegaConf.to_container(tree), prefix, problems)  # type: ignore[arg-type]
+
+
+def parse_recorded(values: Mapping[str, Any]) -> Config:
+    """Return the `Config` that a run recorded, without keys that this version does not have.
+    Raises `ConfigError`.
+    """
+    tree = default_tree()
+    assign(tree, values)
+    return to_config(tree)
 
 
 def known_keys() -> list[str]:
-    """All dotted keys, in the order of the schema."""
+    """Return all dotted keys, in the order of the schema."""
     return list(keys_of(Config))
 
 
-def problem_with_key(dotted: str) -> str | None:
-    """Return None for a key, a group of keys, or a name inside a user-defined mapping; else the
-    error message.
-    """
-    for name, key in keys_of(Config).items():
-        is_mapping = typing.get_origin(key.type) is dict
-        if f"{name}.".startswith(f"{dotted}.") or (is_mapping and dotted.startswith(f"{name}.")):
-            return None
-    return str(_unknown_key(dotted))
-
-
-def _unknown_key(dotted: str, *, of_entry: Sequence[str] = ()) -> ConfigError:
-    """Name the known key whose last part is nearest, of the same group if there is one.
-
-    `of_entry`: the keys of an entry of a list, where `dotted` is in one.
-    """
-    group, _, leaf = dotted.rpartition(".")
-    known = [*known_keys(), *of_entry]
-    known.sort(key=lambda key: key.rpartition(".")[0] != group)  # the same group first
-    leaves = [key.rpartition(".")[2] for key in known]
-    if near := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7):
-        hint = f"did you mean '{known[leaves.index(near[0])]}'?"
-    elif "[" in dotted:
-        names = ", ".join(key.rpartition(".")[2] for key in of_entry)
-        hint = f"no key has a similar name; an entry has {names}"
-    else:
-        hint = (
-            "no key has a similar name; `train --help` lists all, docs/coming_from.md those of "
-            "other trainers"
-        )
-    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
-
-
-def _build(cls: Any, tree: dict[str, Any], prefix: str = "") -> Any:
-    own = declared(cls)
-    for name in tree:
-        if name not in own:
-            raise _unknown_key(f"{prefix}{name}", of_entry=[f"{prefix}{key}" for key in own])
-    values, problems = {}, []
-    for name, key in own.items():
-        dotted = f"{prefix}{name}"
-        if name in tree:
-            try:
-                value = _coerce(tree[name], key.type, dotted)
-                _check(value, dotted, key.metadata["checks"])
-            except ConfigError as error:
-                problems.append(str(error))
-            else:
-                values[key.name] = value
-        elif key.default is key.default_factory:  # both are missing
-            problems.append(
-                f"missing configuration key '{dotted}': it has no default, give it a value"
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return cls(**values)
-
-
-def _check(value: Any, dotted: str, checks: Iterable[Check]) -> None:
-    for check in checks if value is not None else ():
-        if problem := check(value):
-            raise ConfigError(f"'{dotted}' {problem}")
-
-
-def _coerce(value: Any, hint: Any, dotted: str) -> Any:
-    """`value` as the type of its key; numbers written as text (`1e-5`) and whole floats are
-    accepted where they fit.
-    """
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        try:
-            return _fit(value, option, dotted)
-        except ConfigError:  # of an item: it says more than that the whole does not fit
-            raise
-        except (TypeError, ValueError):
-            continue
-    raise ConfigError(f"'{dotted}' must be {_type_name(hint)}, got {value!r}")
-
-
-def _type_name(hint: Any) -> str:
-    """Return the values of a type in words."""
-    if isinstance(hint, types.UnionType):
-        return " or ".join(map(_type_name, typing.get_args(hint)))
-    if typing.get_origin(hint) is list:
-        return "a list"
-    return TYPE_NAMES.get(hint, "a group of keys")
-
-
-def _fit(value: Any, hint: Any, dotted: str) -> Any:
-    """Raises `ValueError` or `TypeError` where it does not fit, `ConfigError` for an item that
-    does not.
-    """
-    origin = typing.get_origin(hint)
-    if value is None and hint is types.NoneType:
-        return None
-    if isinstance(value, bool):
-        if hint is bool:
-            return value
-        raise ValueError
-    if isinstance(value, dict) and origin is dict:
-        return value
-    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{dotted}.")
-    if origin is list and value is not None:
-        (item_hint,) = typing.get_args(hint)
-        items = value if isinstance(value, list) else [value]
-        places = [f"{dotted}[{n}]" if isinstance(i, dict) else dotted for n, i in enumerate(items)]
-        return [_coerce(item, item_hint, place) for item, place in zip(items, places, strict=True)]
-    if not isinstance(value, str | int | float):
-        raise ValueError
-    if hint is str:
-        return str(value)
-    number = float(value)
-    if hint is float and not math.isnan(number):
-        return number
-    if hint is int and number.is_integer():
-        return int(number)
-    raise ValueError
-
-
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield what is wrong between keys that are each right, with a fix."""
+    """Yield the problems between keys that are right by themselves, with a fix."""
     data, model, trainer = config.data, config.model, config.trainer
-    checkpoint, max_tokens = trainer.checkpoint, config.max_micro_batch_tokens
+    max_tokens = config.max_micro_batch_tokens
     if max_tokens is not None and max_tokens < data.max_length:
-        size = model.ulysses_sequence_parallel_size
-        together = (
-            f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
-        )
         yield (
-            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below "
-            f"'data.max_length' ({data.max_length}): a single sample would not fit; raise the "
-            f"first or lower the second"
+            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) times "
+            f"'model.ulysses_sequence_parallel_size' ({model.ulysses_sequence_parallel_size}) is "
+            f"below 'data.max_length' ({data.max_length}), so that the longest sample does not fit: "
+            f"raise the first or lower the last"
         )
     if problem := column_problem(data, "data."):
         yield problem
-    is_selective = model.enable_gradient_checkpointing == SELECTIVE
-    if model.compile and is_selective and trainer.device == "cpu":
-        yield (
-            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together "
-            "on a GPU alone: attention on a CPU is no part of a compiled layer; use false or true"
-        )
     if model.expert_parallel_size > 1:
         others = {
             "model.compile=true": model.compile,
@@ -219,35 +195,22 @@ def contradictions(config: Config) -> Iterator[str]:
         }
         for name in (name for name, is_set in others.items() if is_set):
             yield (
-                f"'model.expert_parallel_size={model.expert_parallel_size}' does not go with {name}; "
-                f"remove one of the two"
+                f"'model.expert_parallel_size={model.expert_parallel_size}' does not work with "
+                f"{name}: remove one of the two"
             )
     if model.has_adapters and model.freeze:
-        yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
+        yield "'model.freeze' does not work with LoRA, which freezes the whole model: remove one of the two"
     if model.has_adapters and model.new_tokens:
-        yield "'model.new_tokens' goes with full fine-tuning: LoRA would leave the rows of new tokens untrained"
+        yield "'model.new_tokens' does not work with LoRA, which does not train their embeddings: remove one of the two"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
-            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which "
-            "its checkpoints do not hold: name a model in 'model.partial_pretrain', without "
+            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "
+            "its checkpoints do not contain them: name a model in 'model.partial_pretrain', without "
             "'model.random_weights'"
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
-    if trainer.hang_timeout_s >= trainer.dist_timeout_s:
-        yield (
-            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below "
-            f"'trainer.dist_timeout_s' ({trainer.dist_timeout_s}): the hang must be found before a "
-            f"collective gives up"
-        )
-    if "model" not in checkpoint.load_contents:
-        yield "'trainer.checkpoint.load_contents' must contain 'model'"
-    elif "extra" not in checkpoint.load_contents and trainer.resume_mode != "resume_path":
-        yield (
-            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with "
-            "resume_mode=resume_path"
-        )
-    if not set(LOADED) <= set(checkpoint.save_contents):
+    if not set(ALWAYS_SAVED) <= set(trainer.checkpoint.save_contents):
         yield (
             "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without "
             "them a run cannot resume"

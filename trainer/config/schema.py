@@ -1,8 +1,8 @@
 """Every key of the configuration, declared once: type, default, meaning, checks.
 
-`conf/sft.yaml` and the table of docs/config.md are written from here by `python
-tests/architecture/config_table.py`. Values that are names of parts (`model.loss`, `trainer.logger`)
-are checked against the dictionaries of these parts.
+`python tests/architecture/config_table.py` writes `conf/sft.yaml` and the table of docs/config.md
+from these declarations. `train/start/compose.py` checks values that name an implementation
+(`model.loss`, `trainer.logger`).
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -16,7 +16,6 @@ from trainer.config.keys import (
     group,
     inside_checkpoints,
     key,
-    metric_of_best,
     not_empty,
     not_negative,
     one_of,
@@ -27,13 +26,21 @@ from trainer.config.keys import (
 MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = (
-    *("data", "data.order", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts"),
+    "data",
+    "data.order",
+    "train_batch_size",
+    "seed",
+    "tokenizer",
+    "model_config",
+    "other_parts",
 )
 SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
-LOADED = ("model", "optimizer", "extra")
+MIN_DIST_TIMEOUT_S = 60
+ALWAYS_SAVED = ("model", "optimizer", "extra")
+EXPORTS = {"hf_model": "adapter", "merged_model": "merged"}
+"""Values of `save_contents` that export weights, and what an export of LoRA contains."""
 _RATIO = within("[0, 1]")
-_TIMEOUT = (at_least(1), at_most(YEAR_S, "a year"))
 _COUNT_OR_NULL = at_least(1, means="null")
 _STEPS_OR_END = at_least(1, special=-1, means="-1 (only at the end)")
 
@@ -44,16 +51,16 @@ class FsdpConfig:
 
     param_dtype: str = key(
         AUTO,
-        "compute dtype, and what frozen parameters are stored in: bfloat16 | float32 | auto "
-        "(bfloat16 where the hardware computes it)",
+        "dtype of the computation and of frozen parameters: bfloat16 | float32 | auto (bfloat16 if "
+        "the hardware supports it)",
         one_of(AUTO, *DTYPES[:2]),
     )
     cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
     reshard_after_forward: bool | str = key(
         AUTO,
         "true: free gathered parameters after each layer's forward (ZeRO-3); false: keep them for "
-        "the backward pass (ZeRO-2); auto = true where several ranks share layers of more than 1 "
-        "GiB in the compute dtype",
+        "the backward pass (ZeRO-2); auto = true if several ranks share layers of more than 1 GiB "
+        "in the compute dtype",
         one_of("true", "false", AUTO),
     )
     fsdp_size: int = key(
@@ -76,44 +83,42 @@ class ModelConfig:
     new_tokens: list[str] = key(
         [],
         'special tokens to add, e.g. those of a chat template: ["<|im_start|>","<|im_end|>"]; '
-        "their rows begin as the "
-        "mean of all others with a little noise",
+        "their embeddings start as the mean of all others with a little noise",
         lambda tokens: "" if all(tokens) else "must not be empty",
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     master_dtype: str = key(
         "float32",
-        "dtype trained parameters are kept in: float32 | bfloat16 (each update rounded at random, "
-        "right on average)",
+        "dtype of trained parameters: float32 | bfloat16 (updates use stochastic rounding)",
         one_of(*DTYPES[:2]),
     )
     enable_gradient_checkpointing: bool | str = key(
         False,
         "recompute activations in the backward pass: less memory, slower; selective = all but "
-        "matrix products and attention: in between; offload = true, and what layers start from "
-        "waits in host memory (docs/memory.md)",
+        "matrix products and attention: in between; offload = as true, and the inputs of layers "
+        "wait in host memory (docs/memory.md)",
         one_of("true", "false", SELECTIVE, OFFLOAD),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
     loss: str = key(
         "cross_entropy",
-        "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: "
-        "for pretrained weights); train/loss, the guard and validation use cross_entropy in any "
-        "case, train/objective shows the other",
+        "trained loss: cross_entropy | dft (each token's loss weighted by its probability, for "
+        "pretrained weights); train/loss, the guard and validation always use cross_entropy, "
+        "train/objective shows the trained loss",
     )
     attention: str = key(
         AUTO,
-        "auto | packed (documents side by side) | per_document (one per forward; any architecture)",
+        "auto | packed (several documents in a forward pass) | per_document (one in a forward pass; "
+        "any architecture)",
         one_of(AUTO, "packed", "per_document"),
     )
     lora_rank: int = key(
         0,
-        "above 0: train LoRA adapters of this rank, which peft makes (extra lora), and freeze the "
-        "model",
+        "above 0: freeze the model and train LoRA adapters of this rank (extra lora: needs peft)",
         not_negative,
     )
     lora_alpha: int = key(
-        16, "LoRA: what adapters add is scaled by lora_alpha / lora_rank", positive()
+        16, "LoRA: the adapters' output is scaled by lora_alpha / lora_rank", positive()
     )
     lora_dropout: float = key(
         0.0,
@@ -124,35 +129,36 @@ class ModelConfig:
     target_modules: str | list[str] = key(
         "all-linear",
         "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), "
-        "ends of names as [q_proj,experts.down_proj], or a regular expression of whole names",
+        "endings of names as [q_proj,experts.down_proj], or a regular expression of whole names",
         not_empty,
     )
     lora_adapter_path: str | None = key(
         None,
-        "LoRA: directory of an adapter in PEFT's layout to start from; its rank, scaling and "
-        "layers hold",
+        "LoRA: directory of an adapter in PEFT's layout to start from; it decides rank, scaling and "
+        "layers",
     )
     freeze: list[str] = key(
         [],
-        "parameters that are not trained: regular expressions searched in their names, as "
+        "parameters that are not trained: regular expressions found in their names, as "
         "['embed_tokens', 'layers\\.[0-3]\\.']",
     )
     ulysses_sequence_parallel_size: int = key(
         1,
-        "ranks that hold the tokens of a micro-batch between them, for long documents: each takes "
-        "up to data.max_token_len_per_gpu of its tokens; divides ranks and attention heads",
+        "number of ranks that split the tokens of a micro-batch, for long documents: each takes up "
+        "to data.max_token_len_per_gpu tokens; must divide the ranks and the attention heads",
         at_least(1),
     )
     expert_parallel_size: int = key(
         1,
-        "mixtures of experts: ranks that hold all experts between them; tokens travel to their "
-        "experts instead of experts to the tokens; divides the ranks that shard the model",
+        "mixtures of experts: number of ranks that split the experts; tokens travel to their "
+        "experts instead of experts to the tokens; must divide the ranks that shard the model",
         at_least(1),
     )
     fsdp_config: FsdpConfig = group(FsdpConfig)
 
     @property
     def has_adapters(self) -> bool:
+        """Return True for LoRA, with new adapters or those of a directory."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
@@ -162,14 +168,14 @@ class OptimGroup:
 
     match: str = key(
         MISSING,
-        "regular expression found in the names of the group's trained parameters; of several "
-        "entries that match a name the first counts",
+        "regular expression found in the names of the group's trained parameters; the first entry "
+        "that matches a name counts",
         not_empty,
     )
-    lr_scale: float = key(1.0, "the learning rate is multiplied by this", positive())
+    lr_scale: float = key(1.0, "factor for the learning rate", positive())
     weight_decay: float | None = key(
         None,
-        "in place of optim.weight_decay, also for norms and biases; null = as without the entry",
+        "replaces optim.weight_decay, also for norms and biases; null = as without the entry",
         not_negative,
     )
 
@@ -199,7 +205,7 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive())
     state_dtype: str = key(
         "float32",
-        "dtype of the moments: float32 | bfloat16 (rounded at random, right on average)",
+        "dtype of the moments: float32 | bfloat16 (stochastic rounding)",
         one_of(*DTYPES[:2]),
     )
     weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
@@ -215,11 +221,6 @@ class OptimConfig:
         "cosine | linear | constant | wsd (stable, then linear decay over the last tenth)",
     )
     lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
-    lr_warmup_steps: int | None = key(
-        None,
-        "in place of the share: steps that warm up; null or -1 = the share",
-        at_least(0, special=-1, means="-1"),
-    )
     min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
 
 
@@ -227,14 +228,10 @@ class OptimConfig:
 class GuardRule:
     """An entry of the list of guard rules."""
 
-    metric: str = key(
-        MISSING, "a metric, as it is logged; all ranks must agree on its value (docs/guard.md)"
-    )
-    above: float | None = key(None, "the rule holds while the metric is above this number")
-    below: float | None = key(
-        None, "the rule holds while the metric is below this number; set one of the two"
-    )
-    num_steps: int = key(1, "consecutive steps for which it must hold", at_least(1), name="for")
+    metric: str = key(MISSING, "a logged metric whose value is equal on all ranks (docs/guard.md)")
+    above: float | None = key(None, "the metric must stay below this number")
+    below: float | None = key(None, "the metric must stay above this number; set one of the two")
+    num_steps: int = key(1, "consecutive steps beyond the limit", at_least(1), name="for")
     action: str = key(
         "warn",
         "warn | skip (the step's update; only for train/loss and train/grad_norm above a number) | "
@@ -245,7 +242,7 @@ class GuardRule:
 
     @property
     def text(self) -> str:
-        """The rule in words, for messages."""
+        """Return the rule in words, for messages."""
         limit = f"below {self.below:.12g}" if self.above is None else f"above {self.above:.12g}"
         lasting = f" for {self.num_steps} steps" if self.num_steps > 1 else ""
         return f"{self.metric} {limit}{lasting}: {self.action}"
@@ -263,57 +260,48 @@ class GuardConfig:
 
     on_severe: str = key(
         "warn",
-        "a step far off: warn (and keep its samples) | skip its update | rollback | stop",
+        "reaction to an abnormal step: warn (and keep its samples) | skip its update | rollback | "
+        "stop",
         one_of("warn", "skip", "rollback", "stop"),
     )
     on_diverging: str = key(
         "warn",
-        "the loss keeps rising: warn | rollback (to a checkpoint before, past the batches) | stop; "
-        "after 5 steps in a row without a finite loss and gradient warn stops too (exit 76)",
+        "reaction to a rising loss: warn | rollback (to an earlier checkpoint, skipping the batches) "
+        "| stop; 5 steps in a row without a finite loss and gradient stop the run in any case (exit "
+        "76)",
         one_of("warn", "rollback", "stop"),
     )
     rules: list[GuardRule] = key(
         [],
-        "your own limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: "
-        "rollback}]: above or below a number, for that many consecutive steps (default 1), do warn "
-        "| skip | rollback | stop (default warn)",
+        "limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: rollback}]: "
+        "above or below a number, for that many consecutive steps (default 1), do warn | skip | "
+        "rollback | stop (default warn)",
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Contents of checkpoints, and writing them."""
+    """Contents of checkpoints, and how they are written."""
 
     save_contents: list[str] = key(
-        [*LOADED, "hf_model"],
-        "model, optimizer and extra always; hf_model = weights in huggingface/",
-        one_of(*LOADED, "hf_model"),
-    )
-    load_contents: list[str] = key(
-        [*LOADED],
-        "what a resume takes over of model, optimizer, extra; [model] = only the weights, from "
-        "step 1",
-        one_of(*LOADED),
+        [*ALWAYS_SAVED, "hf_model"],
+        "model, optimizer and extra always; hf_model = weights in huggingface/, of LoRA the adapter "
+        "in PEFT's layout; merged_model = the same, of LoRA the whole model with merged adapters",
+        one_of(*ALWAYS_SAVED, *EXPORTS),
     )
     export_dtype: str = key(
         "bfloat16",
         "dtype of the weights in huggingface/: float32 | bfloat16 | float16",
         one_of(*DTYPES),
     )
-    export_lora: str = key(
-        "adapter",
-        "what of LoRA is in huggingface/: adapter (PEFT's layout) | merged (the whole model with "
-        "what adapters add)",
-        one_of("adapter", "merged"),
-    )
     require_lock: bool = key(
         True,
-        "refuse a run directory on a file system without locks (flock); false = accept it: never "
-        "start a second run there",
+        "refuse a run directory on a file system without locks (flock); false = accept it, and "
+        "never start a second run there",
     )
     async_save: bool = key(
         True,
-        "write behind training from a copy in host memory; false = training waits for the disk",
+        "write in the background from a copy in host memory; false = training waits for the disk",
     )
     mirror: str | None = key(
         None,
@@ -323,17 +311,27 @@ class CheckpointConfig:
         not_empty,
     )
 
+    @property
+    def exports_weights(self) -> bool:
+        """Return True if `huggingface/` contains weights."""
+        return any(name in EXPORTS for name in self.save_contents)
+
+    @property
+    def export_lora(self) -> str:
+        """Return `adapter` or `merged`: the contents of a LoRA export."""
+        return "merged" if "merged_model" in self.save_contents else "adapter"
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The run: its name, length, checkpoints and watch."""
+    """The run: its name, length, checkpoints and supervision."""
 
     project_name: str = key(
         "sft", "groups runs, here and in the trackers", not_empty, inside_checkpoints
     )
     experiment_name: str = key(
         QUICKSTART,
-        "one name per run: the same name continues that run",
+        "one name per run; the same name continues that run",
         not_empty,
         inside_checkpoints,
     )
@@ -353,7 +351,7 @@ class TrainerConfig:
         100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END
     )
     save_every: str | None = key(
-        None, "checkpoint also when this long has passed since the last: 30m, 2h", duration
+        None, "checkpoint also when this time has passed since the last one: 30m, 2h", duration
     )
     test_freq: int = key(
         50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END
@@ -380,31 +378,24 @@ class TrainerConfig:
     device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))
     deterministic: bool = key(
         False,
-        "on a GPU too, two equal runs are bit-equal: only kernels that add in a fixed order, which "
-        "costs time",
-    )
-    dist_timeout_s: int = key(
-        1800,
-        "a collective that waits longer ends the run, and so does a rank silent for so long before "
-        "its first step",
-        *_TIMEOUT,
+        "make equal runs bit-equal on a GPU too: only kernels that add in a fixed order, which are "
+        "slower",
     )
     hang_timeout_s: int = key(
         600,
-        "no micro-batch, file or step for so long: write all stacks, end the run (exit 75)",
-        *_TIMEOUT,
+        "a rank without progress (micro-batch, file or step) for this long hangs: write all stacks "
+        "and end the run (exit 75); a start and a collective may take three times as long",
+        at_least(1),
+        at_most(YEAR_S, "a year"),
     )
     early_stop_patience: int | None = key(
         None,
-        "end the run (exit 0) when so many validations in a row brought no better val/loss",
+        "end the run (exit 0) after this many validations in a row without a better val/loss",
         _COUNT_OR_NULL,
-    )
-    best_metric: str = key(
-        "val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best
     )
     log_every: int | None = key(
         None,
-        "steps between the lines on the console (null: about 50 lines an epoch); metrics.jsonl and "
+        "steps between two lines on the console (null: about 50 lines an epoch); metrics.jsonl and "
         "trackers get every step",
         _COUNT_OR_NULL,
     )
@@ -412,11 +403,19 @@ class TrainerConfig:
     guard: GuardConfig = group(GuardConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
 
+    @property
+    def dist_timeout_s(self) -> int:
+        """Return how long a collective may take, and a rank without progress before step 1.
+
+        It is longer than `hang_timeout_s`, so that a hang is found before a collective gives up.
+        """
+        return max(MIN_DIST_TIMEOUT_S, 3 * self.hang_timeout_s)
+
 
 @dataclass(frozen=True)
 class Config:
-    """Every key; `resolved` is the same tree as plain containers: printed, stored with the run,
-    sent to trackers.
+    """Every key. `resolved` holds the same values in plain containers: it is printed, stored with
+    the run, and sent to trackers.
     """
 
     data: DataConfig = group(DataConfig)
@@ -427,6 +426,6 @@ class Config:
 
     @property
     def max_micro_batch_tokens(self) -> int | None:
-        """Most tokens of a micro-batch, over all ranks that hold it between them."""
+        """Return the largest number of tokens of a micro-batch, over all ranks that split it."""
         limit = self.data.max_token_len_per_gpu
         return None if limit is None else limit * self.model.ulysses_sequence_parallel_size

@@ -169,15 +169,11 @@ class SourceSamples:
             digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
-    def split(
-        self, val_ratio: float, *, seed: int, limit: int | None
-    ) -> tuple["SourceSamples", "SourceSamples"]:
-        """Return (training, validation samples) of a whole dataset, in their order; of the second
-        the first `limit` rows.
-        """
+    def split(self, val_ratio: float, *, seed: int) -> tuple["SourceSamples", "SourceSamples"]:
+        """Return (training, validation samples) of a whole dataset, in their order."""
         held_out = held_out_rows(self.dataset.num_rows, val_ratio, seed=seed)
         train = replace(self, indices=np.delete(self.indices, held_out))
-        return train, replace(self, indices=held_out[:limit], repeat=1.0)
+        return train, replace(self, indices=held_out, repeat=1.0)
 
 
 class Samples:

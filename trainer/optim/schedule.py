@@ -56,12 +56,11 @@ class LrSchedule:
     def from_config(
         cls, config: "OptimConfig", *, peak_lr: float, total_steps: int
     ) -> "LrSchedule":
-        given, share = config.lr_warmup_steps, int(total_steps * config.lr_warmup_steps_ratio)
         return cls(
             kind=config.lr_scheduler,
             peak_lr=peak_lr,
             total_steps=total_steps,
-            warmup_steps=share if given is None or given < 0 else given,
+            warmup_steps=int(total_steps * config.lr_warmup_steps_ratio),
             min_lr_ratio=config.min_lr_ratio,
         )
 

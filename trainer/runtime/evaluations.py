@@ -41,12 +41,10 @@ def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
     return found
 
 
-def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]], best_metric: str) -> str | None:
-    """Name the evaluation that tells the best checkpoint: the one asked for, else the only one (of
-    programs).
+def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None:
+    """Return the name of the evaluation that decides which checkpoint is best: the only one, or the
+    only one of programs.
     """
-    if best_metric in names:
-        return best_metric
     programs = [
         name
         for name, rows in names.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.checkpoint.storage import SilentError, Storage
-from trainer.config import TrainerConfig, parse_config
+from trainer.config import TrainerConfig, parse_recorded
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.runtime import log
 from trainer.runtime.exit_codes import DOCUMENTED, code_of
@@ -39,7 +39,7 @@ logger = logging.getLogger("trainer.tools.mirror")
 def main(argv: list[str]) -> int:
     become_worker(int(argv[0]), code=EXIT_CRASH)
     log.configure(0)
-    trainer = parse_config(json.loads(sys.stdin.readline())).trainer
+    trainer = parse_recorded(json.loads(sys.stdin.readline())).trainer
     assert trainer.checkpoint.mirror is not None, "else nothing starts this"
     try:
         storage = Storage(trainer.checkpoint.mirror)

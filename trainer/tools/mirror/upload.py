@@ -60,7 +60,7 @@ class Uploader:
     def __init__(
         self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
     ) -> None:
-        self._run_dir, self._best_metric = Path(trainer.default_local_dir), trainer.best_metric
+        self._run_dir = Path(trainer.default_local_dir)
         self._trainer, self._storage, self._tell = trainer, storage, tell
         self._is_claimed = False
         self._seen: object = None
@@ -97,7 +97,7 @@ class Uploader:
             [step for step in steps if step is not None],
             layout.read_pointer(self._run_dir),
             rollback.read(self._run_dir),
-            retention.scores(self._run_dir, self._best_metric),
+            evaluations.read_summaries(self._run_dir),
         )
 
     def _bring_up(self) -> None:
@@ -202,7 +202,7 @@ class Uploader:
 
     def _best(self, found: list[CheckpointInfo]) -> set[int]:
         history = History(_best_step(self._run_dir))
-        return retention.worth_keeping(self._run_dir, history, self._best_metric, found)
+        return retention.worth_keeping(self._run_dir, history, found)
 
     def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
         with suppress(OSError):

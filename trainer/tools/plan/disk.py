@@ -48,7 +48,7 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
     checkpoint = config.trainer.checkpoint
     companions = companion_files(Path(plan.model_dir))
     size_bytes = sum(path.stat().st_size for path in companions)
-    if "hf_model" not in checkpoint.save_contents:
+    if not checkpoint.exports_weights:
         return size_bytes
     num_exported = plan.num_parameters
     if config.model.has_adapters:

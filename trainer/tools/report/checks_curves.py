@@ -288,7 +288,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
 def warmup(run: AnalysedRun, rates: Series) -> Findings:
     """Find that the rate does not rise as long as the configuration says."""
     fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
-    # ours and verl's: null or -1 leave it to the share
+    # verl: null or -1 leave it to the share
     is_fixed = fixed is not None and int(fixed) > 0
     length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
     # frameworks differ by a step or two in where a warm-up ends

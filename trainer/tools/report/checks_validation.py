@@ -79,7 +79,7 @@ def _criterion(run: AnalysedRun) -> Criterion | None:
 
 def _evaluation(run: AnalysedRun) -> Criterion | None:
     """Return the results of the evaluation that decides, where higher is better."""
-    name = deciding(run.log.evaluations, str(run.config("trainer.best_metric")))
+    name = deciding(run.log.evaluations)
     if name is None:
         return None
     means = {step: float(row["mean"]) for step, row in sorted(run.log.evaluations[name].items())}

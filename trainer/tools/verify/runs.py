@@ -162,7 +162,6 @@ class Runs:
         batch_size = load_config(list(overrides)).data.train_batch_size
         words = [
             f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
-            f"data.val_max_samples={batch_size}",
             f"data.cache_dir={as_word(str(self.directory / 'cache'))}",
         ]
         if self.is_on_gpu:
@@ -174,6 +173,7 @@ _FORCED = (
     f"trainer.total_training_steps={NUM_STEPS}",
     f"trainer.save_freq={SAVE_FREQ}",
     f"trainer.test_freq={SAVE_FREQ}",
+    "data.val_files=null",  # a validation of few rows
     "trainer.max_ckpt_to_keep=1",  # the least disk, and a resume has nothing older to fall back on
     "trainer.resume_mode=auto",
     "trainer.max_time=null",

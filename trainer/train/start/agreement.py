@@ -1,7 +1,7 @@
-"""Equal inputs on all ranks before the first step: each rank reads its own copy of data and model.
+"""Require equal inputs on all ranks before the first step, because each rank reads its own copies.
 
-`facts_of` collects it once the inputs are prepared; `runtime.distributed.start` compares it as soon
-as ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
+`facts_of` digests the prepared inputs, and `runtime.distributed.start` compares the digests as soon
+as the ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
 """
 
 import copy
@@ -35,15 +35,15 @@ OWN_OF_A_MACHINE = (
     "trainer.logger",
     "trainer.resume_from_path",
 )
-"""Keys that may differ: paths, whose contents are compared in their place, and what changes no
-number.
+"""Keys that may differ between ranks: paths, whose contents are compared instead, and keys that
+change no number.
 """
 
 
 def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
-    """All that the ranks must agree on, by name: digests of what was read, and the settings.
+    """Return what must be equal on all ranks, by name: digests of the inputs, and the settings.
 
-    `progress` is called as weights are read. Raises `ConfigError`.
+    Calls `progress` while it reads weights. Raises `ConfigError`.
     """
     config, contents = inputs.config, inputs.model_files.contents
     weights = "random"
@@ -61,16 +61,16 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
         "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
     }
     if config.model.trust_remote_code:
-        code = (content for name, content in contents.items() if name.endswith(".py"))
+        code = [content for name, content in contents.items() if name.endswith(".py")]
         facts["model code"] = _digest(*code)
     if config.model.lora_adapter_path is not None:
         adapter = Path(config.model.lora_adapter_path)
         names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         facts["adapter"] = _digest(*((adapter / name).read_bytes() for name in names))
-    settings = {
-        name: json.dumps(value, default=str) for name, value in flat(config.resolved).items()
-    }
-    return facts | {name: settings[name] for name in settings if name not in OWN_OF_A_MACHINE}
+    for name, value in flat(config.resolved).items():
+        if name not in OWN_OF_A_MACHINE:
+            facts[name] = json.dumps(value, default=str)
+    return facts
 
 
 def _digest(*parts: bytes) -> str:
@@ -84,14 +84,13 @@ def require_model_unchanged(files: ModelFiles) -> None:
     """Raise `ConfigError` on all ranks if a file of the model has changed on any of them.
     Collective.
 
-    To be called once every rank has loaded its weights and copied what exports need: the digests of
-    `facts_of` then hold for both.
+    Call it once every rank has loaded its weights and copied the files that exports need.
     """
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, files.changes())
     if changed := sorted({change for changes in found for change in changes}):
         raise ConfigError(
             f"the files of model.partial_pretrain='{files.directory}' changed while this run read "
-            f"them: {', '.join(changed)}; what was loaded may be partly old and partly new.\n"
-            f"Fix: start again with the same command when nothing writes to that directory"
+            f"them: {', '.join(changed)}.\n"
+            f"Fix: run the same command again when nothing writes to that directory"
         )

@@ -1,11 +1,12 @@
-"""Turn the overrides of a command line into a checked configuration: defaults, recipe, overrides.
+"""From the overrides of a command line to a checked configuration: defaults, recipe, overrides.
+
 Imports no torch.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +16,32 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, did_you_mean, parse_config, problem_with_key
+from trainer.config import Config, ConfigError, assign, default_tree, did_you_mean, to_config
 from trainer.model.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
 from trainer.runtime.environment import call
 from trainer.runtime.files import read_regular
-from trainer.runtime.json_lines import flat
 from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-"""`trainer/conf`, a link to the top-level `conf/`; in an installed package the files themselves."""
+"""`trainer/conf`: a link to the top-level `conf/`, in an installed package the files themselves."""
 LOCAL_RECIPE = "sft.local.yaml"
-RECIPE_BYTES = 2**20
+RECIPE_BYTES = 2**16
 MAX_RECIPE_DEPTH = 64
-MAX_RECIPE_VALUES = 10_000
-PARTS: dict[str, Mapping[str, object]] = {
+IMPLEMENTATIONS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
     "optim.lr_scheduler": DECAYS,
     "trainer.logger": BACKENDS,
 }
-"""Keys whose values are names of parts: an entry in a dictionary is a value."""
+"""Keys whose values are names in a dictionary of implementations."""
 USAGE = f"""usage: {call("train [N] [key=value ...]")}
   N                      ranks on this machine; default: the number of GPUs, else 2
   key=value              any key of conf/sft.yaml
-  experiment=NAME        load conf/experiment/NAME.yaml, of the working directory or ours, over the defaults
-  experiment=FILE.yaml   load that file over the defaults; without the word what SFT_EXPERIMENT names, else
-                         sft.local.yaml of the working directory, if there is one
+  experiment=NAME        load conf/experiment/NAME.yaml over the defaults, from the working directory or the package
+  experiment=FILE.yaml   load that file over the defaults; without this argument the recipe that SFT_EXPERIMENT
+                         names, else sft.local.yaml of the working directory, if there is one
   --cfg job              print the resolved configuration and exit
   --help                 print this, the commands, and all keys with their defaults and meaning
 several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
@@ -51,7 +50,7 @@ SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the words with the default recipe if none names one, and print its name on stderr."""
+    """Return the overrides with the default recipe if they name none. Print its name on stderr."""
     if any(map(_is_recipe, words)):
         return words
     if recipe := env.get("SFT_EXPERIMENT"):
@@ -65,50 +64,74 @@ def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
 
 
 def load_config(words: list[str]) -> Config:
-    """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what
-    the user got wrong.
+    """Return the checked `Config` of defaults, recipe and overrides. Raises `ConfigError` that
+    names every wrong override.
     """
-    if problems := [problem for word in words if (problem := _problem_with(word))]:
-        raise ConfigError("\n".join(problems))
-    tree = OmegaConf.load(CONF_DIR / "sft.yaml")
+    tree = default_tree()
     recipes = [find_recipe(word.partition("=")[2]) for word in words if _is_recipe(word)]
     if recipes and recipes[-1] is not None:
-        tree = OmegaConf.merge(tree, _read_recipe(recipes[-1]))
-    return _configure(tree, (word for word in words if not _is_recipe(word)))
+        path = recipes[-1]
+        if problems := assign(tree, _read_recipe(path)):
+            raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
+    return _with_overrides(tree, [word for word in words if not _is_recipe(word)])
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
-    """Return the configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
-    return _configure(OmegaConf.create(config.resolved), words)
+    """Return the configuration with further overrides. Raises `ConfigError` as `load_config`."""
+    tree = default_tree()
+    assign(tree, config.resolved)
+    return _with_overrides(tree, words)
 
 
-def _configure(tree: Any, words: Iterable[str]) -> Config:
-    word = ""
+def _with_overrides(tree: DictConfig, words: Iterable[str]) -> Config:
+    problems = []
+    for word in words:
+        try:
+            problems += assign(tree, _parse_override(word))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return to_config(tree, IMPLEMENTATIONS)
+
+
+def _parse_override(word: str) -> dict[str, Any]:
+    """Return `a.b=value` as {a: {b: value}}. Raises `ConfigError` for what is not an override."""
+    written = word.encode(errors="backslashreplace").decode()
+    if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
+        raise ConfigError(
+            f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
+            f"Fix: rename the directory or file, or choose another one"
+        )
+    if word.startswith("-"):
+        is_recipe = word.lstrip("-").startswith("experiment=")
+        fix = "; write experiment=NAME" if is_recipe else SEE_HELP
+        raise ConfigError(f"unknown flag '{word}'{fix}")
+    if "=" not in word or word.startswith("~"):
+        raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")
     try:
-        for word in words:
-            # the keys are known: a name in data.apply_chat_template_kwargs is the user's own
-            (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
-            key = override.key_or_group
-            if override.is_sweep_override():
-                raise ConfigError(
-                    f"'{word}' has several values, and one run takes one: start a run for each, "
-                    f"with its own trainer.experiment_name; a list is written {key}=[A,B], a text "
-                    f"with a comma {key}='\"A,B\"'"
-                )
-            OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
-        word = "the configuration"
-        resolved: Any = OmegaConf.to_container(tree, resolve=True)
+        (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
     except OverrideParseException as error:
         raise ConfigError(f"cannot read '{word}': quote its value, key='\"value\"'") from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except HydraException as error:
         raise ConfigError(f"{word}: {str(error).splitlines()[0]}") from error
-    return parse_config(resolved, PARTS)
+    key = override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"'{word}' has several values, and a run takes one: start a run for each, with "
+            f"different values of trainer.experiment_name.\nFix: write a list as {key}=[A,B], a "
+            f"text with a comma as {key}='\"A,B\"'"
+        )
+    value: Any = override.value()
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
 def as_word(value: Any) -> str:
-    """A value as an override is written."""
+    """Return a value as it is written in an override."""
     if isinstance(value, str):
-        # a quote, and backslashes before a quote or the end, are escaped by backslashes
+        # Backslashes escape a quote, and the backslashes before a quote or the end.
         escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
         escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
         return f"'{escaped}'"
@@ -124,37 +147,36 @@ def _is_recipe(word: str) -> bool:
 
 
 def find_recipe(name: str) -> Path | None:
-    """Return the file that `experiment=name` means; None for null. Raises `ConfigError` where there
-    is none.
+    """Return the file that `experiment=name` names; None for null. Raises `ConfigError` if it does
+    not exist.
     """
     if name in ("", "null"):
         return None
     if name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
-        if not path.is_file():
-            raise ConfigError(
-                f"experiment={name}: there is no such file (current directory: {Path.cwd()})"
-            )
-        return path
+        if path.is_file():
+            return path
+        raise ConfigError(
+            f"experiment={name}: there is no such file (current directory: {Path.cwd()})"
+        )
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
     for place in places:
         if (path := place / f"{name}.yaml").is_file():
             return path
     known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
-    hint = did_you_mean(name, known)
     raise ConfigError(
-        f"no recipe '{name}' in conf/experiment: {hint and f'{hint} '}known are "
-        f"{', '.join(known)}; or give a file, experiment=path/to/it.yaml"
+        f"no recipe '{name}' in conf/experiment: {did_you_mean(name, known)}\n"
+        f"Fix: choose one of {', '.join(known)}, or give a file, experiment=path/to/it.yaml"
     )
 
 
-def _read_recipe(path: Path) -> DictConfig:
-    """Raises `ConfigError` for a file that is no YAML, an unknown key, and a value that would be
-    read from the environment.
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Return the keys of a recipe. Raises `ConfigError` for a file that is not a recipe, and for
+    one that could read the environment.
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
-        _require_small(path, text)
+        _require_harmless(path, text)
         tree = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -163,93 +185,43 @@ def _read_recipe(path: Path) -> DictConfig:
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):
-        raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
+        raise ConfigError(f"recipe {path} contains no keys: see those in conf/experiment")
     values: Any = OmegaConf.to_container(tree)
-    _require_no_environment(path, values)
-    keys = flat(values)
-    if problems := [problem for key in keys if (problem := problem_with_key(key))]:
-        raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
-    return tree
+    _require_plain_references(path, values)
+    return values
 
 
-def _require_small(path: Path, text: str) -> None:
-    """Refuse a recipe that is deep, has many values, or would grow without bound when it is loaded:
-    aliases can repeat aliases.
+def _require_harmless(path: Path, text: str) -> None:
+    """Refuse a recipe that would exhaust the machine: aliases of aliases grow without bound, and
+    deep nesting takes the parser minutes.
 
-    The parser's events are counted before anything is built. Raises `ConfigError`,
+    It looks at the parser's events before anything is built. Raises `ConfigError`,
     `yaml.YAMLError`.
     """
-    depth = num_values = 0
+    depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"recipe {path}, line {event.start_mark.line + 1}"
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
-                f"{place}: '*{event.anchor}' is a YAML alias, and recipes have none. Fix: write the "
-                f"value out, or refer to its key as ${{group.key}}"
+                f"{place}: '*{event.anchor}' is a YAML alias, and recipes may not have any.\n"
+                f"Fix: write the value out, or refer to its key as ${{group.key}}"
             )
-        if isinstance(event, yaml.NodeEvent):
-            num_values += 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
         if depth > MAX_RECIPE_DEPTH:
             raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
-        if num_values > MAX_RECIPE_VALUES:
-            raise ConfigError(f"{place}: more than {MAX_RECIPE_VALUES} values")
 
 
-def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
-    """Refuse interpolations of the environment: the run would log the values that somebody else's
-    recipe reads there.
-
-    A resolver's name that contains an interpolation could become any name. Raises `ConfigError`.
+def _require_plain_references(path: Path, value: Any) -> None:
+    """Refuse interpolations other than `${group.key}`: a recipe from elsewhere could read a secret
+    from the environment, which the run would log with its configuration. Raises `ConfigError`.
     """
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _require_no_environment(path, item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for item in value:
-            _require_no_environment(path, item, key)
-    elif isinstance(value, str) and any(
-        name == "oc.env" or "$" in name for name in _resolvers_in(value)
-    ):
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_plain_references(path, item)
+    elif isinstance(value, str) and "${" in re.sub(r"\$\{[\w.]+\}", "", value):
         raise ConfigError(
-            f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value would be "
-            f"logged with the configuration. Fix: remove it from the recipe; to use it, pass "
-            f"{key}=… on the command line"
+            f"recipe {path}: {value!r:.200} is not a reference to a key (${{group.key}}); values "
+            f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
+            f"the key on the command line"
         )
-
-
-def _resolvers_in(text: str) -> Iterator[str]:
-    """Yield the names of the resolvers that a text calls, such as `oc.env` in `${oc.env:HOME}`."""
-    for found in re.finditer(r"\$\{", text):
-        depth = 0
-        for position in range(found.end(), len(text)):
-            if text[position] == "{":
-                depth += 1
-            elif text[position] == "}":
-                depth -= 1
-            if depth < 0:
-                break
-            if text[position] == ":" and depth == 0:
-                yield text[found.end() : position].strip()
-                break
-
-
-def _problem_with(word: str) -> str | None:
-    """Say what is wrong with an override that names no key."""
-    written = word.encode(errors="backslashreplace").decode()
-    if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
-        return (
-            f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
-            f"Fix: rename the directory or file, or choose another one"
-        )
-    if word.startswith("-"):
-        name = word.lstrip("-").partition("=")[0]
-        fix = "; write experiment=NAME" if name == "experiment" else SEE_HELP
-        return f"unknown flag '{word}'{fix}"
-    key, equals, _ = word.lstrip("+").partition("=")
-    if not equals or word.startswith("~"):
-        return f"'{word}' is not of the form key=value{SEE_HELP}"
-    return None if key == "experiment" else problem_with_key(key)

@@ -1,4 +1,4 @@
-"""The end of a run, whatever ended it: close its parts, and put what it leaves on disk."""
+"""The end of a run, for whatever reason: close its parts, and write its report and its end."""
 
 import json
 import logging
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 REPORT_TIMEOUT_S = 600.0
 AWAIT_MAIN_S = 20.0
-"""After an error that all ranks share; the first that leaves has the others ended."""
+"""How long ranks wait for the main rank after an error that all of them have."""
 
 
 @dataclass
 class RunResources:
-    """The parts that a run must close, and the exit code it ends with after `last_step`;
-    `tracking` is the main rank's.
+    """The parts that a run must close, its exit code and its last step. Only the main rank has
+    `tracking`.
     """
 
     setup: RunSetup
@@ -50,7 +50,7 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """Release the lock last: it is empty once all that a run leaves is there."""
+        """Close all parts. The lock is last: an empty lock says that everything is written."""
         is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
             if self.checkpoints is not None:
@@ -92,29 +92,28 @@ class RunResources:
 
 @contextmanager
 def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
-    """Settle the exit code however the block ends, then give back all; the main rank is the first
-    to leave.
-    """
+    """Set the exit code when the block ends, then close all parts. The main rank leaves first."""
     timeout_s: float = held.setup.config.trainer.dist_timeout_s
     try:
         yield
     except Exception as error:
         is_documented = isinstance(error, tuple(DOCUMENTED))
-        # a rank that was killed is a crash, although torchrun then stops the others
+        # A killed rank is a crash, although torchrun then stops the others with a signal.
         is_crash = not is_documented and bool(lost_ranks())
         code = EXIT_CRASH if is_crash else explain(error, stop)[0]
         held.exit_code = reported_exit_code() or code
-        # the main rank may be waiting for this one
+        # The main rank may be waiting for this rank.
         timeout_s = AWAIT_MAIN_S if is_documented else 0.0
         raise
     finally:
-        # what the launcher sends to the ranks of a failed one must not cut this short
+        # Signals of the launcher, which stops all ranks after a failure, must not cut this short.
         with stop.deferred():
             held.give_back()
             await_main(held.setup.world, "ended", timeout_s=timeout_s)
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
+    """Write to the last checkpoint that the run has ended, and with which inputs."""
     checkpoint = setup.run_dir / step_dir_name(step)
     end = Finished(
         ended_early=step < setup.total_steps,
@@ -135,16 +134,14 @@ def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
 
 
 def lost_rows(run_dir: Path, step: int) -> str:
-    """Return what to add to the message of a run that is complete at `step` if its metrics have gaps;
-    "" if they have none.
-
-    Steps that a rollback skipped were never trained.
+    """Return a note about steps without metrics for the message of a complete run; "" if all steps
+    have metrics. Steps that a rollback skipped were never trained.
     """
     metrics_path = run_dir / metrics_file.FILE_NAME
     try:
         skipped = rollback.read(run_dir).skipped_steps
         lost = set(metrics_file.missing_steps(metrics_path, step)) - skipped
-    except FileNotFoundError:  # of a run that never logged
+    except FileNotFoundError:  # the run never logged
         return ""
     except (OSError, ConfigError) as error:
         return f"; its metrics cannot be read: {error}"
@@ -153,8 +150,8 @@ def lost_rows(run_dir: Path, step: int) -> str:
 
 
 def write_final_report(run_dir: Path) -> None:
-    """Write `report.html` and log its verdict, in a process of its own. A failure is only logged:
-    the run is over and saved.
+    """Write `report.html` in another process and log its verdict. A failure is only logged,
+    because the run is over and saved.
     """
     page = run_dir / REPORT
     command = [sys.executable, "-m", "trainer.cli", "report", str(run_dir)]

@@ -1,6 +1,6 @@
-"""The inputs of a run: model files, tokenizer and tokens, ready before any process group exists.
+"""The inputs of a run: model files, tokenizer and tokens, prepared before any process group exists.
 
-Commands that only look at tokens prepare them alone.
+Commands that only need tokens use `prepare_data_alone`.
 """
 
 import copy
@@ -46,51 +46,50 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """Samples to train and to validate on, and their tokenizer."""
+    """Training and validation samples, and their tokenizer."""
 
     train: Samples
     validation: Samples | None
     tokenizer: PreTrainedTokenizerBase
-    """It has the chat template that is exported; `tokenizer_digest` covers both."""
+    """With the chat template that is exported. `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(PreparedData):
-    """The configuration of a run and all that was read for it."""
+    """The configuration of a run and everything that was read for it."""
 
     config: Config
     design: Design
     model_files: ModelFiles
-    """Read before anything else of the model, so that what is trained and what is exported are
-    the same files.
-    """
+    """Read before anything else of the model, so that the run exports the files it trains."""
     whole: WholeCheckpoint | None
-    """The tensors of the model's files if these hold more than is trained."""
+    """The tensors of the model's files if they contain more than the trained part."""
     data_files: Mapping[str, list[int]]
-    """Size and modification time of each data file, before any of them was read."""
+    """Size and modification time of each data file, taken before reading."""
 
     @property
     def source(self) -> ModelSource:
         return self.design.source
 
     def schedule_from(self, start: Position) -> Schedule:
+        """Return the order of the rows from a position on. Only some orders need lengths."""
         data, seed = self.config.data, self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths
         return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
 
     def total_steps_from(self, start: Position) -> int:
-        """Steps of the whole run, of which those up to `start` are done."""
+        """Return the steps of the whole run, including those before `start`."""
         trainer = self.config.trainer
         schedule = self.schedule_from(start)
         return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
-    """Read model files, tokenizer and tokens. The first rank that asks does the work once.
+    """Read model files, tokenizer and tokens. The first rank does the work, the others wait.
 
-    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     files = find_files(config)
     data_files = file_states(files)
@@ -109,7 +108,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
 
 def require_trainable(config: Config, source: ModelSource) -> Design:
-    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised."""
+    """Return the design of the model. Raises `ConfigError` for one that cannot be trained."""
     design = design_model(config.model, source, max_length=config.data.max_length)
     require_matches(design.model, config.optim)
     return design
@@ -122,27 +121,23 @@ def prepare_data(
     *,
     progress: Callable[[], None],
 ) -> PreparedData:
-    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the
-    work.
+    """Return the samples of `files` with the tokenizer of `model`. The first process does the work.
 
-    `progress` is called while it goes on. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     data, encoders = config.data, Encoders(config, model)
     train = _prepare(encoders, files.train, progress)
     if files.validation:
         validation = _prepare(encoders, files.validation, progress)
     else:
-        limit = None if data.val_max_samples == -1 else data.val_max_samples
-        parts = [
-            source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train
-        ]
+        parts = [source.split(data.val_ratio, seed=config.trainer.seed) for source in train]
         train = [trained for trained, _ in parts]
         validation = [held_out for _, held_out in parts]
     held_out = Samples(validation)
     others = [s.name for s, _ in files.train if s.chat_template != data.chat_template]
     if others:
         logger.warning(
-            "rendered with chat templates of their own, which huggingface/ does not carry: %s",
+            "huggingface/ has no chat template for these sources, which have their own: %s",
             ", ".join(others),
         )
     tokenizer, digest = encoders.tokenizer(data.chat_template)
@@ -156,25 +151,23 @@ def prepare_data(
 
 
 def prepare_data_alone(config: Config) -> PreparedData:
-    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and
-    config.json are enough.
-    """
+    """Return the tokens of `prepare_inputs` from the same cache, without weights of the model."""
     source = source_without_weights(config)
     return prepare_data(config, find_files(config), source, progress=lambda: None)
 
 
 def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
-    """The tokens that a run was trained on, by its configuration. Raises `ConfigError`,
-    `DataError`.
-    """
+    """Return the tokens that a run was trained on. Raises `ConfigError`, `DataError`."""
     try:
         return prepare_data_alone(config)
     except (ConfigError, DataError) as error:
         own = Path(config.trainer.default_local_dir)
         if own.is_absolute() or own.resolve() == run_dir.resolve():
             raise
-        where = f"paths of '{run_dir}' begin where it was started, and this is '{Path.cwd()}': call it from there"
-        raise type(error)(f"{error}\n{where}") from error
+        raise type(error)(
+            f"{error}\nthe run's relative paths may begin in another directory than '{Path.cwd()}'."
+            f"\nFix: run the command in the directory where the run was started"
+        ) from error
 
 
 def encode_first_rows(
@@ -204,14 +197,14 @@ class Encoders:
         except Exception as error:  # tokenizers raise many kinds
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
+                f"the tokenizer in {model.path} cannot be loaded: {reason}.\n"
+                f"Fix: copy a complete one there"
             ) from error
-        self.tokenizer = cache(
-            self._tokenizer
-        )  # a digest of a large vocabulary takes half a second
+        # The digest of a large vocabulary takes half a second.
+        self.tokenizer = cache(self._tokenizer)
 
     def _tokenizer(self, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, str]:
-        """The tokenizer with a chat template, and the digest of both. Raises `ConfigError`."""
+        """Return the tokenizer with a chat template, and the digest of both. Raises `ConfigError`."""
         tokenizer = copy.copy(self._own)
         tokenizer.chat_template = read_chat_template(chat_template) or self._own.chat_template
         if chat_template in TEMPLATE_NAMES:
@@ -219,7 +212,7 @@ class Encoders:
         return tokenizer, tokenizer_digest(tokenizer)
 
     def encoding(self, source: Source) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
-        """The tokenizer for the rows of a source, its digest, and the options for the rows."""
+        """Return the tokenizer for the rows of a source, its digest, and the options for the rows."""
         data = self.config.data
         options = PrepareOptions(
             keys=source.keys,
@@ -229,7 +222,7 @@ class Encoders:
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
         )
-        # plain text has no template and no turns: a change of these must not prepare it again
+        # Plain text has no template and no turns: their change must not prepare it again.
         if source.keys.text_key is not None:
             return *self.tokenizer(None), options
         kwargs = data.apply_chat_template_kwargs
@@ -238,28 +231,26 @@ class Encoders:
 
 
 def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes
-    around turns.
-    """
+    """Raise `ConfigError` if the tokenizer lacks tokens that the template writes around turns."""
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
     if missing := [token for token in written if token not in known]:
         listed = ",".join(f'"{token}"' for token in missing)
         raise ConfigError(
-            f"data.chat_template={name} writes special tokens that this tokenizer does not have: "
-            f"add them with 'model.new_tokens=[{listed}]'"
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have.\n"
+            f"Fix: add them with 'model.new_tokens=[{listed}]'"
         )
     if not tokenizer.eos_token:
         raise ConfigError(
-            f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has "
-            f"none"
+            f"data.chat_template={name} needs an end token (eos_token), which the tokenizer does not "
+            f"have"
         )
 
 
 def _prepare(
     encoders: Encoders, sources: Files, progress: Callable[[], None]
 ) -> list[SourceSamples]:
-    """Each source with a cache entry of its own."""
+    """Prepare each source, with its own cache entry."""
     prepared = []
     for source, files in sources:
         tokenizer, digest, options = encoders.encoding(source)
@@ -281,17 +272,18 @@ def _prepare(
 
 
 def source_without_weights(config: Config) -> ModelSource:
-    """The model of the configuration; of a Hub id config.json and tokenizer alone are fetched."""
+    """Return the model of the configuration. From the Hub it fetches config.json and tokenizer."""
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
 def resolve_source(config: Config) -> ModelSource:
+    """Return the model of the configuration, downloaded if necessary. Raises `ConfigError`."""
     return source_at(config, find_model_dir(config.model))
 
 
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
-    """The model in a directory, with the tokens that the configuration adds; `random_weights`
-    holds whatever the configuration says.
+    """Return the model in a directory, with the tokens that the configuration adds. `random_weights`
+    overrides the configuration.
     """
     model, ids = config.model, dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART

@@ -1,11 +1,13 @@
-"""The only file that knows all concrete parts: it makes them in order and hands them to the
-loop.
+"""Make a run from its configuration: its inputs, its ranks, its start, its parts, in this order.
+
+This is the only file that knows all concrete parts.
 """
 
 import hashlib
 import logging
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from trainer.checkpoint.base_weights import Adapter, digest_together
-from trainer.checkpoint.choice import contents_of
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
@@ -23,8 +24,9 @@ from trainer.checkpoint.model_card import CardFacts
 from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import decide_start
-from trainer.config import Config, parse_duration_s, require_consistent
+from trainer.checkpoint.start import choose, decide_start, position_of
+from trainer.config import SELECTIVE, Config, ConfigError, parse_duration_s
+from trainer.config.schema import ALWAYS_SAVED
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.show import announce
@@ -53,39 +55,35 @@ from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
 DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
-"""`optim.lr=null`, for pretrained weights, random ones and LoRA adapters."""
+"""Peak rate if `optim.lr` is null: for pretrained weights, random weights, LoRA adapters."""
 
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """Make one run from its configuration. Return its exit code."""
     trainer, model = config.trainer, config.model
     device = distributed.pick_device(trainer.device)
+    _require_possible(config, device)
     if device.type == "cpu":
         keep_freed_memory()
-        # what works on a GPU only
-        require_consistent(replace(config, trainer=replace(trainer, device="cpu")))
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
-    # what is wrong with these is known before anything slow
-    require_usable_rules(trainer.guard.rules)
-    num_ranks, fsdp_size = rank_and_size()[1], model.fsdp_config.fsdp_size
-    distributed.require_divided(num_ranks, model.ulysses_sequence_parallel_size)
-    num_shards = distributed.mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
-    distributed.require_groups_of_experts(num_shards, model.expert_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)
     world = distributed.start(
         device,
         timeout_s=trainer.dist_timeout_s,
-        fsdp_size=fsdp_size,
+        fsdp_size=model.fsdp_config.fsdp_size,
         sequence_size=model.ulysses_sequence_parallel_size,
         expert_size=model.expert_parallel_size,
         heartbeat=heartbeat,
         facts=facts_of(inputs, progress=heartbeat.beat),
     )
-    # until the first step a rank may be silent for a save and for the wait for other ranks
+    # Before the first step a rank may wait for a save and for other ranks.
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
-    start = decide_start(trainer, _lineage(inputs), world, total_steps=inputs.total_steps_from)
+    selection = choose(trainer, world)
+    total_steps = inputs.total_steps_from(position_of(selection.chosen))
+    lineage = _lineage(inputs)
+    start = decide_start(trainer, lineage, world, selection=selection, total_steps=total_steps)
     setup, exit_code = RunSetup(inputs, world, start), EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None, "a complete run has a last checkpoint"
@@ -96,8 +94,26 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     return exit_code
 
 
+def _require_possible(config: Config, device: torch.device) -> None:
+    """Raise `ConfigError` for what cannot work on this device or number of ranks, before anything
+    slow starts.
+    """
+    model, num_ranks = config.model, rank_and_size()[1]
+    is_selective = model.enable_gradient_checkpointing == SELECTIVE
+    if device.type == "cpu" and model.compile and is_selective:
+        raise ConfigError(
+            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' work together "
+            "only on a GPU, because a compiled layer does not contain attention on a CPU.\n"
+            "Fix: model.enable_gradient_checkpointing=true"
+        )
+    require_usable_rules(config.trainer.guard.rules)
+    distributed.require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    mesh = distributed.mesh_dimensions(num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
+    distributed.require_groups_of_experts(mesh["fsdp"], model.expert_parallel_size)
+
+
 def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Build, resume, fit, end. Return the exit code."""
+    """Build the parts, resume, train, and end the run. Return its exit code."""
     start = setup.start
     heartbeat.report_to(setup.run_dir)
     held = RunResources(setup)
@@ -108,7 +124,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         held.checkpoints = parts.checkpoints
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, setup)
-        parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
+        parts.checkpoints.require_space()  # a resume may have deleted old checkpoints
         parts.checkpoints.keep_sources()
         require_model_unchanged(setup.inputs.model_files)
         described: dict[str, Any] = {"environment": environment(setup.world)}
@@ -125,7 +141,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
 def build_run(
     setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
 ) -> Run:
-    """Build every part of the run, as it is before a checkpoint is loaded. Collective."""
+    """Build every part of the run. They have no state of a checkpoint yet. Collective."""
     config, inputs, world = setup.config, setup.inputs, setup.world
     trainer = config.trainer
     model = build_model(inputs.design, world=world, seed=trainer.seed)
@@ -168,6 +184,9 @@ def build_run(
 
 
 def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
+    """Return how this rank takes its part of each batch: limits of a micro-batch, and what a
+    document costs by its length.
+    """
     config, world = setup.config, setup.world
     limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
     if not model.is_packed:
@@ -183,6 +202,7 @@ def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
 
 
 def _lr_schedule(setup: RunSetup) -> LrSchedule:
+    """Return the schedule of the learning rate. The default peak depends on what is trained."""
     optim = setup.config.optim
     default = ADAPTER_LR if setup.config.model.has_adapters else DEFAULT_LR
     if setup.inputs.source.random_weights:
@@ -192,37 +212,42 @@ def _lr_schedule(setup: RunSetup) -> LrSchedule:
 
 
 def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
-    config, inputs, tracking = setup.config, setup.inputs, parts.tracking
-
-    def tell(kind: str, step: int, message: str, level: str) -> None:
-        """Write to the run's events, which put warnings on the console too."""
-        if tracking is not None:
-            tracking.event(kind, step, message, level)
-            tracking.flush()
-        elif level == "warn":
-            logger.warning("step %d: %s", step, message)
-
+    """Return the manager that saves and loads the parts. Exports of LoRA need the base's files."""
+    config, inputs, trainer = setup.config, setup.inputs, setup.config.trainer
     whole, adapter = inputs.whole, None
     if config.model.has_adapters:
         settings, base = adapters.settings(parts.model), inputs.source
         whole, adapter = None, Adapter(settings, Path(base.path), base.whole)
-    files, template, ends = inputs.model_files, inputs.chat_template, inputs.train.end_token_ids
-    trainer = config.trainer
+    source = ExportSource(
+        inputs.model_files, inputs.chat_template, inputs.train.end_token_ids, whole, adapter
+    )
     saver = Saver(
         setup.run_dir,
         parts.model,
         world=setup.world,
         config=trainer.checkpoint,
-        source=ExportSource(files, template, ends, whole, adapter),
-        kept=Retention(keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric),
+        source=source,
+        kept=Retention(keep=trainer.max_ckpt_to_keep),
         lock=setup.start.lock,
         fingerprints=setup.start.fingerprints,
         card=_card_facts(setup),
     )
     save_every_s = parse_duration_s(trainer.save_every) if trainer.save_every else math.inf
     return CheckpointManager(
-        saver, state=parts.stateful_parts(), tell=tell, save_every_s=save_every_s
+        saver,
+        state=parts.stateful_parts(),
+        tell=partial(_tell, parts.tracking),
+        save_every_s=save_every_s,
     )
+
+
+def _tell(tracking: Tracking | None, kind: str, step: int, message: str, level: str) -> None:
+    """Write to the run's events, which put warnings on the console too. Other ranks log warnings."""
+    if tracking is not None:
+        tracking.event(kind, step, message, level)
+        tracking.flush()
+    elif level == "warn":
+        logger.warning("step %d: %s", step, message)
 
 
 OF_THIS_MACHINE = (
@@ -231,10 +256,13 @@ OF_THIS_MACHINE = (
     "trainer.resume_from_path",
     "trainer.checkpoint.mirror",
 )
-"""Keys that say nothing about a model, and so are not in its card."""
+"""Keys that do not describe a model. A model card leaves them out."""
 
 
 def _card_facts(setup: RunSetup) -> CardFacts:
+    """Return what the model card of an export states: base, settings that differ from their
+    defaults, and the origins of data and code.
+    """
     config, fingerprints = setup.config, setup.start.fingerprints
     base = config.model.partial_pretrain
     defaults = flat(asdict(Config()))
@@ -254,8 +282,9 @@ def _card_facts(setup: RunSetup) -> CardFacts:
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
-    parts.checkpoints.load(found, contents=contents_of(setup.config.trainer, found))
-    parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
+    """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
+    parts.checkpoints.load(found, contents=ALWAYS_SAVED)
+    parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
@@ -263,8 +292,8 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
-            "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows "
-            "between them",
+            "%s ends at step %d, but the checkpoint is of step %d: histories and report lack the "
+            "rows between them",
             setup.run_dir / metrics_file.FILE_NAME,
             parts.tracking.past.last_step,
             step,
@@ -272,6 +301,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
 
 
 def _announce(parts: Run, inputs: Inputs) -> str:
+    """Log data, batch and schedule of the run. Return the sample that was shown."""
     lr = parts.lr_schedule
     return announce(
         inputs.train,
@@ -286,7 +316,9 @@ def _announce(parts: Run, inputs: Inputs) -> str:
 
 
 def _lineage(inputs: Inputs) -> Lineage:
-    """Collective."""
+    """Return what must stay equal when a run continues, and the changes that the user allows.
+    Collective.
+    """
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,

@@ -1,4 +1,4 @@
-"""The parts that watch a run, built from its setup."""
+"""Build the parts that watch a run: trackers, meter and guard."""
 
 import itertools
 import os
@@ -23,10 +23,11 @@ from trainer.train.meter import Meter, Plan
 from trainer.train.start.setup import RunSetup
 
 LINES_PER_EPOCH = 50
-"""Steps of an epoch that the console shows, unless `trainer.log_every` says otherwise."""
+"""Most lines of an epoch on the console if `trainer.log_every` is null."""
 
 
 def make_tracking(setup: RunSetup) -> Tracking:
+    """Return the trackers of the run. Only the main rank has them."""
     trainer = setup.config.trainer
     return Tracking(
         trainer.project_name,
@@ -60,6 +61,7 @@ def _log_every(setup: RunSetup) -> int:
 
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
+    """Return the meter of the steps, with the facts about the data that every row repeats."""
     trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
     total = inputs.train.total
     facts = {
@@ -83,6 +85,9 @@ def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | Non
 
 
 def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
+    """Return the guard. It knows the rollbacks so far, and that random weights start with a high
+    loss.
+    """
     guard = Guard(
         setup.config.trainer,
         max_first_loss=inf if setup.inputs.source.random_weights else MAX_FIRST_LOSS,

@@ -1,5 +1,5 @@
-"""Find without torch whether a run can start, and whether it has ended: the launcher asks before it
-starts a rank.
+"""Check without torch whether a run can start, and whether it has ended. The launcher does so before
+it starts ranks.
 """
 
 import os
@@ -35,20 +35,20 @@ class DataFiles:
 
 
 def require_usable(config: Config) -> None:
-    """Raise what the run would raise about its directory: `ConfigError` for that of another run and
-    for one that cannot be resumed from, `CannotWriteError`.
+    """Check the run directory as a start does. Raises `ConfigError` if it belongs to another run or
+    has no usable checkpoint, `CannotWriteError`.
     """
     trainer = config.trainer
     RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
         trainer.project_name, trainer.experiment_name
     )
     try:
-        # a run that goes on has its data prepared, or is complete
+        # A run that continues may be complete, and then writes nothing.
         if find_candidates(config).chosen is None:
             _require_writable(Path(trainer.default_local_dir))
     except NoUsableCheckpointError:
         if trainer.checkpoint.mirror is None:
-            raise  # else there may be one there
+            raise  # a mirror may have a usable one
 
 
 def find_candidates(config: Config) -> Selection:
@@ -60,7 +60,7 @@ def find_candidates(config: Config) -> Selection:
 
 
 def _require_writable(run_dir: Path) -> None:
-    """Raises `CannotWriteError`. Nothing is made to find out."""
+    """Raise `CannotWriteError` for a read-only place. Creates nothing."""
     nearest = existing_parent(run_dir)
     if os.access(nearest, os.W_OK | os.X_OK):
         return
@@ -71,19 +71,19 @@ def _require_writable(run_dir: Path) -> None:
 
 
 def find_files(config: Config) -> DataFiles:
-    """Raises `DataError` for what is missing or no data file."""
+    """Return the files of all sources. Raises `DataError` for one that is missing or not data."""
+    return DataFiles(_files(config, "train_files"), _files(config, "val_files"))
 
-    def found(key: str) -> Files:
-        sources = sources_of(config.data, key)
+
+def _files(config: Config, key: str) -> Files:
+    found = []
+    for source in sources_of(config.data, key):
         try:
-            return [
-                (s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files))
-                for s in sources
-            ]
+            is_quickstart = source.files == QUICKSTART
+            found.append((source, [TRAIN_FILE] if is_quickstart else resolve_files(source.files)))
         except DataError as error:
             raise DataError(f"data.{key}: {error}") from error
-
-    return DataFiles(found("train_files"), found("val_files"))
+    return found
 
 
 def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
@@ -99,22 +99,18 @@ def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda:
 
 
 def read_chat_template(name: str | None) -> str | None:
-    """Return the text of a `chat_template` of `data` or of a source: one of ours, or a file.
-    Raises `ConfigError`.
-    """
+    """Return the text of a chat template, by its name or path. Raises `ConfigError`."""
     if name is None:
         return None
     path = TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        names = ", ".join(TEMPLATE_NAMES)
-        raise ConfigError(
-            f"data.chat_template={name}: {error.strerror}; those with names are {names}"
-        ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"data.chat_template={name}: {reason}") from error
+        raise ConfigError(
+            f"data.chat_template={name}: {reason}.\nFix: give the path of a jinja file, or one of "
+            f"{', '.join(TEMPLATE_NAMES)}"
+        ) from error
 
 
 def _require_templates(config: Config) -> None:
@@ -130,7 +126,7 @@ def _require_model(config: Config) -> None:
 
 def _require_mirror(config: Config) -> None:
     if (url := config.trainer.checkpoint.mirror) is not None:
-        from trainer.checkpoint.storage import require_usable  # fsspec takes a moment to import
+        from trainer.checkpoint.storage import require_usable  # fsspec is slow to import
 
         require_usable(url)
 
@@ -143,14 +139,13 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "model": _require_model,
     "mirror": _require_mirror,
 }
-"""Checks before files and checkpoints are read; each raises `ConfigError`."""
+"""Checks of the configuration alone. Each raises `ConfigError`."""
 
 
 def already_complete(config: Config) -> str | None:
     """Return the message of a run that has ended, if a start with `config` would change nothing.
 
-    None means that the ranks have to look: there is no such run, something differs, or it is
-    unclear. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    None: the ranks must decide. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     try:
         last = find_candidates(config).chosen
