@@ -181,7 +181,7 @@ SAFEGUARDS = (
     Mutation(
         "sizes are not compared",
         FSIO,
-        "    if size_bytes == record.size_bytes:\n",
+        "    if found.st_size == record.size_bytes:\n",
         "    if True:\n",
         ("unit/test_checkpoint_layout.py",),
     ),
