@@ -127,7 +127,7 @@ SAFEGUARDS = (
         SAVE,
         '                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None\n',
         "                pass\n",
-        ("distributed/test_save_guards.py",),
+        ("distributed/test_save_faults.py",),
     ),
     Mutation(
         "a group that was given up is used again",

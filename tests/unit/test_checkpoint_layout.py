@@ -242,14 +242,13 @@ def test_an_error_after_the_commit_does_not_undo_it(tmp_path, monkeypatch, caplo
     assert steps(tmp_path) == [2]
 
 
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
-def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, monkeypatch, code):
+def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, monkeypatch):
     """A server carried it out, its answer was lost, and the second try finds nothing."""
     real = os.rename
 
     def rename(source: Any, target: Any) -> None:
         real(source, target)
-        raise OSError(code, os.strerror(code), str(source))
+        raise OSError(errno.ESTALE, "Stale file handle", str(source))
 
     save(tmp_path, 1)
     staging = stage(tmp_path, 2)

@@ -109,19 +109,6 @@ def test_exactly_one_of_the_runs_that_start_together_wins(tmp_path):
     assert [racer.exitcode for racer in racers] == [0, 0, 0] and list(wins) == [1] * NUM_ROUNDS
 
 
-def test_it_waits_for_a_run_that_is_ending(tmp_path, children):
-    pid, _ = start_holder(tmp_path)
-    killer = os.fork()
-    if killer == 0:
-        time.sleep(0.3)
-        os.kill(pid, signal.SIGKILL)
-        os._exit(0)
-    with RunLock(tmp_path):
-        pass
-    os.waitpid(killer, 0)
-    os.waitpid(pid, 0)
-
-
 def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path):
     with RunLock(tmp_path) as lock:
         child = os.fork()

@@ -6,17 +6,13 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, is_whole
+from checkpoint_fakes import Run, content_of
 from sweeps import short_or_full
 
-from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import Operation
-from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.retention import Retention
 
 NUM_HISTORIES = short_or_full(80, full=400)
 NUM_EVENTS = 12
@@ -26,48 +22,6 @@ MAX_OPERATIONS = 100
 
 class Killed(BaseException):
     """Stands for `kill -9`: no `except` of the code under test catches it."""
-
-
-@dataclass
-class Run:
-    """A trainer reduced to its checkpoint calls, in the order of the real one, with tiny files."""
-
-    run_dir: Path
-    keep: int
-    step: int = 0
-    acknowledged: list[int] = field(default_factory=list)
-
-    def save(self) -> None:
-        """As `trainer.checkpoint.save` does it."""
-        self.step += 1
-        layout.clean_leftovers(self.run_dir)
-        commit(self.run_dir, self.step)
-        self.acknowledged.append(self.step)
-        retention.settle(self.run_dir, self.step, Retention(keep=self.keep))
-
-    def restart(self) -> int | None:
-        """As `trainer.checkpoint.start` and the load after it do it. Returns the step to continue
-        from; None if nothing is usable.
-        """
-        layout.clean_leftovers(self.run_dir)
-        try:
-            candidates = choice.select(self.run_dir).candidates
-        except choice.NoUsableCheckpointError:
-            return None
-        for info in candidates:
-            assert info.manifest is not None
-            if problems := verify_files(info.path, info.manifest):
-                layout.quarantine(info.path, problems[0])
-                continue
-            kept = Retention(keep=self.keep)
-            retention.settle(self.run_dir, info.step, kept, protect={info.step})
-            self.step = info.step
-            return info.step
-        return None
-
-    def good_steps(self) -> set[int]:
-        whole = filter(is_whole, self.run_dir.glob("global_step_*"))
-        return {layout.parse_step(path.name) or 0 for path in whole}
 
 
 @contextmanager

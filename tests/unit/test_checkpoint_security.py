@@ -1,6 +1,5 @@
 """Nothing in a checkpoint can run code or lead out of its directory."""
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from checkpoint_fakes import save
 
-from trainer.checkpoint import layout, offline_export, shards
+from trainer.checkpoint import layout, shards
 from trainer.checkpoint.manifest import (
     MANIFEST,
     parse_manifest,
@@ -67,16 +66,6 @@ def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(tmp_path,
     (path / linked).rename(tmp_path / linked)
     (path / linked).symlink_to(tmp_path / linked)
     assert verify_files(path, manifest) != []
-
-
-def test_code_beside_an_exported_config_is_not_imported(tmp_path):
-    config = {"model_type": "qwen2", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "modeling_evil.py").write_text(
-        f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n"
-    )
-    assert offline_export.known_architecture(tmp_path) == (None, None)
-    assert not (tmp_path / "canary").exists()
 
 
 def test_tensors_of_unknown_placement_are_refused(tmp_path):
