@@ -22,7 +22,7 @@ REFUSED = {
 
 BASE_WEIGHTS = "base_weights"
 FIXED = {
-    BASE_WEIGHTS: "adapters fit only the weights they were trained on",
+    BASE_WEIGHTS: "adapters fit the weights they were trained for",
     **dict.fromkeys(
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
         "the saved adapters have this shape",

@@ -134,7 +134,7 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     if not adapter.base.is_dir() or digest(adapter.base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
             f"'{adapter.base}' does not hold the weights that the adapters in '{checkpoint}' were "
-            f"trained on.\nFix: name the directory that does, with --base"
+            f"trained for.\nFix: name the directory that does, with --base"
         )
     return adapter
 

@@ -148,7 +148,7 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
             raise ConfigError(
-                f"the state of the part '{different[0]}' cannot be saved: it differs between "
+                f"the state of the part '{different[0]}' cannot be saved: it is not the same on "
                 f"rank 0 and rank {rank}, and a resume on another number of ranks loads that of "
                 f"rank 0.\nFix: make it equal, or set state_of on the class: {OWN!r} if each rank "
                 f"needs its own state, {MAIN!r} if that of rank 0 counts"
