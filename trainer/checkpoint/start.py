@@ -231,5 +231,8 @@ def _write_probe(path: Path) -> str:
 
 def _log(notes: tuple[str, ...]) -> None:
     for note in notes:
-        level = logging.WARNING if note.startswith("WARNING: ") else logging.INFO
-        logger.log(level, note.removeprefix("WARNING: "))
+        text = note.removeprefix("WARNING: ")
+        if text != note:
+            logger.warning(text)
+        else:
+            logger.info(text)
