@@ -1,6 +1,4 @@
-"""Case 25, saves behind training: they hold the state of their step, one at a time, and none is
-lost or hidden.
-"""
+"""Case 25, background saves: they hold the state of their step, one at a time, and no error is lost."""
 
 import os
 import signal
@@ -18,12 +16,11 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from toy import ToySamples, build_toy_model, guard_config, toy_run, write_model_config
-from toy_runs import Recipe, checkpoint_manager, read_trace, run, save_now
+from toy_runs import Recipe, checkpoint_manager, run, save_now
 
-from trainer.checkpoint import fsio, layout, shards
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, ResumableError
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
@@ -53,15 +50,9 @@ def whole_steps(run_dir: Path) -> list[int]:
     return [info.step for info in found]
 
 
-def differences(ours: Any, theirs: Any, where: str) -> list[str]:
-    """Name what differs in two loaded files: keys, shards bit for bit, other values."""
-    left, right = (
-        {f"{where}{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-        for tree in (ours, theirs)
-    )
-    return [
-        name for name in left.keys() | right.keys() if not same(left.get(name), right.get(name))
-    ]
+def leaves_of(file: Path) -> dict[str, Any]:
+    tree = torch.load(file, weights_only=True)
+    return {f"{file.name}{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -73,18 +64,18 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def checkpoint_differences(one: Path, other: Path) -> list[str]:
-    """Of every file that a manifest lists, but for the seconds training took; the pickles of equal
-    tensors may differ in what they share.
+    """Return what differs in the listed files except durations: values, shards bit for bit.
+
+    Pickles of equal tensors may differ in what they share.
     """
     manifest = layout.inspect(one).manifest
     assert manifest is not None
     found = []
     for record in manifest.files:
         if record.path.endswith(".pt"):
-            loaded = [
-                torch.load(step_dir / record.path, weights_only=True) for step_dir in (one, other)
-            ]
-            found += differences(*loaded, where=record.path)
+            left, right = leaves_of(one / record.path), leaves_of(other / record.path)
+            names = left.keys() | right.keys()
+            found += [name for name in names if not same(left.get(name), right.get(name))]
         elif fsio.sha256_of(other / record.path) != record.sha256:
             found.append(record.path)
     return [difference for difference in found if "productive_s" not in difference]
@@ -94,30 +85,21 @@ def writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == WRITER]
 
 
-def require(condition: bool) -> None:
-    assert condition
-
-
-def is_writing() -> bool:
-    return threading.current_thread().name == WRITER
-
-
-def before_shards(act: Callable[[], None]) -> Callable[[Operation], None]:
-    """An observer that acts in the thread of a save behind training, when its snapshot is about
-    to be written.
+def before_shards(act: Callable[[], object]) -> Callable[[Operation], None]:
+    """Return an observer that acts in the thread of a background save, before its snapshot is
+    written.
     """
 
     def observer(operation: Operation) -> None:
-        if is_writing() and operation.path.name == "shards.begin":
+        is_writing = threading.current_thread().name == WRITER
+        if is_writing and operation.path.name == "shards.begin":
             act()
 
     return observer
 
 
 class Steps:
-    """Takes the place of `local_square_sum`: counts the steps, and acts in each before the
-    ranks reduce.
-    """
+    """Replaces `local_square_sum`: counts the steps, and acts in each before the ranks reduce."""
 
     def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:
         self.num_begun, self._act = 0, act
@@ -128,14 +110,8 @@ class Steps:
         return local_square_sum(parameters)
 
 
-# content ------------------------------------------------------------------------------------------
-# --------------------
-
-
 def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[int]:
-    """Nothing of a snapshot is written before training has changed the state twice; the steps
-    begun by then.
-    """
+    """Write no snapshot before training has changed the state twice. Return the steps begun then."""
     steps, begun = Steps(), []
 
     def wait() -> None:
@@ -157,24 +133,14 @@ def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_pa
     assert whole_steps(tmp_path / "async") == whole_steps(tmp_path / "sync") == [2, 4, 6]
     for step in map(layout.step_dir_name, (2, 4, 6)):
         assert checkpoint_differences(tmp_path / "async" / step, tmp_path / "sync" / step) == []
-    found = checkpoint_differences(
-        tmp_path / "sync" / "global_step_2", tmp_path / "sync" / "global_step_4"
-    )
-    for part in (
-        "model_world_size_2_rank_1.pt['lm_head.weight']",
-        "exp_avg_sq",
-        "data.pt",
-        "huggingface/model.safetens",
-    ):
-        assert any(part in line for line in found), "steps 2 and 4 must not pass for equal"
-
-
-# one at a time ------------------------------------------------------------------------------------
-# --------------------
+    steps = (tmp_path / "sync" / layout.step_dir_name(step) for step in (2, 4))
+    found = "\n".join(checkpoint_differences(*steps))
+    for part in ("rank_1.pt['lm_head.weight']", "exp_avg_sq", "data.pt", "model.safetens"):
+        assert part in found, "steps 2 and 4 must not pass for equal"
 
 
 def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tuple[Any, Any]:
-    """(manager of saves behind training, the run that it saves)."""
+    """Return a manager of background saves and the run that it saves."""
     run_dir.mkdir(exist_ok=True)
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     manager = checkpoint_manager(world, run_dir, source, parts, Recipe(async_save=True), **settings)
@@ -184,8 +150,8 @@ def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tup
 def save_while_busy(
     world: World, run_dir: Path, source: Any
 ) -> tuple[list[int], list[int], float, int]:
-    """Steps on disk when the first save returns and when the second does, how long that took,
-    and most in flight.
+    """Return the steps on disk after the first and the second save returns, how long the second
+    took, and the largest number in flight.
     """
     manager, parts = manager_of(world, run_dir, source)
     held, in_flight = threading.Event(), [0]
@@ -204,6 +170,7 @@ def save_while_busy(
     save_now(manager, parts, is_required=False)
     second, stalled_s = whole_steps(run_dir), manager.take_metrics(parts.batches.step)[STALL]
     manager.finish()
+    assert manager.take_metrics(parts.batches.step)[BEHIND] > 0.0
     return first, second[:1], stalled_s, in_flight[0]
 
 
@@ -217,7 +184,7 @@ def test_the_next_save_waits_for_the_one_in_flight(source, tmp_path):
 
 
 def save_again_when_required(world: World, run_dir: Path, source: Any) -> list[Operation]:
-    """What a required save does whose step is being saved already."""
+    """Return the operations of a required save whose step is being saved already."""
     manager, parts = manager_of(world, run_dir, source)
     save_now(manager, parts, is_required=False)
     manager.finish()
@@ -232,64 +199,11 @@ def test_a_required_save_of_a_saved_step_writes_nothing(source, tmp_path):
     assert whole_steps(tmp_path / "run") == [0]
 
 
-# memory -------------------------------------------------------------------------------------------
-# --------------------
-
-
-def pointers(tree: Any) -> list[int]:
-    """Addresses of all local tensors in nested containers, in order."""
-    return [tensor.data_ptr() for tensor in shards.local_tensors(tree)]
-
-
-def buffers_of_saves(
-    world: World, run_dir: Path, source: Any
-) -> tuple[list[list[int]], set[int], int]:
-    """(addresses of the copies of each of three saves, those of the live state, bytes of the
-    live parameters).
-    """
-    manager, parts = manager_of(world, run_dir, source)
-    copies: list[list[int]] = []
-    live: set[int] = set()
-    copy = HostBuffers.copy
-
-    def spy(buffers: HostBuffers, snapshot: Snapshot) -> Snapshot:
-        copied = copy(buffers, snapshot)
-        live.update(pointers(snapshot.model), pointers(snapshot.optim))
-        copies.append(pointers(copied.model) + pointers(copied.optim) + pointers(copied.extra))
-        return copied
-
-    HostBuffers.copy = spy  # type: ignore[method-assign]  # of this process, which ends with this function
-    for parts.batches.step in (1, 2, 3):
-        save_now(manager, parts, is_required=False)
-    manager.finish()
-    return copies, live, shards.num_bytes(shards.model_state(parts.model))
-
-
-def test_buffers_are_reused_and_a_tied_head_is_written_once(source, tmp_path):
-    for rank, (copies, live, num_bytes) in enumerate(
-        run_ranks(buffers_of_saves, 2, tmp_path / "run", source)
-    ):
-        assert len(copies[0]) > 80 and copies[0] == copies[1] == copies[2]
-        assert not live & set(copies[0]), "a live tensor is written"
-        path = tmp_path / "run" / "global_step_3" / layout.model_file(2, rank)
-        saved = torch.load(path, weights_only=True)
-        head, embedding = (
-            saved["lm_head.weight"]._local_tensor,
-            saved["model.embed_tokens.weight"]._local_tensor,
-        )
-        assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
-        assert num_bytes < path.stat().st_size < num_bytes + embedding.nbytes
-
-
-# errors -------------------------------------------------------------------------------------------
-# --------------------
-
-
 def train_failing(
     world: World, run_dir: Path, source: Any, num_failures: int
 ) -> tuple[list[int], list[Any], str]:
-    """The first saves fail on rank 1; (steps of all tries, counted failures by step, how the
-    run ended otherwise).
+    """Let the first saves fail on rank 1. Return the steps of all tries, the counted failures by
+    step, and the error that ended the run.
     """
     tries: list[int] = []
     steps = Steps(lambda step: [writer.join(GIVEN_UP_S) for writer in writers()])
@@ -297,23 +211,15 @@ def train_failing(
     def observer(operation: Operation) -> None:
         if operation.path.name == "open.begin":
             tries.append(steps.num_begun)
-        if (
-            operation.path.name == layout.optim_file(2, 1)
-            and operation.kind == "write"
-            and len(tries) <= num_failures
-        ):
+        is_write = operation.kind == "write" and operation.path.name == layout.optim_file(2, 1)
+        if is_write and len(tries) <= num_failures:
             raise OSError(28, "No space left on device")
 
     fsio.observer = observer
     toy_runs.checkpoint_manager = partial(checkpoint_manager, retry_after_s=(0.0, 0.0))
+    recipe = Recipe(total_steps=9, save_freq=4, async_save=True)
     try:
-        result = run(
-            world,
-            run_dir,
-            source,
-            Recipe(total_steps=9, save_freq=4, async_save=True),
-            local_square_sum=steps,
-        )
+        result = run(world, run_dir, source, recipe, local_square_sum=steps)
     except ResumableError as error:
         return tries, [steps.num_begun], str(error)
     counted = [
@@ -323,12 +229,9 @@ def train_failing(
 
 
 def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(source, tmp_path):
-    """A save in the step after the failed one is known to have failed, long before the next one
-    that is due.
-    """
-    (tries, counted, error), (others, _, _) = run_ranks(
-        train_failing, 2, tmp_path / "run", source, 2
-    )
+    """A failed save is known in the step after it, long before the next one is due."""
+    results = run_ranks(train_failing, 2, tmp_path / "run", source, 2)
+    (tries, counted, error), (others, _, _) = results
     assert tries == others == [4, 5, 6, 8, 9]
     assert counted == [(5, 1), (6, 2)] and error == ""
     assert whole_steps(tmp_path / "run") == [6, 8, 9]
@@ -339,10 +242,6 @@ def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(source, tmp_
         assert (tries, last_step) == ([4, 5, 6], [7])
         assert "3 saves in a row failed" in error and "rank 1: OSError: [Errno 28]" in error
     assert whole_steps(tmp_path / "run") == [] and not list((tmp_path / "run").glob(".staging*"))
-
-
-# exit ---------------------------------------------------------------------------------------------
-# --------------------
 
 
 class GivesUp(Guard):
@@ -357,8 +256,8 @@ class GivesUp(Guard):
 def train_until_exit(
     world: World, run_dir: Path, source: Any, how: str
 ) -> tuple[int, list[int], int]:
-    """Leave at step 3 while the save of step 2 is held up; (exit code, steps on disk, saves in
-    flight) at the end.
+    """Leave at step 3 while the save of step 2 is held up. Return the exit code, the steps on disk
+    and the saves in flight at the end.
     """
     held, guard, stop = threading.Event(), GivesUp(guard_config()), StopRequest()
     stop.install()
@@ -370,7 +269,7 @@ def train_until_exit(
             if how == "stopped" and not world.is_main:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    fsio.observer = before_shards(lambda: require(held.wait(GIVEN_UP_S)))
+    fsio.observer = before_shards(lambda: held.wait(GIVEN_UP_S))
     recipe = Recipe(total_steps=3 if how == "done" else 9, async_save=True)
     changes = {"local_square_sum": Steps(leave), "guard": guard}
     code = run(world, run_dir, source, recipe, stop=stop, **changes).exit_code
@@ -387,22 +286,3 @@ def train_until_exit(
 )
 def test_fit_returns_when_the_last_save_is_committed(source, tmp_path, how, code, steps):
     assert run_ranks(train_until_exit, 2, tmp_path / "run", source, how) == [(code, steps, 0)] * 2
-
-
-# the loop -----------------------------------------------------------------------------------------
-# --------------------
-
-
-def test_training_is_the_same_and_both_times_are_reported(source, tmp_path):
-    rows = {}
-    for mode, async_save in (("sync", False), ("async", True)):
-        recipe = Recipe(async_save=async_save, has_trace=True)
-        (tmp_path / mode).mkdir()
-        result = run_ranks(run, 2, tmp_path / mode, source, recipe)[0]
-        rows[mode] = {
-            key: [step for step, row in result.rows if row.get(key, 0.0) > 0.0]
-            for key in (STALL, BEHIND)
-        }
-    assert read_trace(tmp_path / "sync") == read_trace(tmp_path / "async") != []
-    assert rows["sync"] == {STALL: [3, 5], BEHIND: []}
-    assert rows["async"][STALL] == [3, 5] and rows["async"][BEHIND]

@@ -1,5 +1,5 @@
-"""A batch that does harm is found, the run goes back to before it and passes it over; a kill
-meanwhile is harmless.
+"""A harmful batch is found, and the run returns to before it and skips it. A kill meanwhile is
+harmless.
 """
 
 import json
@@ -33,7 +33,7 @@ TARGET_STEP = 180
 """The newest checkpoint of those every 20 steps that is 16 steps older."""
 BEGUN = 200
 """Most runs go on from here, where the clean one stood: what is looked at comes later."""
-PASSED_OVER = range(BAD_STEP - 8, BAD_STEP + 9)
+SKIPPED = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
 """All samples draw from these; a poisoned one from the rest, which the model has learned never
 to expect.
@@ -47,11 +47,10 @@ class Samples(OneSource):
 
     def __init__(self, poisoned: frozenset[int]) -> None:
         generator = np.random.default_rng(5)
-        bounds = [
-            (USUAL_TOKENS, VOCAB) if i in poisoned else (0, USUAL_TOKENS)
-            for i in range(NUM_STEPS * BATCH_SIZE)
-        ]
-        self._samples = [generator.integers(low, high, 24).astype(np.int32) for low, high in bounds]
+        self._samples = []
+        for i in range(NUM_STEPS * BATCH_SIZE):
+            low, high = (USUAL_TOKENS, VOCAB) if i in poisoned else (0, USUAL_TOKENS)
+            self._samples.append(generator.integers(low, high, 24).astype(np.int32))
         self.lengths = np.full(len(self._samples), 24)
         self.num_loss_tokens = np.full(len(self._samples), 23)
 
@@ -169,33 +168,28 @@ def only(outcomes: list[Any]) -> Outcome:
 def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     assert found.exit_code == clean.exit_code == EXIT_DONE
     num_until = BAD_STEP + 1 - found.steps[0]
-    assert found.steps[:num_until] == tuple(range(found.steps[0], BAD_STEP + 1)), (
-        "found at once, by all ranks"
-    )
-    again = found.steps[num_until:]
-    assert again == tuple(
-        step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER
-    )
+    at_once = tuple(range(found.steps[0], BAD_STEP + 1))
+    assert found.steps[:num_until] == at_once, "found at once, by all ranks"
+    after = range(TARGET_STEP + 1, NUM_STEPS + 1)
+    assert found.steps[num_until:] == tuple(step for step in after if step not in SKIPPED)
     assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
     (entry,) = rollback.read(run_dir).entries
     assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
-    assert [info.step for info in layout.checkpoints(run_dir)] == [
-        *range(20, 181, 20),
-        220,
-        240,
-        260,
-    ]
-    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"], (
-        "set aside, not lost"
-    )
+    kept = [*range(20, 181, 20), 220, 240, 260]
+    assert [info.step for info in layout.checkpoints(run_dir)] == kept
+    require_set_aside(run_dir)
+
+
+def require_set_aside(run_dir: Path) -> None:
+    """The checkpoint after the harmful batch is not lost."""
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"]
 
 
 @pytest.mark.covers("S2.36:C", "S2.41:C")
 def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back, clean):
     require_undone(*rolled_back, clean)
-    assert clean.steps == tuple(range(1, NUM_STEPS + 1)) and clean.last_loss == pytest.approx(
-        math.log(8), rel=0.02
-    )
+    assert clean.steps == tuple(range(1, NUM_STEPS + 1))
+    assert clean.last_loss == pytest.approx(math.log(8), rel=0.02)
 
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
@@ -213,18 +207,14 @@ def test_the_evidence_names_the_poisoned_samples(rolled_back):
     assert {sample["sample_id"] for sample in worst} == samples_of(BAD_STEP)
     assert all(sample["place"] == f"train.jsonl:{sample['sample_id'] + 1}" for sample in worst)
     mean = sum(sample["loss"] for sample in worst) / len(worst)
-    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6), (
-        "losses from before the update"
-    )
+    # losses from before the update
+    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6)
 
 
 def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
     found = only(run_ranks(train, 2, begun, source, "rank", "skip", timeout_s=240))
-    assert (
-        found.exit_code == EXIT_DONE
-        and found.skipped == 1
-        and found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
-    )
+    assert (found.exit_code, found.skipped) == (EXIT_DONE, 1)
+    assert found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
 
 
 def test_a_severe_step_can_stop_the_run(source, begun):
@@ -236,15 +226,13 @@ def test_a_severe_step_can_stop_the_run(source, begun):
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     source, begun, rolled_back, kill_at
 ):
-    """Before its first word is on the disk the rollback is decided again; after it the next
-    start carries it out.
+    """Before its record is on the disk the rollback is decided again; after that the next start
+    completes it.
     """
     with pytest.raises(AssertionError, match="died without a result"):
         run_ranks(train, 1, begun, source, "batch", "rollback", kill_at, timeout_s=240)
     assert bool(rollback.read(begun).entries) == ("corrupt" in kill_at)
     resumed = only(run_ranks(train, 1, begun, source, "batch", "rollback", timeout_s=240))
-    assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss, (
-        "bit for bit"
-    )
-    assert set(resumed.steps[-40:]).isdisjoint(PASSED_OVER) and resumed.steps[-1] == NUM_STEPS
-    assert [path.name for path in begun.glob(".corrupt*")] == [".corrupt_global_step_200.0"]
+    assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss
+    assert set(resumed.steps[-40:]).isdisjoint(SKIPPED) and resumed.steps[-1] == NUM_STEPS
+    require_set_aside(begun)

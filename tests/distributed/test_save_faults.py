@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.failpoints import ERRORS, Failure, Matrix, Outcome, Outcomes, Scene, failing_saves
-from faults.save_points import Point, Survey, Watch, thinned
+from faults.failpoints import (
+    ERRORS,
+    Failure,
+    Outcome,
+    Outcomes,
+    failing_saves,
+    odd_model,
+    points_of_a_save,
+)
+from faults.save_points import Point, Survey, Watch
 from ranks import _receive, started_ranks
 from sweeps import some
-from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, toy_run
 from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio
@@ -32,42 +40,29 @@ NUM_FAILING = 40
 PATIENCE_S = 30.0
 
 
-# the disk refuses ---------------------------------------------------------------------------------
-# -------------------
-
-
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return Scene(tmp_path_factory.mktemp("faults") / "scene")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return odd_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene, tmp_path, mode):
-    """Half of a sample of the operations fails in each mode (of all with `pytest --full`); every
-    second save is good.
-
-    `python tests/faults/failpoints.py` lets all of them fail in both modes and for both reasons.
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(source, tmp_path, async_save):
+    """Half of a sample of the operations fails in each mode, all with `pytest --full`. Every second
+    save is good. `python tests/faults/failpoints.py` tries all operations, modes and errors.
     """
-    points = [
-        p
-        for p in thinned(Matrix(scene, tmp_path / "seen", async_save=mode == "async").points)
-        if p.can_fail
-    ]
-    assert len(points) > 80 and {point.rank for point in points} == {0, 1}
-    half = some(points, NUM_FAILING)[mode == "async" :: 2]
+    points = points_of_a_save(tmp_path / "seen", source, async_save=async_save)
+    able = [point for point in points if point.can_fail]
+    assert len(able) > 80 and {point.rank for point in able} == {0, 1}
+    half = some(able, NUM_FAILING)[async_save::2]
     failures = [Failure(point, ERRORS[number % 2]) for number, point in enumerate(half)]
-    found = failing_saves(failures, tmp_path / "run", scene.source, async_save=mode == "async")
+    found = failing_saves(failures, tmp_path / "run", source, async_save=async_save)
     assert not found, "\n".join(found)
-
-
-# a rank stands still
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Story:
-    """What a rank lived through: how long the save took that met the stop, how all saves ended,
-    or how the run did.
+    """What a rank saw: the duration of the save that met the stop, the outcomes of all saves, and
+    the error that ended the run.
     """
 
     waited_s: float
@@ -85,8 +80,8 @@ def save_around_a_stop(
     notes: Path,
     grace_s: float,
 ) -> Story:
-    """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation
-    `label`; save step 3.
+    """Save step 1. In the save of step 2 the rank `victim` stops itself before the operation
+    `label`. Save step 3.
     """
     run_dir.mkdir(exist_ok=True)
     saving.Agreement = partial(Agreement, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
@@ -119,48 +114,33 @@ def save_around_a_stop(
     return Story(waited_s, outcomes.found)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < until, f"{what} took longer than {PATIENCE_S:.0f} s"
+        assert time.monotonic() < until, f"this took longer than {PATIENCE_S:.0f} s"
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(
-        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
-    )
-
-
-def recipe_of(mode: str) -> Recipe:
-    return Recipe(async_save=mode == "async", save_timeout_s=SAVE_TIMEOUT_S)
-
-
 @pytest.mark.parametrize(
-    ("mode", "label"),
+    ("async_save", "label"),
     [
-        ("sync", "write .staging_global_step_N/optim_world_size_3_rank_1.pt"),
-        ("async", "phase shards.report"),
-        ("async", "phase export.begin"),
+        (False, "write .staging_global_step_N/optim_world_size_3_rank_1.pt"),
+        (True, "phase shards.report"),
+        (True, "phase export.begin"),
     ],
 )
-def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
-    source, tmp_path, mode, label
-):
-    """When it goes on, late, it learns that its save was given up, and the next one is good."""
+def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, async_save, label):
+    """When it continues, it learns that its save was given up, and the next one is good."""
     run_dir, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
-    with started_ranks(
-        save_around_a_stop, 3, run_dir, source, recipe_of(mode), 1, label, notes, GRACE_S
-    ) as ranks:
-        wait_until(
-            lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"}, "giving up"
-        )
+    recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
+    arguments = (run_dir, source, recipe, 1, label, notes, GRACE_S)
+    with started_ranks(save_around_a_stop, 3, *arguments) as ranks:
+        wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"})
         during = Survey.of(run_dir)
         os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
         stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]
-    assert during == Survey(1, (1,), (), ())
+    assert during == Survey(1, (1,))
     for rank in (0, 2):
         assert SAVE_TIMEOUT_S - 0.1 < stories[rank].waited_s < SAVE_TIMEOUT_S + GRACE_S
     for story in stories:
@@ -168,29 +148,19 @@ def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
         assert (first, last, story.error) == (Outcome(1, True), Outcome(3, True), "")
         assert stopped.step == 2 and "gave no answer in time" in stopped.message
     assert "rank 1: gave no answer in time" in stories[0].outcomes[1].message
-    assert Survey.of(run_dir) == Survey(3, (1, 3), (), ())
+    assert Survey.of(run_dir) == Survey(3, (1, 3))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("async_save", [False, True])
 def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
-    source, tmp_path, mode
+    source, tmp_path, async_save
 ):
-    """Only it knows whether there is a checkpoint, so the others cannot go on; they end to be
-    started again.
-    """
+    """Only the main rank knows whether there is a checkpoint: the others end resumable."""
     run_dir, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
-    with started_ranks(
-        save_around_a_stop,
-        2,
-        run_dir,
-        source,
-        recipe_of(mode),
-        0,
-        "phase commit.begin",
-        notes,
-        SHORT_GRACE_S,
-    ) as ranks:
+    recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
+    arguments = (run_dir, source, recipe, 0, "phase commit.begin", notes, SHORT_GRACE_S)
+    with started_ranks(save_around_a_stop, 2, *arguments) as ranks:
         story = _receive(ranks[1][1], 1, PATIENCE_S)
         ranks[1][0].join(timeout=PATIENCE_S)
         assert ranks[1][0].exitcode == 0, "it cannot leave as long as the main rank stands still"
@@ -199,9 +169,8 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
         late = _receive(ranks[0][1], 0, PATIENCE_S)
     assert story.outcomes == [Outcome(1, True)]
     assert "the save of step 2 was left undecided: rank 0 gave no answer in time" in story.error
-    assert (
-        SAVE_TIMEOUT_S + SHORT_GRACE_S - 0.1 < story.waited_s < SAVE_TIMEOUT_S + SHORT_GRACE_S + 5.0
-    )
+    limit_s = SAVE_TIMEOUT_S + SHORT_GRACE_S
+    assert limit_s - 0.1 < story.waited_s < limit_s + 5.0
     assert (during.chosen, during.steps, len(during.leftovers)) == (1, (1,), 1)
     assert "save took longer than" in late.outcomes[1].message
-    assert Survey.of(run_dir) == Survey(1, (1,), (), ())
+    assert Survey.of(run_dir) == Survey(1, (1,))

@@ -1,9 +1,9 @@
-"""Let allocations of a run fail, at the start, while it resumes, trains, saves and exports, and prove
-that nothing is lost.
+"""Let allocations of a run fail while it starts, resumes, trains, saves and exports, and prove that
+nothing is lost.
 
 `python tests/faults/allocations.py --cases 100 --seed 1` writes benchmarks/results/allocations.json.
-A case is the run of failpoints.py on 2 ranks, continued from its checkpoint. One rank lacks memory
-for one drawn allocation of at least 16 KiB (shim.c), or for each from there on.
+A case is a run on 2 ranks, continued from its checkpoint. On one rank one drawn allocation of at
+least 16 KiB fails (shim.c), or each from there on. An undisturbed start must then finish the run.
 """
 
 import argparse
@@ -11,38 +11,79 @@ import collections
 import ctypes
 import os
 import pickle
-import platform
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from faults.announced import train
-from faults.failpoints import RECIPE, Matrix, Scene
+from faults.campaign import parser_of, run_campaign
+from faults.failpoints import odd_model
 from faults.lying_disk import run_on_lying_disk
 from faults.save_points import Survey
-from ranks import started_ranks
-from result_file import write_result
+from ranks import run_ranks, started_ranks
+from toy_runs import TRACE, Recipe, read_trace
 
+from trainer.checkpoint import layout
 from trainer.runtime.distributed import World
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "allocations.json"
+RECIPE = Recipe(total_steps=8, save_freq=2, keep=1, has_trace=True)
+BEGUN = 4
+"""Each case continues from this step."""
 ENDED_WITHIN_S = 100.0
 NAMED = ("memory", "allocate", "bad_alloc", "bad alloc", "bad allocation")
 """Words of an error that names its cause."""
+
+
+class Scene:
+    """A straight run, and the directory that every case continues: a crash left it before the
+    checkpoint of `BEGUN` was published, and with a half-written save.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.source = odd_model(root / "model")
+        straight, self._prepared = root / "straight", root / "prepared"
+        straight.mkdir()
+        run_ranks(train, 2, straight, self.source, replace(RECIPE, keep=None))
+        self._rows = {row["step"]: row for row in read_trace(straight)}
+        for name in ("global_step_2", f"global_step_{BEGUN}"):
+            shutil.copytree(straight / name, self._prepared / name)
+        (self._prepared / f"global_step_{BEGUN}" / layout.PUBLISHED).unlink()
+        shutil.copytree(straight / "global_step_2", self._prepared / ".staging_global_step_6.0123")
+        (self._prepared / layout.POINTER).write_text("2")
+        lines = (straight / TRACE).read_text().splitlines(keepends=True)
+        (self._prepared / TRACE).write_text("".join(lines[:BEGUN]))
+
+    def copy_to(self, run_dir: Path) -> Path:
+        return Path(shutil.copytree(self._prepared, run_dir))
+
+    def diverged(self, run_dir: Path) -> list[str]:
+        rows = read_trace(run_dir)
+        return [f"diverged: {row}" for row in rows if row != self._rows[row["step"]]]
+
+    def resume(self, run_dir: Path) -> list[str]:
+        """Train to the end, as if nothing had happened, and with nothing left over."""
+        run_ranks(train, 2, run_dir, self.source, RECIPE)
+        found, survey = self.diverged(run_dir), Survey.of(run_dir)
+        if {row["step"] for row in read_trace(run_dir)} != self._rows.keys():
+            found.append("steps are missing in the trace after the resume")
+        if survey != Survey(RECIPE.total_steps, (RECIPE.total_steps,)):
+            found.append(f"after the resume: {survey}")
+        return found
 
 
 def train_with_failure(
     world: World, run_dir: Path, source: Any, rank: int, number: int, *, is_lasting: bool
 ) -> tuple[int, int]:
     """Return the exit code and the number of allocations."""
+    errors = os.open(run_dir.with_suffix(f".{world.rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(errors, 2)
     shim = ctypes.CDLL(None)
     if world.rank == rank:
         shim.fail_allocation(number, int(is_lasting))
@@ -53,86 +94,74 @@ def train_with_failure(
     return code, num_seen
 
 
-def run_case(matrix: Matrix, run_dir: Path, chance: random.Random, limit: int) -> tuple[str, str]:
-    """Return how one drawn case ended, and what is wrong."""
-    rank, number, is_lasting = chance.randrange(2), chance.randint(1, limit), chance.random() < 0.3
+def run_case(
+    scene: Scene, run_dir: Path, rank: int, number: int, *, is_lasting: bool = False
+) -> tuple[str, list[str]]:
+    """Return how a case ended, and what is wrong."""
     with started_ranks(
-        train_with_failure, 2, run_dir, matrix.source, rank, number, is_lasting=is_lasting
+        train_with_failure, 2, run_dir, scene.source, rank, number, is_lasting=is_lasting
     ) as ranks:
         deadline = time.monotonic() + ENDED_WITHIN_S
         for process, _ in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         victim, receiver = ranks[rank]
         code = victim.exitcode
-        said = pickle.loads(receiver.recv_bytes())[1] if code in (0, 1) else ""
+        result = pickle.loads(receiver.recv_bytes())[1] if code in (0, 1) else ""
         is_over = all(process.exitcode is not None for process, _ in ranks)
     found = [] if is_over else ["not gone in time"]
-    how = f"ended with exit code {said[0]}" if code == 0 else "named the cause"
+    how = f"ended with exit code {result[0]}" if code == 0 else "named the cause"
     if code is not None and code < 0:
         how = f"killed by {signal.Signals(-code).name} in a library"
-    elif code != 0 and not any(word in _message(said) for word in NAMED):
-        found.append(f"the error does not name the cause: {said[-1500:]}")
+    elif code != 0:
+        errors = run_dir.with_suffix(f".{rank}").read_text()
+        found += unnamed(message(result) if code == 1 else errors)
     survey = Survey.of(run_dir)
     if survey.broken or survey.chosen not in survey.steps:
         found.append(f"harmed: {survey}")
-    found += matrix._strayed(run_dir) or matrix._resume(run_dir)
-    place = f"rank {rank}, allocation {number}{' and all later' if is_lasting else ''}"
-    return how, f"{place}: {'; '.join(found)}" if found else ""
+    return how, found + (scene.diverged(run_dir) or scene.resume(run_dir))
 
 
-def _message(stack: str) -> str:
-    """Return what stands after the last call of a Python stack."""
-    lines = stack.lower().splitlines()
+def unnamed(said: str) -> list[str]:
+    """Return a fault unless the text of an error names the cause.
+
+    If a thread has no memory for its variables, the C library ends the process itself, with code
+    127. It names the cause on the error stream, where Python then writes nothing.
+    """
+    is_named = any(word in said.lower() for word in NAMED)
+    return [] if is_named else [f"the error does not name the cause: {said[-1500:]}"]
+
+
+def message(stack: str) -> str:
+    """Return the text after the last call of a Python stack."""
+    lines = stack.splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith("    ")]
-    last_call = max(calls, default=-1)
-    return "\n".join(lines[last_call + 1 :])
+    return "\n".join(lines[max(calls, default=-1) + 1 :])
 
 
-def run_cases(root: Path, num_cases: int, seed: int) -> dict[str, Any]:
+def run_cases(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     counts: collections.Counter[str] = collections.Counter()
-    scene, chance, faults = Scene(root / "scene"), random.Random(seed), []
-    matrix = Matrix(scene, root / "observed", async_save=False)
-    with started_ranks(
-        train_with_failure,
-        2,
-        scene.copy_to(root / "counted"),
-        matrix.source,
-        0,
-        0,
-        is_lasting=False,
-    ) as ranks:
-        _, (_, num_allocations) = pickle.loads(ranks[0][1].recv_bytes())
-    for number in range(num_cases):
-        how, fault = run_case(matrix, scene.copy_to(root / "case"), chance, num_allocations)
-        shutil.rmtree(root / "case")
+    scene, chance, faults = Scene(root), random.Random(arguments.seed), []
+    counted = scene.copy_to(root / "counted")
+    results = run_ranks(train_with_failure, 2, counted, scene.source, 0, 0, is_lasting=False)
+    num_allocations = results[0][1]
+    for done in range(1, arguments.cases + 1):
+        rank, number = chance.randrange(2), chance.randint(1, num_allocations)
+        is_lasting = chance.random() < 0.3
+        case = scene.copy_to(root / "case")
+        how, found = run_case(scene, case, rank, number, is_lasting=is_lasting)
+        shutil.rmtree(case)
         counts[how] += 1
-        faults += [fault] if fault else []
-        if number % 10 == 9 or fault:
-            print(f"{number + 1}/{num_cases} {dict(counts)} {faults}", flush=True)
+        place = f"rank {rank}, allocation {number}{' and all later' if is_lasting else ''}"
+        faults += [f"{place}: {fault}" for fault in found]
+        if done % 10 == 0 or found:
+            print(f"{done}/{arguments.cases} {dict(counts)} {faults}", flush=True)
     return {"allocations of a run": num_allocations, "counts": dict(counts), "faults": faults}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
     if "DISK_ROOT" not in os.environ:
         return run_on_lying_disk()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="allocations-") as directory:
-        found = run_cases(Path(directory), arguments.cases, arguments.seed)
-    result = {
-        "command": " ".join(["python tests/faults/allocations.py", *argv]),
-        "seed": arguments.seed,
-        "cases": arguments.cases,
-        **found,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    write_result(arguments.output, result)
-    return 1 if found["faults"] else 0
+    return run_campaign("allocations", parser_of(__doc__, cases=100, seed=1), argv, run_cases)
 
 
 if __name__ == "__main__":

@@ -266,8 +266,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: a snapshot holds up the computation",
         SNAPSHOT,
-        "        return torch.cuda.stream(self._stream)\n",
-        "        return nullcontext()\n",
+        "nullcontext() if self._stream is None else torch.cuda.stream(self._stream)",
+        "nullcontext()",
         (f"{RUN}::test_the_state_goes_to_page_locked_memory_beside_the_computation",),
     ),
     Mutation(
@@ -282,7 +282,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: a snapshot is copied before the step is computed",
         SNAPSHOT,
-        "        self._stream.wait_stream(torch.cuda.current_stream(self._device))\n",
+        "            self._stream.wait_stream(torch.cuda.current_stream(self._device))\n",
         "",
         (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),
     ),

@@ -127,7 +127,7 @@ SAFEGUARDS = (
         SAVE,
         '                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None\n',
         "                pass\n",
-        ("distributed/test_save_guards.py",),
+        ("distributed/test_save_faults.py",),
     ),
     Mutation(
         "a group that was given up is used again",
@@ -181,7 +181,7 @@ SAFEGUARDS = (
     Mutation(
         "sizes are not compared",
         FSIO,
-        "    if size_bytes == record.size_bytes:\n",
+        "    if found.st_size == record.size_bytes:\n",
         "    if True:\n",
         ("unit/test_checkpoint_layout.py",),
     ),

@@ -4,25 +4,20 @@
 each schedule one command is started again and again, on one to three ranks, until its run is
 complete. The real functions run: the start (`decide_start`), `CheckpointManager`, `Saver` with its
 `Agreement`, rotation, rollback, the run's lock, upload and restore. Ranks, threads, launcher and
-uploader are greenlets (`simulation.py`), and a seed draws who goes on at each operation. It also
-draws what goes wrong and when: a rank or all killed, the power lost, a machine lost with its disk,
-an operation of the disk refused, a process held up, a lock lost while its holder is held up, the
-same command started twice, a signal to stop; and of the storage of the mirror: an error, a file cut
-short, a change that shows late.
+uploader are greenlets (`simulation.py`). A seed draws the next process at each operation, and what
+goes wrong: `EVENTS`, and `STORAGE_FAULTS` of the mirror.
 
-Torch's shards are replaced by small files that say to which save they belong. `--replay SEED` runs
-one schedule again and prints it.
+Small files that name their save replace the shards of torch. `--replay SEED` runs one schedule
+again and prints it.
 """
 
 import argparse
 import errno
 import fcntl
 import gc
-import json
 import logging
 import multiprocessing
 import os
-import platform
 import random
 import secrets
 import shutil
@@ -33,19 +28,19 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "tests" / room) for room in ("faults", "unit", "")]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
 
 import torch  # noqa: E402  found by the paths above
+from campaign import parser_of, run_campaign  # noqa: E402
+from crash_oracle import remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
-from result_file import write_result  # noqa: E402
 from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
 
 from trainer.checkpoint import (  # noqa: E402
@@ -75,7 +70,6 @@ from trainer.runtime.progress import History, Position  # noqa: E402
 from trainer.tools.mirror import __main__ as mirror_process  # noqa: E402
 from trainer.tools.mirror import restore, upload  # noqa: E402
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "schedules.json"
 STRIDE, NUM_STRIDES = 10, 4
 TOTAL = STRIDE * NUM_STRIDES
 """Steps of the run; a rollback needs some distance between them."""
@@ -93,11 +87,11 @@ EVENTS = {
     "started twice": 2,
     "told to stop": 2,
 }
-"""Kinds of trouble, and how often each is drawn."""
+"""What goes wrong, with the weight by which it is drawn. A lock is lost while its holder is held up."""
 STORAGE_FAULTS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
 STORAGE_FAULT_CHANCE = 0.02
 COLLECT_EVERY = 20
-"""Schedules between two collections of garbage, which holds open files."""
+"""Schedules between two garbage collections: garbage holds open files."""
 LINEAGE = Lineage({"data": "rows"})
 EXPECTED = (ResumableError, CannotWriteError, DistError, SystemExit)
 """Errors that a run may end with; the same command continues."""
@@ -116,7 +110,7 @@ class SimulatedWorld(World):
 
 
 class SmallSaver(save.Saver):
-    """A saver whose files name the staging directory, the step and the rank that they belong to."""
+    """A saver whose files name their staging directory, step and rank."""
 
     def __init__(
         self,
@@ -283,7 +277,7 @@ class Job:
 
 
 class Trainer:
-    """One rank of a job: what `trainer.train` does around its steps."""
+    """One rank of a job: does what `trainer.train` does around its steps."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._schedule = job, job.schedule
@@ -326,7 +320,7 @@ class Trainer:
                 begun.lock.release()
 
     def _train(self, checkpoints: manager.CheckpointManager, begun: start.Start) -> bool:
-        """Return False for a run that was told to stop."""
+        """Return False for a run that was stopped early."""
         chance, step = self._schedule.chance, begun.position.step
         if begun.checkpoint is not None:
             checkpoints.load(begun.checkpoint, contents=("model", "optimizer", "extra"))
@@ -360,7 +354,7 @@ class Trainer:
         return True
 
     def _agreed(self, *values: Any) -> tuple[Any, ...]:
-        """The main rank's values on every rank."""
+        """Return the main rank's values on every rank."""
         return distributed.on_main(
             lambda: values, self._world, describe=lambda error: CannotWriteError(str(error))
         )
@@ -448,7 +442,7 @@ class Schedule:
                     self.hub.trace.append(f"{self.hub.ticks:5} *** {kind}")
 
     def _happens(self, kind: str, thread: Thread) -> bool:
-        """False where this cannot happen yet."""
+        """Return False if this cannot happen yet."""
         alive = [job for job in self.jobs if not job.is_over]
         job = self.chance.choice(alive)
         ranks = [p for p in job.processes if "rank" in p.name and not p.is_over]
@@ -504,14 +498,14 @@ class Schedule:
         self.promised, self.undone = self.up, set(self.up_undone)
 
     def _steal(self, job: Job, main_rank: Process) -> None:
-        """The lock's server forgets a holder that it does not hear; another run takes over."""
+        """Let the server of the lock forget its holder, and another run take over."""
         self._unlock(main_rank)
         self.begin_job()
         thief = self.jobs[-1]
         main_rank.suspended_until = lambda: self.owner is thief or thief.is_over
 
     def _unlock(self, process: Process) -> None:
-        """As the kernel does for a process that has ended."""
+        """Do what the kernel does when a process ends."""
         for descriptor, inode in self._locks.pop(process, []):
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
@@ -525,7 +519,7 @@ class Schedule:
     # What is on the disk.
 
     def follow_disk(self) -> None:
-        """From here on what is on the disk is durable, and every operation is followed."""
+        """Take what is on the disk for durable, and follow every operation from here on."""
         self.disk = Disk(read_tree(self.run_dir), self.run_dir)
 
     def observe(self, operation: Operation) -> None:
@@ -544,7 +538,7 @@ class Schedule:
 
     @contextmanager
     def in_window(self) -> Iterator[Job | None]:
-        """The main rank has just seen that it holds the lock."""
+        """Mark the time after the main rank has seen that it holds the lock."""
         job = self._current_job()
         if job is None:
             yield None
@@ -618,7 +612,7 @@ class Schedule:
             raise Fault(f"{found.path.name} is not as saved: {sorted(different)}")
 
     def judge_error(self, process: Process, job: Job) -> None:
-        """A run may only end with an error that its user can expect."""
+        """Raise `Fault` unless a run ends well, or with an error that a user can expect."""
         error = process.error
         if error is None or isinstance(error, EXPECTED):
             return
@@ -638,12 +632,9 @@ class Schedule:
         self.judge(chosen)
         for info in layout.committed(self.run_dir):
             self.judge_whole(info)
-        names = fsio.list_dir(self.run_dir)
-        left = [
-            name for name in names if name.startswith((".staging_global", ".trash_", ".latest"))
-        ]
-        excused = ("operation refused", "lock lost", "power lost")
-        if left and not any(self.met[kind] for kind in excused):
+        # A killed upload leaves links, also after the end; the next start removes them.
+        left = [n for n in layout.leftovers(self.run_dir) if not n.startswith(".reading_")]
+        if left and not self.met["lock lost"]:
             raise Fault(f"complete, and leaves {left}")
         if self.up == TOTAL:
             self._judge_mirror()
@@ -656,7 +647,7 @@ class Schedule:
             raise Fault(f"{info.path.name} is kept, and not as saved")
 
     def _judge_mirror(self) -> None:
-        """A machine with an empty disk takes the last checkpoint."""
+        """Let a machine with an empty disk take the last checkpoint."""
         other = self.run_dir.with_name("machine")
         config = TrainerConfig(
             project_name="toy",
@@ -677,7 +668,7 @@ real_commit, real_decide, real_sync = layout.commit, rollback.decide, upload.Upl
 
 @contextmanager
 def patched(schedule: Schedule) -> Iterator[None]:
-    """Let the modules of the trainer run on the hub, its clock and its ranks."""
+    """Run the modules of the trainer on the hub, its clock and its ranks."""
     hub, chance = schedule.hub, schedule.chance
     dist = Distributed(hub, chance)
 
@@ -761,13 +752,6 @@ def files_of(directory: Path) -> Contents:
     return found
 
 
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def build(path: Path, tree: Any) -> None:
     if isinstance(tree, bytes):
         path.write_bytes(tree)
@@ -780,7 +764,7 @@ def build(path: Path, tree: Any) -> None:
 def run_seed(
     seed: int, work: Path, *, is_traced: bool = False
 ) -> tuple[Counter[str], int, str | None]:
-    """What happened, how many operations there were, and what was wrong."""
+    """Return what happened, the number of operations, and what was wrong."""
     schedule = Schedule(seed, work, is_traced=is_traced)
     fault = None
     try:
@@ -794,11 +778,11 @@ def run_seed(
     met, ticks = schedule.met, schedule.hub.ticks
     met["starts"] += len(schedule.jobs)
     met["saves"] += len(schedule.saved)
-    del schedule
     return met, ticks, fault
 
 
-def run_seeds(seeds: range) -> tuple[Counter[str], int, list[str]]:
+def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:
+    """Run these seeds in memory; return what happened, the number of operations, and faults."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     met: Counter[str] = Counter()
@@ -806,71 +790,51 @@ def run_seeds(seeds: range) -> tuple[Counter[str], int, list[str]]:
     num_operations = 0
     gc.disable()
     gc.freeze()
-    with tempfile.TemporaryDirectory(prefix="schedules-", dir=memory()) as directory:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="schedules-", dir=memory) as directory:
         for seed in seeds:
-            found, ticks, fault = run_seed(seed, Path(directory, str(seed)))
+            work = Path(directory, str(seed))
+            found, ticks, fault = run_seed(seed, work, is_traced=is_traced)
             met += found
             num_operations += ticks
             faults += [] if fault is None else [fault]
             if seed % COLLECT_EVERY == 0:
                 gc.collect()
-            shutil.rmtree(Path(directory, str(seed)))
+            shutil.rmtree(work)
     gc.unfreeze()
     gc.enable()
     return met, num_operations, faults
 
 
-def memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--replay", type=int, metavar="SEED")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
-    if arguments.replay is not None:
-        logging.disable(logging.CRITICAL)
-        with tempfile.TemporaryDirectory(dir=memory()) as directory:
-            print(run_seed(arguments.replay, Path(directory, "0"), is_traced=True))
-            gc.collect()
-        return 0
-    began = time.monotonic()
+def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     end = arguments.seed + arguments.schedules
     chunks = [range(at, min(at + 500, end)) for at in range(arguments.seed, end, 500)]
     met: Counter[str] = Counter()
-    num_operations, faults, num_done = 0, [], 0
+    num_operations = 0
+    faults: list[str] = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.processes, maxtasksperchild=20) as pool:
         for chunk, found in zip(chunks, pool.imap(run_seeds, chunks), strict=True):
             met += found[0]
             num_operations += found[1]
             faults += found[2]
-            num_done += len(chunk)
-            if num_done % 10_000 == 0 or found[2]:
-                print(f"{num_done} schedules, {len(faults)} faults", flush=True)
-            for fault in found[2]:
-                print(fault, flush=True)
-    result = {
-        "command": " ".join(["python tests/faults/schedules.py", *argv]),
+            if chunk.stop % 10_000 < 500 or found[2]:
+                print(f"up to seed {chunk.stop - 1}: {len(faults)} faults {found[2]}", flush=True)
+    return {
         "seeds": [arguments.seed, end - 1],
-        "schedules": num_done,
         "operations between which a process may be interrupted": num_operations,
         "happened": dict(sorted(met.items())),
         "faults": faults,
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "versions": {
-            "python": platform.python_version(),
-            "greenlet": version("greenlet"),
-            "fsspec": version("fsspec"),
-        },
     }
-    write_result(arguments.output, result)
-    print(json.dumps(result, indent=1))
-    return 1 if faults else 0
+
+
+def main(argv: list[str]) -> int:
+    parser = parser_of(__doc__, schedules=1_000_000, seed=1, processes=2)
+    parser.add_argument("--replay", type=int, metavar="SEED")
+    if (seed := parser.parse_args(argv).replay) is not None:
+        print(run_seeds(range(seed, seed + 1), is_traced=True))
+        return 0
+    return run_campaign("schedules", parser, argv, run_all)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The short form of kills.py: kills and preemptions at random moments of real runs; nothing
-lost, changed or left.
+"""The short form of kills.py: kills and preemptions at random moments of real runs lose, change
+and leave nothing.
 """
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import kills
 import pytest
-from kills import TOTAL_STEPS, Campaign, Run, _different_ends
+from kills import TOTAL_STEPS, Campaign, Run, check, different_checkpoints
 from sweeps import short_or_full
 from whole_equality import compare_runs
 
@@ -22,7 +21,7 @@ from trainer.checkpoint.lock import LOCK
 from trainer.errors import EXIT_DONE
 
 SEED = 7
-NUM_KILLS, NUM_PREEMPTIONS = short_or_full((4, 2), full=(8, 4))
+STRIKES = short_or_full({"kill": 4, "preempt": 2}, full={"kill": 8, "preempt": 4})
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +29,9 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
 
 
-def test_nothing_is_lost_by_kills_and_preemptions(campaign, capsys):
-    plan = ["kill"] * NUM_KILLS + ["preempt"] * NUM_PREEMPTIONS
-    random.Random(SEED).shuffle(plan)
-    number = 0
-    for how in plan:
-        while not campaign.run_trial(number := number + 1, how):
-            pass
-        assert campaign.faults == [], f"seed {SEED}"
-    with capsys.disabled():
-        print(f"\nseed {SEED}: {dict(sorted(campaign.counts.items()))}")
+def test_nothing_is_lost_by_kills_and_preemptions(campaign):
+    campaign.run_all(STRIKES)
+    assert campaign.faults == [], f"seed {SEED}"
 
 
 @pytest.mark.parametrize("forgets_names", [False, True])
@@ -58,14 +50,12 @@ def test_nothing_is_lost_by_power_cuts_unless_the_disk_forgets_names(tmp_path, f
     assert any("checkpoint" in fault for fault in faults) == forgets_names, faults
 
 
-def diverge(run_dir: Path) -> None:
-    metrics = run_dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"train/loss":8', '"train/loss":9', 1))
+def replaced(before: str, after: str) -> Callable[[Path], object]:
+    def replace(run_dir: Path) -> None:
+        metrics = run_dir / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace(before, after, 1))
 
-
-def recount(run_dir: Path) -> None:
-    metrics = run_dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"data/token_imbalance":', '"ckpt/x":', 1))
+    return replace
 
 
 def lose_validation(run_dir: Path) -> None:
@@ -87,8 +77,11 @@ def shorten_history(run_dir: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "diverged": (diverge, "diverged: train/loss"),
-    "another number": (recount, "diverged: data/token_imbalance None instead of"),
+    "diverged": (replaced('"train/loss":8', '"train/loss":9'), "diverged: train/loss"),
+    "another number": (
+        replaced('"data/token_imbalance":', '"ckpt/x":'),
+        "diverged: data/token_imbalance None instead of",
+    ),
     "lost": (
         lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"),
         "announced",
@@ -115,8 +108,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_campaign_can_tell(campaign, tmp_path, fault):
-    """A finished run with one thing wrong each: the checks of a trial name it."""
-    fresh = campaign._new_run(1)
+    """The checks of a trial name the one fault of a finished run."""
+    fresh = campaign.new_run(1)
     run_dir = tmp_path / fresh.straight.name
     shutil.copytree(fresh.straight, run_dir)
     current = Run(run_dir, fresh.world_size, fresh.words, fresh.straight)
@@ -125,7 +118,7 @@ def test_the_campaign_can_tell(campaign, tmp_path, fault):
 
     def found() -> list[str]:
         differences = compare_runs(current.straight, run_dir, steps=TOTAL_STEPS).differences
-        return [*campaign._check(current, EXIT_DONE, ""), *differences, *_different_ends(current)]
+        return [*check(current, EXIT_DONE, ""), *differences, *different_checkpoints(current)]
 
     assert found() == []
     harm, named = FAULTS[fault]

@@ -5,12 +5,21 @@ need no torch.
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, Manifest, TensorInfo, digest_of
+from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    OWN_DIGEST,
+    Manifest,
+    TensorInfo,
+    digest_of,
+    verify_files,
+)
+from trainer.checkpoint.retention import Retention
 
 WORLD_SIZE = 2
 
@@ -115,3 +124,45 @@ def expected_files(name: str) -> dict[str, bytes]:
         for file, data in files.items()
     )
     return files | {MANIFEST: manifest_of(step, tuple(records)).to_json().encode()}
+
+
+@dataclass
+class Run:
+    """A trainer reduced to its checkpoint calls, in the order of the real one, with tiny files."""
+
+    run_dir: Path
+    keep: int
+    step: int = 0
+    acknowledged: list[int] = field(default_factory=list)
+
+    def save(self) -> None:
+        """As `trainer.checkpoint.save` does it."""
+        self.step += 1
+        layout.clean_leftovers(self.run_dir)
+        commit(self.run_dir, self.step)
+        self.acknowledged.append(self.step)
+        retention.settle(self.run_dir, self.step, Retention(keep=self.keep))
+
+    def restart(self) -> int | None:
+        """As `trainer.checkpoint.start` and the load after it do it. Returns the step to continue
+        from; None if nothing is usable.
+        """
+        layout.clean_leftovers(self.run_dir)
+        try:
+            candidates = choice.select(self.run_dir).candidates
+        except choice.NoUsableCheckpointError:
+            return None
+        for info in candidates:
+            assert info.manifest is not None
+            if problems := verify_files(info.path, info.manifest):
+                layout.quarantine(info.path, problems[0])
+                continue
+            kept = Retention(keep=self.keep)
+            retention.settle(self.run_dir, info.step, kept, protect={info.step})
+            self.step = info.step
+            return info.step
+        return None
+
+    def good_steps(self) -> set[int]:
+        whole = filter(is_whole, self.run_dir.glob("global_step_*"))
+        return {layout.parse_step(path.name) or 0 for path in whole}

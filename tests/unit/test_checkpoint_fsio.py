@@ -1,15 +1,19 @@
-"""Files of a checkpoint: hashed, synced, exclusive, atomic; errors say where."""
+"""Files of a checkpoint: hashed, synced, exclusive, atomic; errors name the place."""
 
 import errno
 import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from trainer.checkpoint import fsio
+from trainer.checkpoint.fsio import FileRecord
+
+RECORD = FileRecord("shard.pt", 5, "0" * 64)
 
 
 def test_hashing_file_records_what_is_on_disk(tmp_path):
@@ -17,11 +21,9 @@ def test_hashing_file_records_what_is_on_disk(tmp_path):
     with fsio.HashingFile(tmp_path / "sub" / "a.bin", root=tmp_path) as file:
         assert file.write(b"abc") == 3
         assert file.write(memoryview(b"\0" * 16).cast("I")) == 16
-        with pytest.raises(ValueError, match="not closed"):
-            _ = file.record
     data = (tmp_path / "sub" / "a.bin").read_bytes()
     assert data == b"abc" + b"\0" * 16
-    assert file.record == fsio.FileRecord("sub/a.bin", 19, hashlib.sha256(data).hexdigest())
+    assert file.record == FileRecord("sub/a.bin", 19, hashlib.sha256(data).hexdigest())
     assert fsio.sha256_of(tmp_path / "sub" / "a.bin") == file.record.sha256
 
 
@@ -41,7 +43,6 @@ except OSError as error:
 
 
 def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path):
-    pytest.importorskip("torch")
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
     found = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
@@ -60,40 +61,38 @@ def test_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "a").read_text() == "old" and not (tmp_path / "elsewhere").exists()
 
 
-def test_a_failed_fsync_is_not_repeated_and_names_the_file(tmp_path, monkeypatch):
-    attempts = []
+@pytest.fixture
+def failing_syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every sync fails; the list receives the descriptors."""
+    attempts: list[int] = []
 
     def fail(descriptor: int) -> None:
         attempts.append(descriptor)
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with (
-        pytest.raises(OSError, match=r"Input/output error: .*/a'"),
-        fsio.HashingFile(tmp_path / "a", root=tmp_path) as f,
-    ):
-        f.write(b"x")
-    assert len(attempts) == 1
+    return attempts
+
+
+def test_a_failed_fsync_is_not_repeated_and_names_the_file(tmp_path, failing_syncs):
+    with pytest.raises(OSError, match=r"Input/output error: .*/a'"):
+        fsio.write_file(tmp_path / "a", b"x", root=tmp_path)
+    assert len(failing_syncs) == 1
     with pytest.raises(OSError, match=str(tmp_path.name)):
         fsio.fsync_dir(tmp_path)
+
+
+def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(tmp_path, failing_syncs):
+    (tmp_path / "p").write_bytes(b"1")
+    with pytest.raises(OSError, match="Input/output error"):
+        fsio.atomic_write(tmp_path / "p", b"2")
+    assert (tmp_path / "p").read_bytes() == b"1" and os.listdir(tmp_path) == ["p"]
 
 
 def test_a_short_file_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: os.ftruncate(fd, 1))
     with pytest.raises(OSError, match="1 bytes on disk after 3 were written"):
         fsio.write_file(tmp_path / "a", b"xyz", root=tmp_path)
-
-
-def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(tmp_path, monkeypatch):
-    fsio.atomic_write(tmp_path / "p", b"1")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        fsio.atomic_write(tmp_path / "p", b"2")
-    assert (tmp_path / "p").read_bytes() == b"1" and os.listdir(tmp_path) == ["p"]
 
 
 def test_links_are_not_followed(tmp_path):
@@ -105,10 +104,30 @@ def test_links_are_not_followed(tmp_path):
     (root / "link").symlink_to(outside)
     (root / "file").symlink_to(outside / "precious")
     for relative in ("link/precious", "file", "real", "missing", "file/precious"):
-        with pytest.raises(OSError, match=r"symbolic link|not a|No such file"):
-            fsio.size_within(root, relative)
+        assert fsio.size_problem(root, FileRecord(relative, 1, "")) is not None
     for read in (fsio.sha256_of, fsio.read_bytes):
         with pytest.raises(OSError, match="symbolic links"):
             read(root / "file")
     fsio.remove_tree(root)
     assert not root.exists() and (outside / "precious").read_text() == "x"
+
+
+def test_a_file_that_appears_late_is_waited_for(tmp_path):
+    def write_slowly() -> None:
+        (tmp_path / "shard.pt").write_bytes(b"ab")
+        threading.Event().wait(0.15)
+        (tmp_path / "shard.pt").write_bytes(b"abcde")
+
+    writer = threading.Timer(0.15, write_slowly)
+    writer.start()
+    fsio.await_files(tmp_path, [RECORD], timeout_s=20)
+    assert (tmp_path / "shard.pt").stat().st_size == 5
+    writer.join()
+
+
+def test_a_file_that_never_appears_whole_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"shard\.pt: No such file"):
+        fsio.await_files(tmp_path, [RECORD], timeout_s=0.0)
+    (tmp_path / "shard.pt").write_bytes(b"abc")
+    with pytest.raises(OSError, match=r"shard\.pt has 3 bytes, 5 were written"):
+        fsio.await_files(tmp_path, [RECORD], timeout_s=0.2)

@@ -17,26 +17,18 @@ def test_a_wider_type_takes_over_a_narrower_one_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_type_that_would_lose_digits_is_refused(dtype):
-    """With the key that widens again: the checkpoint is as good as it was."""
+    """The error names the key with which the checkpoint can be continued."""
     live = torch.zeros(5, dtype=torch.bfloat16)
-    with pytest.raises(
-        ConfigError, match=r"'weight' was saved as torch.float(32|16), .* optim.state_dtype=float32"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)'weight' .*optim.state_dtype=float32"):
         shards._copy_slice([torch.zeros(5, dtype=dtype)], live, "weight", "optim.state_dtype")
 
 
 def test_another_shape_is_refused():
-    with pytest.raises(
-        CorruptShardError, match=r"'weight' was saved as \(4,\), the model has \(5,\)"
-    ):
+    with pytest.raises(CorruptShardError, match=r"'weight' was saved as \(4,\)"):
         shards._copy_slice([torch.zeros(4)], torch.zeros(5), "weight", "model.master_dtype")
 
 
 def test_shared_memory_counts_once():
     weight = torch.zeros(10, 4)
-    assert (
-        shards.num_bytes(
-            [{"embedding": weight, "head": weight}, [torch.zeros(3, dtype=torch.int64)], 7]
-        )
-        == 160 + 24
-    )
+    tied = {"embedding": weight, "head": weight}
+    assert shards.num_bytes([tied, [torch.zeros(3, dtype=torch.int64)], 7]) == 160 + 24

@@ -1,7 +1,7 @@
-"""The weights that adapters are trained for: no checkpoint of theirs holds them, each names their
-sha256.
+"""The weights that adapters are trained on. No checkpoint of adapters holds them; each names their
+SHA-256.
 
-An export reads them again, to make one model of both.
+An export reads them again to merge adapters and base into one model.
 """
 
 import hashlib
@@ -28,11 +28,10 @@ from trainer.runtime.environment import local_rank, ranks_on_machine
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapters: their `settings` as in `adapter_config.json`, and the directory of the model
-    they are for.
+    """Adapters: their `settings` as in `adapter_config.json`, and the directory of their base.
 
-    `whole`: the class of that model on the meta device, if it has several parts, of which the text
-    part is adapted.
+    whole: class of the base on the meta device, if it has several parts and the text part is
+    adapted.
     """
 
     settings: Mapping[str, Any]
@@ -47,10 +46,10 @@ class Adapter:
 
 
 def digest_together(directory: Path) -> str:
-    """One SHA-256 for the weights in `directory`; the ranks of a machine share the reading of its
-    copy. Collective.
+    """Return one SHA-256 for the weights in `directory`. Collective.
 
-    Raises `ConfigError` if they cannot be read, or if two machines hold others.
+    The ranks of a machine share the reading of its copy. Raises `ConfigError` if a file cannot be
+    read, or if two machines hold different weights.
     """
     own: dict[str, str] | ConfigError
     try:
@@ -59,16 +58,18 @@ def digest_together(directory: Path) -> str:
         own = error
     except OSError as error:
         own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     hashes: dict[str, str] = {}
-    for part in parts:
+    for part in found:
         if isinstance(part, ConfigError):
             raise part
         for name, sha256 in part.items():
             if hashes.setdefault(name, sha256) != sha256:
-                text = f"model.partial_pretrain={directory}: {name} is not the same on all machines"
-                raise ConfigError(f"{text}: copy the directory of one to the others")
+                raise ConfigError(
+                    f"model.partial_pretrain={directory}: {name} differs between the machines.\n"
+                    f"Fix: copy the directory of one machine to the others"
+                )
     return _digest(hashes)
 
 
@@ -81,10 +82,10 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
-    """File name -> sha256, of share `(index, count)` of the files that hold the weights."""
+    """Return file name -> SHA-256 for share `(index, count)` of the files with weights."""
     files = weight_files(directory)
     records = [FileRecord(file.name, file.stat().st_size, "") for file in files]
-    # the Hub's cache holds links
+    # The Hub's cache holds links.
     return {
         record.path: fsio.sha256_of((directory / record.path).resolve())
         for record in share_of(records, share)
@@ -92,21 +93,21 @@ def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a base's files under their own names.
+    """Return the tensors of a base by their names in its files.
 
-    Raises `ConfigError` for weights in another format.
+    Raises `ConfigError` for weights in another format than safetensors.
     """
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ConfigError(
-            f"'{directory}' has no safetensors to merge adapters with; "
-            f"an export of the adapter (hf_model in trainer.checkpoint.save_contents) needs none"
+            f"'{directory}' has no safetensors to merge adapters with.\n"
+            f"Fix: hf_model in trainer.checkpoint.save_contents exports the adapters alone"
         )
     return weights_in(directory)
 
 
 def stored_name(names: Mapping[str, str], name: str) -> str:
-    """Return the name of a weight in a base's files, of `names`: name in the model -> in the files.
+    """Return the name of a weight in a base's files. `names`: name in the model -> in the files.
 
     Some files leave out the name of the part without the head. Raises `ConfigError`.
     """
@@ -128,8 +129,9 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class MergedReader:
-    """Adds adapters to the tensors of a base in float32, one at a time; other tensors stay as they
-    are stored. `adapted`: name in the base -> parameter `lora_A` that adds to it.
+    """Tensors of a base with the adapters added in float32, one at a time.
+
+    adapted: name in the base -> parameter `lora_A` that adds to it. Other tensors stay as stored.
     """
 
     base: Mapping[str, StoredTensor]

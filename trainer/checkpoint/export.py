@@ -1,7 +1,7 @@
 """`huggingface/`: the model as transformers and vLLM load it, made from the shards of a checkpoint.
 
-Tensors are read from the shard files one by one, written as safetensors and read back. Nothing here
-needs the model, a GPU or another rank, so it runs behind training, and on any machine afterwards.
+Tensors are read from the shard files one by one, written as safetensors and read back. This needs
+no model, GPU or other rank, so it runs in the background of training, and later on any machine.
 """
 
 import copy
@@ -46,16 +46,16 @@ from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, ma
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
-"""Tensors that pass through: in every checkpoint, since its shards do not hold them."""
+"""Tensors that are exported unchanged. Every checkpoint has them, since its shards do not."""
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """Everything that an export takes over from the training.
+    """What an export needs from the training, besides the shards.
 
-    `chat_template`: only if it is not the tokenizer's own, whose files are copied byte for byte.
-    `whole`: set if the model's files hold more than is trained, which the export holds too.
-    `adapter`: set if adapters are trained.
+    chat_template: None for the tokenizer's own, whose files are copied byte for byte; whole: set if
+    the model's files hold more than is trained, which the export holds too; adapter: set if
+    adapters are trained.
     """
 
     files: ModelFiles
@@ -69,11 +69,10 @@ class ExportSource:
 class ExportPlan:
     """The tensors of an export, and their files.
 
-    layout: exported name -> tensor without memory, in the order written; `files`: file name ->
-    names in it; `groups`: exported name -> tensors it is made from; `class_name`: the class that an
-    export loads as; `base`: the weights that adapters are merged with; `adapted`: name in `base` ->
-    parameter `lora_A` that adds to it. Without `has_weights` the export holds only what the shards
-    of a checkpoint do not.
+    layout: exported name -> tensor without memory, in the order written; files: file name -> names
+    in it; groups: exported name -> tensors it is made from; class_name: the class that an export
+    loads as; base: the weights that adapters are merged with; adapted: name in `base` -> parameter
+    `lora_A` that adds to it; has_weights: False for an export without the tensors in the shards.
     """
 
     source: ExportSource
@@ -88,7 +87,7 @@ class ExportPlan:
 
     @property
     def others(self) -> Mapping[str, StoredTensor]:
-        """Tensors that pass through."""
+        """Tensors that are exported unchanged."""
         return self.source.whole.others if self.source.whole else {}
 
     @property
@@ -98,7 +97,7 @@ class ExportPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that `with_copies` takes on the disk, over all writers."""
+        """Disk space that `with_copies` needs, over all writers."""
         base = self.base if self.has_weights else {}
         return _num_bytes(shapes_of(base)) + _num_bytes(shapes_of(self.others))
 
@@ -106,8 +105,7 @@ class ExportPlan:
         """Copy this writer's share of the tensors from the model directory, which is not read
         again.
 
-        Raises `ConfigError` if they changed since their digest was taken, `OSError` if they cannot
-        be copied.
+        Raises `ConfigError` if they changed during the start, `OSError` if the copy fails.
         """
         source, base = self.source, self.base
         if source.whole is not None and share[0] == 0:
@@ -143,15 +141,16 @@ def plan_export(
     lora: str = "adapter",
     has_weights: bool = True,
 ) -> ExportPlan:
-    """Plan which tensors go into which file. `shapes`: every parameter once (a tied head is absent).
+    """Plan which tensors go into which file.
 
-    Parameters are exported in `dtype`, buffers in their own dtype. `architecture` is the model on
-    the meta device, by which transformers finds how it stores these tensors; None stores them as
-    they are. They are stored as the files of `source.whole` have them where that has several parts.
+    shapes: every parameter once (without a tied head), exported in `dtype`; buffers keep their
+    dtype; architecture: the model on the meta device, from which transformers derives how it stores
+    the tensors, or None to store them as they are. If `source.whole` has several parts, they are
+    stored as in its files.
 
-    `lora` is `adapter` or `merged`, if adapters are trained. A merged export has the base's tensors
-    with the adapters added, under the names of its files. `architecture` is then the base's class;
-    tensors of its files that the class lacks are exported unchanged.
+    lora: `adapter` or `merged`, if adapters are trained. A merged export has the tensors of the
+    base with the adapters added, under the names in its files. `architecture` is then the class of
+    the base; tensors that this class lacks are exported unchanged.
 
     Raises `ConfigError` for a model that transformers would not load again, and for a base that
     adapters cannot be merged with.
@@ -242,7 +241,7 @@ def _stored_groups(
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The architecture of a sharded model without weights, under its own class name."""
+    """Return a sharded model's architecture without weights, under its own class name."""
     original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
         meta_model: PreTrainedModel = original(copy.deepcopy(model.config))
@@ -250,17 +249,15 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_export(info: layout.CheckpointInfo) -> None:
-    """Raises `ConfigError` for a checkpoint that was saved without weights of its export, and
-    got none since.
-    """
+    """Raise `ConfigError` for a checkpoint whose export has no weights."""
     export = info.path / layout.HUGGINGFACE
     names = [path.name for path in export.glob("*.safetensors")]
     if info.manifest is not None:
         names += [file.path for file in info.manifest.files if layout.is_export(file.path)]
     if not any(name.endswith(".safetensors") and not name.endswith(OTHER_PARTS) for name in names):
         raise ConfigError(
-            f"'{export}' holds no weights, because trainer.checkpoint.save_contents had no "
-            f"hf_model: take a checkpoint that was saved with it"
+            f"'{export}' holds no weights: trainer.checkpoint.save_contents had no hf_model.\n"
+            f"Fix: take a checkpoint that was saved with it"
         )
 
 
@@ -272,16 +269,15 @@ def write_export(
     share: tuple[int, int] = (0, 1),
     card: bytes | None = None,
 ) -> list[FileRecord]:
-    """Write share `(index, count)` of the weights' files into the existing directory `target`, and
-    read them back.
+    """Write share `(index, count)` of the files of weights into the directory `target`, and read
+    them back. Return their records, with paths relative to the directory above.
 
-    The first writer adds the other files, and with weights the model card. Paths are relative to
-    the directory above `target`.
+    The first writer adds the other files, and the model card if the export has weights.
     """
     root, is_first = target.parent, share[0] == 0
     records = []
     if is_first:
-        # first: the checkpoint that they are copied from may go while the weights are written
+        # First: the checkpoint that they come from may be deleted while the weights are written.
         records = [
             fsio.write_file(target / name, data, root=root)
             for name, data in _companions(plan).items()
@@ -313,7 +309,7 @@ def write_export(
 
 
 def _exported(plan: ExportPlan, reader: TensorReader, names: list[str]) -> Iterator[Tensor]:
-    """Yield the named tensors in the dtype they are exported in; memory holds one group of them."""
+    """Yield the named tensors in their exported dtype; memory holds one group of them."""
     made: dict[str, Tensor] = {}
     for name in names:
         if name not in made:
@@ -333,11 +329,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _companions(plan: ExportPlan) -> dict[str, bytes]:
-    """Return every file beside the weights: config.json, generation_config.json, tokenizer,
-    template, the model's own code.
+    """Return every file except weights: config.json, generation_config.json, tokenizer, template,
+    and the model's own code.
 
-    An adapter alone has no config.json: with one, transformers takes the directory for a whole
-    model.
+    An adapter has no config.json: with it, transformers would load the directory as a whole model.
     """
     source = plan.source
     files = dict(source.files.companions)
@@ -355,9 +350,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
 
 
 def _config(plan: ExportPlan) -> dict[str, object]:
-    """Return the source's config with the dtype that was written; `torch_dtype` is the key that
-    every reader knows.
-    """
+    """Return the source's config with the exported dtype. Every reader knows `torch_dtype`."""
     config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
     for part in (config, config.get("text_config")):
@@ -373,9 +366,7 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
-    """Return the source's generation config; its end tokens include those that the model was
-    trained to end a turn with.
-    """
+    """Return the source's generation config. Its end tokens include those that end a trained turn."""
     config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
     known = config.get("eos_token_id", [])
     ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]

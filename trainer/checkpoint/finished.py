@@ -2,7 +2,7 @@
 torch.
 
 The file is added to the last checkpoint after the report is written and just before the lock is
-given back. It is not part of the checkpoint: the manifest does not list it.
+released. It is not part of the checkpoint: the manifest does not list it.
 """
 
 import json
@@ -22,8 +22,8 @@ FILE_NAME = "finished.json"
 class Finished:
     """The end of a run.
 
-    `config` and `data_files` (size and modification time by path) are those the run was started
-    with: a start with the same ones prints `message` and has nothing to do.
+    `config` and `data_files` (size and modification time by path) are those of the start. A start
+    with the same ones has nothing to do, and prints `message`.
     """
 
     ended_early: bool

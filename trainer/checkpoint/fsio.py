@@ -1,13 +1,12 @@
-"""Every file operation of a checkpoint: nothing else in this package writes, renames or removes a
-file.
+"""All file operations of a checkpoint: no other module of this package writes, renames or removes
+files.
 
-Each operation is announced to an observer before it happens. Tests observe: they record the
-operations to enumerate every state a crash can leave, and kill, fail or delay the process at a
-chosen one. Without one it costs a comparison.
+Each operation is announced to an observer before it happens. Tests use it to record operations, to
+enumerate the states a crash can leave, and to kill, fail or delay the process at one of them.
 
-A function returns when its effect is durable, unless its docstring says who makes it so. A failed
-`fsync` is never repeated on the same descriptor (the kernel may have dropped the pages and report
-success the second time): the error ends this save, and the next save writes new files.
+A function returns when its effect is durable, unless its docstring says otherwise. A failed `fsync`
+is never repeated on the same descriptor: the kernel may have dropped the pages and report success
+the second time. The error ends this save, and the next save writes new files.
 """
 
 import hashlib
@@ -31,9 +30,8 @@ VISIBILITY_POLL_S = 0.05
 class Operation:
     """An operation that is about to happen to `path`.
 
-    kind: mkdir, create, write, fsync, close, rename (to `target`, replacing a file), unlink, rmdir,
-    fsync_dir, or
-    phase: a step of the protocol between ranks, called `path.name`, that touches no file.
+    kind: mkdir, create, write, fsync, close, rename (to `target`), unlink, rmdir, fsync_dir, or
+    phase: a step of the protocol between ranks. It is called `path.name` and touches no file.
     """
 
     kind: str
@@ -43,7 +41,7 @@ class Operation:
 
 
 observer: Callable[[Operation], None] | None = None
-"""Called in the thread of the operation; what it raises takes the place of the operation."""
+"""Called in the thread of the operation; an error it raises replaces the operation."""
 
 
 def _announce(
@@ -69,14 +67,16 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that counts and hashes what is written to it; `torch.save` and streaming writers
-    take it as a file.
+    """A new file that counts and hashes the bytes written to it. `torch.save` accepts it as a file.
 
-    As a context manager it is closed durably on success, and dropped unsynced when the block
-    raises. The directory entry becomes durable with `fsync_tree`. `record` exists after `close`.
-    Raises `OSError`: the path exists, or the disk refuses; `torch.save` turns that into an opaque
-    `RuntimeError`, the end of the block turns it back.
+    The end of a `with` block closes it durably, or drops it unsynced if the block raised. The
+    directory entry becomes durable with `fsync_tree`. Raises `OSError` if the path exists or the
+    disk refuses. `torch.save` hides such an error in a `RuntimeError`; the end of the block raises
+    the original one.
     """
+
+    record: FileRecord
+    """Set by `close`."""
 
     def __init__(self, path: Path, *, root: Path) -> None:
         self._path = path
@@ -86,13 +86,6 @@ class HashingFile:
         self._sha256 = hashlib.sha256()
         self._size_bytes = 0
         self._error: OSError | None = None
-        self._record: FileRecord | None = None
-
-    @property
-    def record(self) -> FileRecord:
-        if self._record is None:
-            raise ValueError(f"{self._path} is not closed yet: its record is not final")
-        return self._record
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -112,7 +105,7 @@ class HashingFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Flush, sync and close; the size on disk must then equal the bytes written."""
+        """Flush, sync and close. Raises `OSError` if the size on disk is not what was written."""
         with _named(self._path):
             try:
                 self._file.flush()
@@ -127,7 +120,7 @@ class HashingFile:
                 f"{self._path} has {found_bytes} bytes on disk after {self._size_bytes} were "
                 f"written"
             )
-        self._record = FileRecord(self._relative, self._size_bytes, self._sha256.hexdigest())
+        self.record = FileRecord(self._relative, self._size_bytes, self._sha256.hexdigest())
 
     def __enter__(self) -> Self:
         return self
@@ -143,14 +136,14 @@ class HashingFile:
 
 
 def make_dir(path: Path) -> None:
-    """Create one directory that must not exist yet."""
+    """Create a directory that does not exist yet."""
     _announce("mkdir", path)
     os.mkdir(path)
     fsync_dir(path.parent)
 
 
 def make_dirs(path: Path) -> None:
-    """Create a directory and its missing parents; one that exists is left as it is."""
+    """Create a directory and its missing parents, unless it exists."""
     if not path.is_dir():
         make_dirs(path.parent)
         try:
@@ -168,8 +161,8 @@ def write_file(path: Path, data: bytes, *, root: Path) -> FileRecord:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Create or replace a small file: a reader, or the machine after a power loss, sees the old
-    or the new one.
+    """Create or replace a small file. Readers see the old or the new content, also after a power
+    loss.
     """
     temporary = temporary_path(path)
     try:
@@ -184,12 +177,12 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """A new name beside `path` for its next content: `.<name>.<nonce>.tmp`."""
+    """Return a new name in the same directory: `.<name>.<nonce>.tmp`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one directory. Raises `OSError` if `target` is a directory with content."""
+    """Rename within one directory. Raises `OSError` if `target` is a directory that is not empty."""
     rename_unsynced(source, target)
     fsync_dir(target.parent)
 
@@ -201,8 +194,8 @@ def rename_unsynced(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, or a file, with all it holds; symbolic links are removed, never
-    followed. Not synced.
+    """Remove a file, or a directory with all it holds. Symbolic links are removed, never followed.
+    Not synced.
     """
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         unlink(path)
@@ -241,7 +234,7 @@ def _raise(error: OSError) -> None:
 
 
 def list_dir(path: Path) -> list[str]:
-    """Names in a directory, sorted; none if it does not exist."""
+    """Return the sorted names in a directory; none if it does not exist."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
@@ -249,13 +242,13 @@ def list_dir(path: Path) -> list[str]:
 
 
 def read_bytes(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """The content of a small regular file. Raises `OSError`, also for a symbolic link."""
+    """Return the content of a small regular file. Raises `OSError`, also for a symbolic link."""
     with _named(path):
         return read_regular(path, limit_bytes=limit_bytes, follow_links=False)
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a regular file. Raises `OSError`, also for a symbolic link."""
+    """Return the hex digest of a regular file. Raises `OSError`, also for a symbolic link."""
     opener = regular_opener(0, follow_links=False)
     with _named(path), open(path, "rb", buffering=0, opener=opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -263,7 +256,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of `read`, `write` and `fsync` do not say where: add the path."""
+    """Add the path to errors of `read`, `write` and `fsync`, which do not name it."""
     try:
         yield
     except OSError as error:
@@ -273,56 +266,43 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Space left for this user on the file system of an existing directory; quotas are not seen."""
+    """Return the free space for this user on the file system of a directory, regardless of quotas."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) -> None:
-    """Wait until files that other machines wrote are seen here in full: a network file system may
-    show them late.
+    """Wait until this machine sees files of other machines in full. A network file system may show
+    them late.
 
-    Raises `OSError` naming the first that is missing or of another size after `timeout_s`.
+    Raises `OSError` after `timeout_s`, naming the first file that is missing or of another size.
     """
     deadline = time.monotonic() + timeout_s
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:
-                raise OSError(
-                    f"{root}: what was written is not to be seen here for {timeout_s:.0f} s: "
-                    f"{problem}"
-                )
+                raise OSError(f"{root}: a written file is not visible here: {problem}")
             time.sleep(VISIBILITY_POLL_S)
 
 
 def size_problem(root: Path, record: FileRecord) -> str | None:
-    """Describe how the size of a file differs from its record, beginning with its path."""
+    """Return how a file differs from its record in kind or size; None if it does not.
+
+    The text starts with the path. A symbolic link, or a file below one, is a problem.
+    """
+    path = root / record.path
     try:
-        size_bytes = size_within(root, record.path)
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or path.resolve() != root.resolve() / record.path:
+            return f"{record.path} is not a file, or a symbolic link leads to it"
     except OSError as error:
         return f"{record.path}: {error.strerror or error}"
-    if size_bytes == record.size_bytes:
+    if found.st_size == record.size_bytes:
         return None
-    return f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written"
+    return f"{record.path} has {found.st_size} bytes, {record.size_bytes} were written"
 
 
 def require_dir(path: Path) -> None:
-    """Raise `OSError` unless `path` is itself a directory, not a link to one."""
-    mode = os.lstat(path).st_mode
-    if stat.S_ISLNK(mode):
-        raise OSError(f"{path.name} is a symbolic link")
-    if not stat.S_ISDIR(mode):
-        raise OSError(f"{path.name} is not a directory")
-
-
-def size_within(root: Path, relative: str) -> int:
-    """Return the size of a regular file below `root`. Raises `OSError` if it is missing or a link
-    is on the way.
-    """
-    path = root / relative
-    if path.resolve() != root.resolve() / relative:
-        raise OSError(f"{relative} is a symbolic link, or in one")
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{relative} is not a file")
-    return found.st_size
+    """Raise `OSError` unless `path` is a directory and no symbolic link."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise OSError(f"{path.name} is a symbolic link or not a directory")

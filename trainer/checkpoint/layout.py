@@ -1,9 +1,7 @@
-"""The run directory: names, and what stands in it. Rank 0 only; no torch.
+"""The run directory: file names, and the checkpoints in it. Rank 0 only; no torch.
 
-A checkpoint appears by one rename (`commit`) and becomes the one to continue from by `publish`;
-`retention` says how long it stays.
-Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification
-time.
+A checkpoint appears by one rename (`commit`). `publish` makes it the one to continue from.
+Everything is read from the disk each time. Nothing is ordered by a clock or a modification time.
 """
 
 import logging
@@ -21,8 +19,9 @@ from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 POINTER_BYTES = 2**16
-"""More than any number needs."""
+"""The pointer is never read beyond this size."""
 PUBLISHED = ".published"
+"""Marks a checkpoint that the pointer has named once."""
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -30,11 +29,10 @@ STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 READING_PREFIX = ".reading_"
-SAVE_TIMEOUT_S = 1800.0
-"""A save, or an upload without an answer, that takes longer is given up and tried again."""
 IN_USE = "in_use"
-"""Its reader holds the lock on this file of a `READING_PREFIX` directory."""
-
+"""The reader of a `READING_PREFIX` directory holds a lock on this file in it."""
+SAVE_TIMEOUT_S = 1800.0
+"""A save, or an upload without an answer, is given up after this time."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -65,19 +63,19 @@ def extra_file(world_size: int, rank: int) -> str:
 
 
 def is_export(path: str) -> bool:
-    """Return True for a file in a manifest that belongs to the export: no resume needs it."""
+    """Return True for a file of the export, which no resume needs; `path` as in a manifest."""
     return path.startswith(f"{HUGGINGFACE}/")
 
 
 def staging_dir(run_dir: Path, step: int) -> Path:
-    """A new name for a checkpoint in the making, on the same file system as its final one."""
+    """Return a new name for an unfinished checkpoint, on the file system of its final name."""
     return run_dir / f"{STAGING_PREFIX}{step_dir_name(step)}.{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """`raw` is what the pointer file says, or why it cannot be read; None = no file. `step` is
-    None if it is none.
+    """`raw`: the text of the pointer file, or why it is unreadable; None without the file.
+    `step`: None if the text is not a step.
     """
 
     raw: str | None
@@ -97,7 +95,7 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One `global_step_N` as found on the disk. `published`: the pointer has named it once."""
+    """A `global_step_N` on the disk. `published`: the pointer has named it once."""
 
     step: int
     path: Path
@@ -111,14 +109,14 @@ class CheckpointInfo:
 
     @property
     def status(self) -> Literal["committed", "incomplete"]:
-        """committed: its manifest and the sizes of all files that a resume needs agree (contents
-        are proven by `verify_files`). incomplete: they do not, for the `reason` given.
+        """committed: the manifest is valid, and all files that a resume needs have its sizes
+        (`verify_files` proves their contents). incomplete: not so, for `reason`.
         """
         return "committed" if self.manifest else "incomplete"
 
 
 def inspect(path: Path) -> CheckpointInfo:
-    """Judge one directory from names and sizes. Raises `ConfigError` if it is not called
+    """Judge a checkpoint by names and sizes. Raises `ConfigError` if it is not called
     `global_step_N`.
     """
     step = parse_step(path.name)
@@ -148,7 +146,7 @@ def inspect(path: Path) -> CheckpointInfo:
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
-    """Return everything called `global_step_N`, whatever its state, by rising step.
+    """Return every `global_step_N` in any state, sorted by step.
 
     A directory that is deleted meanwhile is left out.
     """
@@ -158,30 +156,28 @@ def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
 
 
 def committed(run_dir: Path) -> list[CheckpointInfo]:
-    return [info for info in checkpoints(run_dir) if info.status == "committed"]
+    return [info for info in checkpoints(run_dir) if info.manifest]
 
 
 def commit(staging: Path, step: int, *, nonce: str) -> Path:
-    """Give a finished staging directory, whose manifest has the `nonce`, its final name: from now
-    on it exists.
+    """Rename a finished staging directory to its final name: from now on the checkpoint exists.
 
-    Its files must be synced (`fsio.fsync_tree`). What already has the name, left by a corrupt or an
-    abandoned attempt at this step, is set aside. Raises `FileExistsError` instead if the pointer
-    names it and it is whole: no crash may leave the run without it, and a step that is saved need
-    not be saved again.
+    `nonce` is that of its manifest. Its files must be synced (`fsio.fsync_tree`). A directory that
+    already has the name, from a corrupt or abandoned attempt, is set aside. Raises
+    `FileExistsError` if that directory is whole and the pointer names it: no crash may leave the
+    run without it, and a saved step need not be saved again.
     """
     final = staging.parent / step_dir_name(step)
     if final.name in fsio.list_dir(final.parent):
-        if read_pointer(final.parent).step == step and inspect(final).status != "incomplete":
+        if read_pointer(final.parent).step == step and inspect(final).manifest:
             raise FileExistsError(
                 f"'{final}' is the checkpoint this run continues from: it is never replaced"
             )
-        quarantine(final, "this step is being written anew")
+        quarantine(final, "its step is saved again")
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
-        # a network file system that lost the answer to a rename it carried out reports an error on
-        # the second try
+        # A network file system may carry out a rename, lose the answer, and fail the second try.
         if staging.exists() or inspect(final).nonce != nonce:
             raise
     fsio.fsync_dir(final.parent)
@@ -189,9 +185,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if
-    all is right.
-    """
+    """Point to `step`, then mark it as published. Writes nothing if both are done already."""
     step_dir = run_dir / step_dir_name(step)
     unmarked = PUBLISHED not in fsio.list_dir(step_dir)
     if unmarked or read_pointer(run_dir).step != step:
@@ -200,37 +194,34 @@ def publish(run_dir: Path, step: int) -> None:
         mark(step_dir, PUBLISHED)
 
 
-def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
-    """Return True if `publish` has nothing left to do for a checkpoint of this run."""
-    return info.published and read_pointer(run_dir).step == info.step
-
-
 def mark(step_dir: Path, name: str) -> None:
-    """Make an empty file, which is durable on return also where an earlier attempt to make it
-    was cut short.
-    """
+    """Make an empty file durable, even if an earlier attempt to make it was cut short."""
     if name not in fsio.list_dir(step_dir):
         fsio.write_file(step_dir / name, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
 
 
+def is_tidy(run_dir: Path, last: CheckpointInfo) -> bool:
+    """Return True if the pointer names `last` and no leftovers are there: a finished run."""
+    is_pointed_to = last.published and read_pointer(run_dir).step == last.step
+    return is_pointed_to and not leftovers(run_dir)
+
+
 def quarantine(path: Path, reason: str) -> Path:
-    """Set a checkpoint aside as `.corrupt_global_step_N.<k>`; it is never deleted automatically."""
+    """Rename a checkpoint to `.corrupt_global_step_N.<k>`; it is never deleted automatically."""
     taken = fsio.list_dir(path.parent)
-    name = next(
-        name
-        for k in range(len(taken) + 1)
-        if (name := f"{CORRUPT_PREFIX}{path.name}.{k}") not in taken
-    )
+    number = 0
+    while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
+        number += 1
     fsio.rename(path, path.parent / name)
     logger.warning("set %s aside as %s: %s", path, name, reason)
     return path.parent / name
 
 
 def is_in_use(reading: Path) -> bool:
-    """Return True unless the reader of a `READING_PREFIX` directory is known to be dead."""
+    """Return False if the reader of a `READING_PREFIX` directory is known to be dead."""
     try:
-        # open for writing: NFS locks no other file exclusively
+        # NFS locks a file exclusively only if it is open for writing.
         descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)
     except OSError:
         return True
@@ -242,17 +233,25 @@ def is_in_use(reading: Path) -> bool:
         os.close(descriptor)
 
 
-def clean_leftovers(run_dir: Path) -> None:
-    """Remove what an earlier crash left half-written or half-deleted, and what killed readers left.
-    Only under the run's lock.
+def leftovers(run_dir: Path) -> list[str]:
+    """Return the names of half-written and half-deleted files and of dead readers' directories.
 
-    Directories of a temporary name are exports under way, which need no lock.
+    Directories with a temporary name are exports in progress, not leftovers.
     """
-    for name in fsio.list_dir(run_dir):
-        is_file = _TEMPORARY.fullmatch(name) and not (run_dir / name).is_dir()
-        is_abandoned = name.startswith(READING_PREFIX) and not is_in_use(run_dir / name)
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or is_file or is_abandoned:
-            try:
-                fsio.remove_tree(run_dir / name)
-            except OSError as error:
-                logger.warning("cannot remove the leftover %s: %s", run_dir / name, error)
+
+    def is_leftover(name: str) -> bool:
+        if name.startswith(READING_PREFIX):
+            return not is_in_use(run_dir / name)
+        is_temporary = _TEMPORARY.fullmatch(name) is not None and not (run_dir / name).is_dir()
+        return is_temporary or name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+
+    return [name for name in fsio.list_dir(run_dir) if is_leftover(name)]
+
+
+def clean_leftovers(run_dir: Path) -> None:
+    """Remove the leftovers of a crash. Call it only with the run's lock."""
+    for name in leftovers(run_dir):
+        try:
+            fsio.remove_tree(run_dir / name)
+        except OSError as error:
+            logger.warning("cannot remove the leftover %s: %s", run_dir / name, error)

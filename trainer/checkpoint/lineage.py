@@ -1,6 +1,4 @@
-"""Compare a run with its continuation: some values must be equal, others may change with a
-warning.
-"""
+"""Compare a run with its continuation: some values must be equal, others cause a warning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,29 +8,26 @@ from typing import Any
 
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
 
+SOME_TWICE = "some samples may come twice, some not at all"
 REFUSED = {
-    "data": "the new samples are trained from the same place of the epoch on: some may come twice, "
-    "some not at all",
-    "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and "
-    "none left out",
-    "seed": "the rest of the epoch follows another order: some samples may come twice, some not at "
-    "all",
-    "data.order": "the rest of the epoch follows another order: some samples may come twice, some "
-    "not at all",
-    "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
-    "model_config": "the saved weights go on in the changed architecture",
-    "other_parts": "the tensors beside the text part are exported as they are now",
+    "data": f"training continues at the same place in the new data; {SOME_TWICE}",
+    "train_batch_size": "the rest of the epoch uses the new size; each sample still comes once",
+    "seed": f"the rest of the epoch has another order; {SOME_TWICE}",
+    "data.order": f"the rest of the epoch has another order; {SOME_TWICE}",
+    "tokenizer": "tokens it adds have untrained weights; exports contain the new tokenizer",
+    "model_config": "the saved weights continue in the changed architecture",
+    "other_parts": "the untrained tensors are exported as they are now",
 }
-"""Values whose change is refused, and what happens if `trainer.resume_allow` names it."""
+"""Values whose change is refused, and what happens if `trainer.resume_allow` accepts it."""
 
 BASE_WEIGHTS = "base_weights"
 FIXED = {
     BASE_WEIGHTS: "adapters fit the weights they were trained for",
     **dict.fromkeys(
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
-        "adapters were made so",
+        "the saved adapters have this shape",
     ),
-    "model.freeze": "the optimizer has a state for what was trained",
+    "model.freeze": "the optimizer has a state for the trained parameters only",
 }
 """Values whose change is always refused, and why."""
 
@@ -57,25 +52,21 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""Values whose change is warned of: the numbers may change. The learning rate is compared as a
+"""Values whose change may change the numbers: a warning. The learning rate is compared as a
 schedule. All other keys are free.
 """
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the
-    user accepts.
-    """
+    """`fingerprints`: of this run, as text; `allow`: names in `REFUSED` whose change is accepted."""
 
     fingerprints: Mapping[str, str]
     allow: tuple[str, ...] = ()
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
-    """Fingerprints from the resolved configuration, and from `values` for what the
-    configuration does not say.
-    """
+    """Return fingerprints from the resolved configuration and from further `values`."""
     configured = {
         key: reduce(getitem, key.split("."), resolved)
         for key in (*FIXED, *REFUSED, *WARNED)
@@ -97,10 +88,9 @@ def _is_equal(key: str, saved: str, now: str) -> bool:
 
 
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
-    """Return accepted differences from the checkpoint, one line each, for the log.
+    """Return the differences from the checkpoint, one line each, for the log.
 
-    Raises `ConfigError` with all differences when one of them would make the continued run another
-    run.
+    Raises `ConfigError` with all differences if one of them is refused.
     """
     now = lineage.fingerprints
     changed = {
@@ -113,14 +103,11 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
         return [
             f"{text} ({REFUSED[key]})" if key in REFUSED else text for key, text in changed.items()
         ]
-    accept = ""
-    if not FIXED.keys() & refused:
-        accept = f", or accept it with trainer.resume_allow=[{','.join(refused)}]"
     lines = ["the checkpoint belongs to another run; saved -> now:"]
     for key, text in changed.items():
-        lines.append(f"  {text}   <- refused" if key in refused else f"  {text}")
-    lines.append(
-        f"Restore what is refused, or begin anew (trainer.experiment_name=<new name>){accept}:"
-    )
-    reasons = FIXED | REFUSED
-    raise ConfigError("\n".join([*lines, *(f"  {key}: {reasons[key]}" for key in refused)]))
+        reason = f"   <- refused: {(FIXED | REFUSED)[key]}" if key in refused else ""
+        lines.append(f"  {text}{reason}")
+    fix = "Fix: restore what is refused, or start a new run with trainer.experiment_name=<new name>"
+    if not FIXED.keys() & refused:
+        fix += f", or accept it with trainer.resume_allow=[{','.join(refused)}]"
+    raise ConfigError("\n".join([*lines, fix]))

@@ -1,5 +1,5 @@
-"""One run per directory: a lock that a killed run cannot leave behind and a fenced run cannot
-use.
+"""One run per directory: a lock that a killed run cannot leave behind, and that a run which lost it
+cannot use.
 """
 
 import errno
@@ -31,22 +31,18 @@ class NoLocksError(ConfigError):
 
 
 class RunLock:
-    """Exclusive use of a run directory, held by rank 0 as long as it may write checkpoints.
+    """Exclusive use of a run directory, held by rank 0 while it may write checkpoints.
 
-    `.train.lock` carries the record of the holder: who it is, for the message, and its nonce.
-    Whoever takes over replaces the nonce, so a run that was stopped meanwhile sees in `is_held`
-    that it may no longer publish. The file is never deleted, a clean release empties it: a run
-    waiting on a deleted one would hold nothing.
+    The lock is an exclusive `flock` on `.train.lock`: the kernel releases it when the process dies,
+    and a stopped process keeps it. Without `needs_flock`, a file system that has no locks is
+    accepted; there the later run takes the directory.
 
-    It is an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a
-    stopped process keeps it. Without `needs_flock` a file system that has none is accepted: the
-    later run then holds the directory.
+    The file records the holder and a nonce. A run that takes over replaces the nonce, so a run that
+    was stopped meanwhile sees in `is_held` that it may no longer publish. The file is never
+    deleted, since a run could wait on the deleted one. A clean release empties it.
 
-    Where only the lock file was removed, `keep` makes it again, unless another run came in between.
-    The run directory is held open, so that a new directory of the same name is not taken for it.
-
-    Forked children let go at once, so that a loader worker which outlives a killed trainer does not
-    keep it.
+    The directory is held open, so that a new directory of the same name is not mistaken for it.
+    Forked children let go at once: a loader worker may outlive a killed trainer.
     """
 
     def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
@@ -78,10 +74,11 @@ class RunLock:
                 logger.info("waiting up to %g s for the run %s", timeout_s, self._holder())
                 while not self._try_acquire(deadline_s):
                     pass
-        except (ConfigError, OSError) as error:
+        except ConfigError:
             self._close()
-            if isinstance(error, ConfigError):
-                raise
+            raise
+        except OSError as error:
+            self._close()
             raise CannotWriteError(
                 error.errno,
                 f"cannot lock the run directory: {error.strerror}; make it writable, or choose "
@@ -90,8 +87,8 @@ class RunLock:
             ) from error
 
     def is_held(self) -> bool:
-        """Return True while the lock file is still the one this process locked and carries its nonce; not
-        if that is unknown.
+        """Return True if the lock file is the one this process locked, with its nonce. False if
+        that cannot be read.
         """
         try:
             return self._is_ours()
@@ -102,42 +99,22 @@ class RunLock:
     def require(self) -> None:
         """Raise `CannotWriteError` unless this run holds its directory.
 
-        If only the lock file was removed, it is made again. Any file at the path is another run's:
-        it came while there was none.
+        If only the lock file was removed, it is made again.
         """
-        if self.is_held():
+        if self.is_held() or self._make_again():
             return
         run_dir = self._path.parent
         if not self._is_same_directory():
-            raise CannotWriteError(
-                f"{run_dir} was deleted or renamed while this run was training in it"
-            )
-        if os.path.lexists(self._path):
-            raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
-        try:
-            descriptor = self._open(self._path, os.O_CREAT | os.O_EXCL)
-            if try_lock(descriptor) is not None:
-                self._write_record()
-        except OSError as error:
-            raise CannotWriteError(
-                f"{self._path} was removed while this run was training, and cannot be made again: "
-                f"{error}"
-            ) from error
-        if not self.is_held():
-            raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
-        logger.warning("%s was removed during training: this run made it again", self._path)
+            raise CannotWriteError(f"{run_dir} was deleted or renamed while this run trained in it")
+        raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
 
     def release(self) -> None:
-        """Give it back and empty the file, so that the next run need not wait; one taken over
-        is left as it is.
-        """
+        """Empty the file and close it. A file of a run that has taken over is left alone."""
         if self._descriptor is not None and self.is_held():
             try:
                 os.ftruncate(self._descriptor, 0)
             except OSError as error:
-                logger.warning(
-                    "cannot empty %s, the next run may have to wait: %s", self._path, error
-                )
+                logger.warning("cannot empty %s, the next run may wait: %s", self._path, error)
         self._close()
 
     def __enter__(self) -> Self:
@@ -148,11 +125,11 @@ class RunLock:
         self.release()
 
     def _try_acquire(self, deadline_s: float) -> bool:
-        """False: another run holds it or came in between, try again. Raises `ConfigError` after
-        the deadline.
+        """Return False if another run holds the lock or came in between.
+
+        Raises `ConfigError` after the deadline.
         """
-        descriptor = self._open(self._path, os.O_CREAT)
-        is_locked = try_lock(descriptor)
+        is_locked = try_lock(self._open(os.O_CREAT))
         if is_locked is None:
             if (remaining_s := deadline_s - time.monotonic()) <= 0:
                 raise ConfigError(
@@ -172,7 +149,7 @@ class RunLock:
         if self._needs_flock:
             raise NoLocksError(
                 f"'{self._path.parent}' is on a file system without locks (flock): two runs could "
-                "write there at once. Fix: choose another directory (trainer.default_local_dir), "
+                "write there at once.\nFix: choose another directory (trainer.default_local_dir), "
                 "mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it with "
                 "trainer.checkpoint.require_lock=false"
             )
@@ -180,23 +157,43 @@ class RunLock:
         if self._look()[1]:
             logger.warning("taking over from the run %s: has it ended?", self._holder())
 
-    def _open(self, path: Path, flags: int) -> int:
+    def _make_again(self) -> bool:
+        """Make a removed lock file again. A file at the path belongs to another run, which came
+        while there was none.
+        """
+        if not self._is_same_directory():
+            return False
+        try:
+            if try_lock(self._open(os.O_CREAT | os.O_EXCL)) is None:
+                return False
+            self._write_record()
+        except OSError:
+            return False
+        logger.warning("%s was removed during training: this run made it again", self._path)
+        return self.is_held()
+
+    def _open(self, flags: int) -> int:
         self._let_go()
-        self._descriptor = regular_opener(os.O_RDWR | flags, follow_links=False)(str(path), 0)
+        opener = regular_opener(os.O_RDWR | flags, follow_links=False)
+        self._descriptor = opener(str(self._path), 0)
         _open_locks.add(self)
         return self._descriptor
 
+    def _let_go(self) -> None:
+        """Close the file without changing it, which ends the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+        _open_locks.discard(self)
+
     def _close(self) -> None:
-        """Close the file and the directory as they are, which ends the lock."""
         self._let_go()
         if self._directory is not None:
             os.close(self._directory)
         self._directory = None
 
     def _is_same_directory(self) -> bool:
-        """Return True while the path still names the directory that was locked: an open directory keeps
-        its number.
-        """
+        """Return True if the path still names the directory in which the lock was taken."""
         if self._directory is None:
             return False
         try:
@@ -212,8 +209,9 @@ class RunLock:
         os.fsync(self._descriptor)  # NFS shows it to other machines from now on
 
     def _look(self) -> tuple[os.stat_result | None, bytes]:
-        """The file at the path and its content, opened anew: NFS shows what other machines
-        wrote only then.
+        """Return the state and content of the file at the path.
+
+        It is opened again each time: only then does NFS show what other machines wrote.
         """
         try:
             with open_regular(self._path, follow_links=False) as file:
@@ -227,7 +225,7 @@ class RunLock:
         try:
             return "pid {pid} on {host}, started {started}".format(**json.loads(self._look()[1]))
         except (ValueError, KeyError, TypeError):
-            return "which did not say its pid"
+            return "unknown pid"
 
     def _is_ours(self) -> bool:
         if self._descriptor is None:
@@ -235,13 +233,6 @@ class RunLock:
         found, content = self._look()
         is_same_file = found is not None and os.path.samestat(found, os.fstat(self._descriptor))
         return is_same_file and str(self._record["nonce"]).encode() in content
-
-    def _let_go(self) -> None:
-        """Close the file as it is."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
-        _open_locks.discard(self)
 
 
 def is_given_back(run_dir: Path) -> bool:
@@ -256,7 +247,7 @@ _open_locks: set[RunLock] = set()
 
 
 def _let_go_in_child() -> None:
-    """Closing a descriptor inherited by `fork` leaves the parent's lock as it is."""
+    """Close descriptors inherited by `fork`; the parent keeps its lock."""
     for lock in list(_open_locks):
         lock._close()
 

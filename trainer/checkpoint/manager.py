@@ -1,5 +1,5 @@
-"""Saving and loading the state of a run: when a save is tried, in which thread, and what
-becomes of a failed one.
+"""Save and load the state of a run: when a save is tried, in which thread, and what follows a
+failed one.
 """
 
 import logging
@@ -28,15 +28,13 @@ from trainer.runtime.text import readable
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = tuple[int | SaveFailedError, float]
-"""Bytes of the committed checkpoint or why there is none, and the seconds it took."""
+"""Size of the committed checkpoint in bytes, or the error, and the duration in seconds."""
 Tell = Callable[[str, int, str, str], None]
 """Takes kind, step, message and level of an event."""
 RETRY_AFTER_S = (60.0, 300.0)
-"""Training continues for this long after the first and the second failed save in a row; the
-third ends the run.
-"""
+"""Pauses after the first and the second failed save in a row. The third ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
-"""Pauses of a save that the run ends with: nothing continues meanwhile."""
+"""Pauses of the last save of a run, for which nothing continues meanwhile."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -52,7 +50,7 @@ class CheckpointManager:
         save_every_s: float = math.inf,
         retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
-        """`state` is saved; `tell` is told what became of each save."""
+        """`state`: what is saved; `tell` is called with the result of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
         self._saver, self._state, self._tell = saver, state, tell
         self._retry_after_s = retry_after_s
@@ -65,8 +63,8 @@ class CheckpointManager:
         self._metrics: dict[str, float] = {}
 
     def require_space(self) -> None:
-        """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be
-        kept do not.
+        """Raise `CannotWriteError` unless a checkpoint fits on the disk. Warn if the number to keep
+        does not.
         """
         sharded = [
             part.state_dict()
@@ -84,7 +82,7 @@ class CheckpointManager:
         self._on_main(check)
 
     def keep_sources(self) -> None:
-        """Copy what exports need: no save reads the model directory from here on.
+        """Copy what exports need, so that no save reads the model directory.
 
         Raises `ConfigError`, `CannotWriteError`.
         """
@@ -99,11 +97,10 @@ class CheckpointManager:
         history: History,
         is_required: bool,
     ) -> None:
-        """Save the state as it is now, at `position`, unless this step is saved already.
+        """Save the present state, at `position`, unless this step is saved already.
 
-        A save in the background is finished first. With `is_required` the state is on disk on
-        return, or `CannotWriteError` is raised. Raises `ResumableError` after the third failure in
-        a row.
+        A background save is finished first. With `is_required` the state is on disk on return, or
+        `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row.
         """
         started = time.perf_counter()
         self.finish()
@@ -118,20 +115,20 @@ class CheckpointManager:
             self._try(snapshot, in_background=self._buffers is not None and not is_required)
         if is_required and step != self._committed_step:
             raise CannotWriteError(
-                f"the checkpoint of step {step} cannot be written: {self._last_error}; mend that, "
-                f"then the same command continues"
+                f"the checkpoint of step {step} cannot be written: {self._last_error}.\n"
+                f"Fix: remove the cause; the same command continues"
             )
         self._raise_if_exhausted(is_required)
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
     def before_update(self) -> None:
-        """Wait for a background save that still copies what an update changes."""
+        """Wait for a background save that still copies the state."""
         if self._buffers is not None:
             self._buffers.before_update()
 
     def is_save_due(self) -> bool:
-        """Return True on the main rank if a failed save is to be tried again now, or if the time
-        or the user asks for one.
+        """Return True on the main rank if a failed save is to be retried now, or a save is due by
+        time or by the file SAVE.
         """
         if self._pending is not None and self._pending[1].done():
             self.finish()
@@ -152,36 +149,36 @@ class CheckpointManager:
                 self._metrics["time/train/checkpoint_bg_s"] = duration_s
 
     def take_metrics(self, step: int) -> dict[str, float]:
-        """Return what became known since the last call."""
+        """Return the metrics of saves since the last call."""
         metrics, self._metrics = self._metrics, {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
 
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
-        started, step = time.perf_counter(), snapshot.position.step
+        step = snapshot.position.step
         if not self._is_finite(snapshot):
             error = "a parameter or a moment of the optimizer is not finite: that is never saved"
             self._note(step, SaveFailedError(error), 0.0)
             return
         self._saver.prepare()
         buffers = self._buffers
-        # of a card always: a write would fetch one tensor after the other, through memory that is
-        # not page-locked
+        # Always on a GPU: a write would fetch one tensor after the other, through memory that is
+        # not page-locked.
         if buffers is not None and (in_background or self._saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
 
         def write() -> Outcome:
-            begun_at = time.perf_counter() if in_background else started
+            started = time.perf_counter()
             if buffers is not None:
                 buffers.wait_until_ready()
             outcome: int | SaveFailedError
             try:
                 outcome = self._saver.save(snapshot)
             except SaveFailedError as error:
-                # the frames of its traceback would keep the snapshot
+                # The frames of its traceback would keep the snapshot.
                 outcome = error.with_traceback(None)
-            return outcome, time.perf_counter() - begun_at
+            return outcome, time.perf_counter() - started
 
         if in_background:
             self._pending = step, begun(write, name="checkpoint")
@@ -198,7 +195,7 @@ class CheckpointManager:
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            text = f"its checkpoint failed, the older ones stand: {outcome}"
+            text = f"its checkpoint failed, older ones are unchanged: {outcome}"
             self._tell("checkpoint_failed", step, text, "warn")
             return
         self._num_failed_in_a_row, self._committed_step = 0, step
@@ -215,8 +212,9 @@ class CheckpointManager:
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
             raise ResumableError(
-                f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}; "
-                f"mend that, then the same command continues from the checkpoint before"
+                f"{self._num_failed_in_a_row} saves in a row failed; the last: "
+                f"{self._last_error}.\n"
+                f"Fix: remove the cause; the same command continues from the last checkpoint"
             )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
@@ -230,8 +228,8 @@ class CheckpointManager:
     def _snapshot(
         self, position: Position, *, loss: float, grad_norm: float, history: History
     ) -> Snapshot:
-        """The live state of this rank; its tensors change with the next step. Raises `ConfigError`
-        on all ranks for one that could not be resumed.
+        """Return the live state of this rank, whose tensors change with the next step. Raises
+        `ConfigError` on all ranks for a state that could not be resumed.
         """
         extra = rank_state(self._state, position.step)
         require_resumable(extra, self._state, self._world)
@@ -247,9 +245,9 @@ class CheckpointManager:
         )
 
     def load(self, checkpoint: CheckpointInfo, *, contents: Sequence[str]) -> None:
-        """Take over `contents` of a checkpoint whose bytes are proven.
+        """Load `contents` of a verified checkpoint.
 
-        Raises `ConfigError` if it belongs to another model or is not what it promises.
+        Raises `ConfigError` if it belongs to another model.
         """
         load_state(checkpoint, self._state, contents=contents, world=self._world)
         if "extra" in contents:
@@ -258,11 +256,10 @@ class CheckpointManager:
     def decide_rollback(
         self, *, onset: int, step: int, last_step: int, history: History, reason: str
     ) -> tuple[CheckpointInfo, Rollbacks] | None:
-        """The newest good checkpoint well before step `onset`, with all rollbacks of the run; None
-        if there is none.
+        """Return the newest good checkpoint well before step `onset`, with all rollbacks of the
+        run; None without such a checkpoint. Collective.
 
-        Collective. It is written down before anything changes; to load the checkpoint is the
-        caller's part.
+        The rollback is recorded before anything changes. The caller loads the checkpoint.
         """
         self.finish()
         data = self._saver.fingerprints.get("data")
@@ -273,7 +270,7 @@ class CheckpointManager:
                 break
         else:
             logger.warning(
-                "no checkpoint from well before step %d to go back to; training goes on: %s",
+                "no checkpoint from well before step %d to return to; training continues: %s",
                 onset,
                 reason,
             )
@@ -288,11 +285,11 @@ class CheckpointManager:
         return info, self._on_main(decide)
 
     def settle(self, step: int, history: History) -> None:
-        """Point to the checkpoint of `step`, and delete those that are no longer to be kept."""
+        """Point to the checkpoint of `step`, and delete those that need not be kept."""
 
         def point_and_delete() -> None:
             self._saver.require_lock()
-            # else a run branches from that of another
+            # Not there if this run begins with the checkpoint of another run.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
                 retention.settle(
                     self.run_dir, step, self._saver.kept, history=history, protect={step}
@@ -301,7 +298,7 @@ class CheckpointManager:
         self._on_main(point_and_delete)
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Give a background save a moment to end. After that nothing may be committed."""
+        """Wait a moment for a background save. After that nothing may be committed."""
         if self._pending is not None:
             wait([self._pending[1]], timeout_s)
 

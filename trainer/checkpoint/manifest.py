@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256, so that a reader can prove
-that all of it is there and unchanged.
+"""The manifest of a checkpoint: every file with its size and SHA-256. It lets a reader prove that
+all files are there and unchanged.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
 OPTIONAL = ("text_names", "num_passed_through")
-"""Keys that most checkpoints have no use for."""
+"""Keys that are absent when they are empty."""
 
 
 class ManifestError(ValueError):
-    """The text is not a manifest that this version understands."""
+    """The text is not a manifest of this format."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Whole numbers are never negative. `mesh` maps dimension names to sizes, outermost first.
+    """`mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are those of
+    `step`. `created_utc` is for people: nothing is ever ordered by it.
 
-    `created_utc` is for people: nothing is ever ordered by it. `loss` and `grad_norm` are those of
-    `step`. `text_names` are the names of the text part's tensors in the files of a checkpoint of
-    several parts, and `num_passed_through` counts the tensors that are exported unchanged; both
-    keys are absent otherwise.
+    text_names: names of the text part's tensors in the files of a model with several parts.
+    num_passed_through: number of tensors that are exported unchanged.
     """
 
     step: int
@@ -68,7 +67,7 @@ class Manifest:
         return self.mesh.get("fsdp", self.world_size)
 
     def to_json(self) -> str:
-        """Raises `ValueError` for NaN or infinity: a state that is not finite is not saved."""
+        """Raises `ValueError` for NaN or infinity: a state that is not finite is never saved."""
         values = dataclasses.asdict(self).items()
         tree = {"format": FORMAT}
         tree |= {name: value for name, value in values if value or name not in OPTIONAL}
@@ -76,15 +75,15 @@ class Manifest:
 
 
 def digest_of(tree: dict[str, Any]) -> str:
-    """Hash a manifest: it proves the files, and its digest proves the manifest."""
+    """Return the digest by which a manifest proves itself; `tree`: all other keys."""
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
-    """Raises `ManifestError` for everything but a whole manifest of this format, and of `step`.
+    """Raises `ManifestError` unless the text is a valid manifest of this format, and of `step`.
 
-    Its digest proves its content; the checks below hold for one that was forged.
+    The digest proves the content. The other checks are for a manifest that was forged.
     """
     try:
         tree = json.loads(text)
@@ -102,17 +101,17 @@ def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
         text_names = tuple(tree.pop("text_names", ()))
         manifest = Manifest(**tree, files=files, tensors=tensors, text_names=text_names)
         _require_plain(manifest)
-        if step not in (None, manifest.step):
-            raise ManifestError(f"it belongs to step {manifest.step}")
     except ManifestError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"not readable: {error!r}") from error
+    if step not in (None, manifest.step):
+        raise ManifestError(f"it belongs to step {manifest.step}")
     return manifest
 
 
 def _require_plain(manifest: Manifest) -> None:
-    """Raise `ManifestError` for paths outside the checkpoint, and for values of another type."""
+    """Raise `ManifestError` for paths outside the checkpoint and for values of a wrong type."""
     paths = [record.path for record in manifest.files]
     if not paths or len(set(paths)) < len(paths):
         raise ManifestError("'files' must list each file once")
@@ -121,16 +120,18 @@ def _require_plain(manifest: Manifest) -> None:
         is_inside = pure.parts and not pure.is_absolute() and ".." not in pure.parts
         if not is_inside or str(pure) != path or not path.isprintable():
             raise ManifestError(f"'files' must list paths inside the checkpoint, got {path!r}")
-    numbers = [getattr(manifest, name) for name in ("step", "epoch", "samples_consumed")]
-    numbers += [manifest.world_size, *manifest.mesh.values()]
-    numbers += [record.size_bytes for record in manifest.files]
-    if any(type(number) is not int or number < 0 for number in numbers) or not manifest.world_size:
+    counts = [manifest.step, manifest.epoch, manifest.samples_consumed, manifest.world_size - 1]
+    counts += [*manifest.mesh.values(), *(record.size_bytes for record in manifest.files)]
+    if any(type(count) is not int or count < 0 for count in counts):
         raise ManifestError("steps, counts and sizes must be whole numbers")
-    for name in ("loss", "grad_norm"):
-        if not isinstance(value := getattr(manifest, name), float | int | None):
-            raise ManifestError(f"'{name}' must be a number or null, got {value!r:.80}")
-    if not isinstance(manifest.fingerprints, dict) or not isinstance(manifest.created_utc, str):
-        raise ManifestError("'fingerprints' must be an object, 'created_utc' a text")
+    has_right_types = (
+        isinstance(manifest.loss, float | int | None)
+        and isinstance(manifest.grad_norm, float | int | None)
+        and isinstance(manifest.fingerprints, dict)
+        and isinstance(manifest.created_utc, str)
+    )
+    if not has_right_types:
+        raise ManifestError("a value has another type than its key needs")
 
 
 def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -140,17 +141,18 @@ def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0,
 
 
 def share_of(files: Iterable[FileRecord], share: tuple[int, int]) -> list[FileRecord]:
-    """Return share `(index, count)` of the files: the shares have similar bytes."""
+    """Return share `(index, count)` of the files; all shares have similar sizes."""
     index, count = share
     by_size = sorted(files, key=lambda record: (-record.size_bytes, record.path))
     return by_size[index::count]
 
 
 def _problem(root: Path, record: FileRecord) -> str | None:
-    problem = fsio.size_problem(root, record)
+    if problem := fsio.size_problem(root, record):
+        return problem
     try:
-        if problem is None and fsio.sha256_of(root / record.path) != record.sha256:
+        if fsio.sha256_of(root / record.path) != record.sha256:
             return f"{record.path} changed after it was written (sha256 differs)"
     except OSError as error:
         return f"{record.path}: {error.strerror or error}"
-    return problem
+    return None

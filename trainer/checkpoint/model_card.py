@@ -11,8 +11,8 @@ FILE_NAME = "README.md"
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts about a run for its model cards. `base_model`: a Hub id, if the base is one; `settings`:
-    keys of the configuration that differ from their defaults; `origins`: other facts, by name.
+    """Facts about a run for its model cards. base_model: a Hub id, if the base has one; settings:
+    configuration keys that differ from their defaults; origins: other facts, by name.
     """
 
     base_model: str | None
@@ -32,12 +32,12 @@ def model_card(facts: CardFacts, measured: Mapping[str, object]) -> bytes:
     kind = "LoRA adapter" if facts.is_adapter else "model"
     sections = (
         (f"A {kind} from supervised fine-tuning with fsdp-sft.", measured),
-        ("It was made of:", facts.origins),
+        ("Made from:", facts.origins),
         ("Settings that differ from their defaults:", facts.settings),
     )
     parts = [f"---\n{data.to_yaml()}\n---", "# Model card"]
     for title, values in sections:
-        # an indented block, in which no value can be markup
+        # An indented block, in which no value can be markup.
         lines = [f"    {name}: {json.dumps(value)}" for name, value in values.items()]
         parts += [title, "\n".join(lines)]
     return ("\n\n".join(part for part in parts if part) + "\n").encode()

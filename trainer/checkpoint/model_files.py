@@ -1,7 +1,7 @@
-"""Files that an export takes over from the model directory, read once at the start.
+"""Files of the model directory that an export needs, read once at the start.
 
 The directory may be removed or changed while the run trains (a purged scratch disk, another
-revision in the Hub's cache): exports still hold what was trained with.
+revision in the Hub's cache). Exports still hold what the run was trained with.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def companion_files(directory: Path) -> list[Path]:
-    """The files that an export copies unchanged: tokenizer, chat template, processor, the
-    model's own code.
+    """Return the files that an export copies unchanged: tokenizer, chat template, processor, and
+    the model's own code.
     """
     return sorted(_found(directory, _COMPANIONS))
 
@@ -45,8 +45,8 @@ def _found(directory: Path, patterns: tuple[str, ...]) -> set[Path]:
 class ModelFiles:
     """The small files of a model directory.
 
-    contents: name -> bytes of everything but the weights that an export needs; weights: name ->
-    size and times of each file with weights.
+    contents: name -> bytes of every file an export needs except weights; weights: name -> size and
+    times of each file with weights. A `ctime` cannot be set back.
     """
 
     directory: Path
@@ -56,21 +56,25 @@ class ModelFiles:
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Raises `ConfigError` for a file that cannot be read."""
+        small = [*_found(directory, (CONFIG, GENERATION_CONFIG)), *companion_files(directory)]
         try:
-            return cls(directory, _contents(directory), _weight_states(directory))
+            contents = {path.name: path.read_bytes() for path in small}
+            states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(
                 f"model.partial_pretrain={directory}: a file cannot be read: {error}"
             ) from error
+        weights = {
+            name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+            for name, state in states.items()
+        }
+        return cls(directory, contents, weights)
 
     @property
     def companions(self) -> dict[str, bytes]:
         """Files that an export copies unchanged."""
-        return {
-            name: data
-            for name, data in self.contents.items()
-            if name not in (CONFIG, GENERATION_CONFIG)
-        }
+        made = (CONFIG, GENERATION_CONFIG)
+        return {name: data for name, data in self.contents.items() if name not in made}
 
     @property
     def digest(self) -> str:
@@ -82,28 +86,16 @@ class ModelFiles:
         return sha256.hexdigest()
 
     def changes(self) -> list[str]:
-        """Return how the directory differs from what was read, one entry a file."""
+        """Return how the directory differs now from what was read, one entry per file."""
         try:
-            now = {**_contents(self.directory), **_weight_states(self.directory)}
-        except OSError as error:
-            return [f"it cannot be read: {error}"]
+            read_again = ModelFiles.read(self.directory)
+        except ConfigError as error:
+            return [str(error)]
+        now = {**read_again.contents, **read_again.weights}
         before = {**self.contents, **self.weights}
-        kinds = {
-            "is gone": before.keys() - now.keys(),
-            "changed": {name for name in before.keys() & now.keys() if before[name] != now[name]},
-            "is new": now.keys() - before.keys(),
-        }
-        return [f"{name} {kind}" for kind, names in kinds.items() for name in sorted(names)]
-
-
-def _contents(directory: Path) -> dict[str, bytes]:
-    own = _found(directory, (CONFIG, GENERATION_CONFIG))
-    return {path.name: path.read_bytes() for path in (*own, *companion_files(directory))}
-
-
-def _weight_states(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Return size and times of each file; `ctime` cannot be set back."""
-    found = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
-    return {
-        name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in found.items()
-    }
+        changes = []
+        for name in sorted(now.keys() | before.keys()):
+            if now.get(name) != before.get(name):
+                change = "changed" if name in now else "is gone"
+                changes.append(f"{name} {change}" if name in before else f"{name} is new")
+        return changes

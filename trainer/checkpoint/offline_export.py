@@ -1,4 +1,4 @@
-"""Make `huggingface/` afterwards, from the shards of a committed checkpoint, on any machine."""
+"""Export a committed checkpoint after its save, from its shards, on any machine."""
 
 import dataclasses
 import json
@@ -38,11 +38,11 @@ def export_from_shards(
 ) -> None:
     """Make the new directory `target` from the shards of a committed checkpoint.
 
-    `lora`: `adapter` or `merged`; `base`: the directory of the model that adapters were trained
-    for. Needs no GPU and no process group, and may run beside a training. All files are verified
-    before they are used, and `target` appears when it is whole. Raises `ConfigError` if the
-    checkpoint is not committed or damaged, or if `target` cannot be a new directory,
-    `CannotWriteError` if it cannot be written.
+    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on.
+    Needs no GPU and no process group, and may run while the run trains. All files are verified
+    before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
+    committed or damaged, or if `target` cannot be a new directory, `CannotWriteError` if it cannot
+    be written.
     """
     manifest = _require_exportable(checkpoint, target)
     adapter = _adapter_of(checkpoint, manifest, base)
@@ -58,7 +58,7 @@ def export_from_shards(
         whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
     source = ExportSource(files, None, (), whole, adapter)
 
-    # mapped files stay readable when a running job deletes them
+    # Mapped files stay readable when the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
     reader = ShardReader(
         checkpoint,
@@ -92,9 +92,8 @@ def export_from_shards(
 
 
 def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
-    """Verify the files that an export reads, and return the manifest.
-
-    Weights exported before are not among them.
+    """Verify the files that an export reads, and return the manifest. Weights of an earlier export
+    are not among them.
     """
     info = layout.inspect(checkpoint)
     if info.manifest is None:
@@ -105,7 +104,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
         raise ConfigError(f"'{target}' cannot be made: there is no directory '{target.parent}'")
     if target.parent.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(
-            f"'{target}' would go when its checkpoint does: name a directory outside of "
+            f"'{target}' would be deleted with its checkpoint: name a directory outside of "
             f"'{checkpoint}'"
         )
     manifest = info.manifest
@@ -127,7 +126,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
 
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
-    """Raises `ConfigError` if `base` is not what the adapters were trained for."""
+    """Raises `ConfigError` if `base` is not what the adapters were trained on."""
     if not (checkpoint / ADAPTER_CONFIG).exists():
         return None
     settings = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -135,16 +134,16 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     if not adapter.base.is_dir() or digest(adapter.base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
             f"'{adapter.base}' does not hold the weights that the adapters in '{checkpoint}' were "
-            f"trained for: name the directory that does, with --base"
+            f"trained for.\nFix: name the directory that does, with --base"
         )
     return adapter
 
 
 def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
-    """Build the text model of a `config.json` on the meta device, and the whole if it has more
-    parts.
+    """Return the text model of a `config.json` on the meta device, and the whole model if it has
+    more parts.
 
-    Both are None if the architecture comes with its own code, which is never run here. Raises
+    Both are None if the architecture has its own code, which is never run here. Raises
     `ConfigError` if this version of transformers does not know it.
     """
     tree = json.loads((directory / CONFIG).read_text(encoding="utf-8"))

@@ -17,12 +17,11 @@ from trainer.runtime.files import try_lock
 @contextmanager
 def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
     """Give a directory like the checkpoint's, with these `parts` (files, directories) and its
-    manifest.
+    manifest; None if the checkpoint was deleted or replaced before.
 
-    It stays whole whatever becomes of the checkpoint; None if the checkpoint was deleted or
-    replaced before. On a file system without hard links it is the checkpoint itself, whose files
-    may go while they are read. The links are removed at the end; if the reader is killed, by the
-    next start or save of the run.
+    It stays whole whatever happens to the checkpoint. On a file system without hard links it is the
+    checkpoint itself, whose files may disappear. The links are removed at the end; those of a
+    killed reader by the next start or save of the run.
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
     directory.mkdir()
@@ -31,14 +30,13 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
         lock = _lock(directory)
         source = info.path
         if _has_links(directory):
-            # a path that ends like the checkpoint's: by that an evaluation finds the model of a
-            # server
+            # The path ends like the checkpoint's: by it an evaluation finds the model of a server.
             source = directory.joinpath(*info.path.resolve().parts[1:])
-            # the manifest last: it tells whether all files are of one checkpoint
+            # The manifest is last: it tells whether all files are of one checkpoint.
             for file in (*_files(info.path, parts), info.path / MANIFEST):
                 target = source / file.relative_to(info.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                # where the checkpoint goes meanwhile the manifest is missing too
+                # If the checkpoint is deleted meanwhile, the manifest is missing too.
                 with suppress(FileNotFoundError):
                     os.link(file, target)
         yield source if _is_of(source, info) else None
@@ -49,8 +47,8 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
 
 
 def _lock(directory: Path) -> int:
-    """Mark the directory as in use while this process lives; the mark is locked before it gets
-    its name.
+    """Mark the directory as in use while this process lives. The mark is locked before it gets its
+    name.
     """
     partial = directory / f"{IN_USE}.tmp"
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

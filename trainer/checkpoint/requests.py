@@ -1,4 +1,4 @@
-"""Saves that no number of steps asks for: after a time, and by the file SAVE in the run directory."""
+"""Saves that are due by time, or by the file SAVE in the run directory."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 FILE_NAME = "SAVE"
 LOOK_EVERY_S = 1.0
-"""A look at the run directory may take long on a network's file system."""
+"""Looking at the run directory may take long on a network file system."""
 
 
 class SaveRequests:
@@ -20,7 +20,7 @@ class SaveRequests:
         self._looked_at = -math.inf
         self._is_asked = False
         self._is_answered = False
-        """The save that has begun last holds a state from after the file was seen."""
+        """The last save began after the file was seen."""
 
     def is_due(self) -> bool:
         now = time.monotonic()
@@ -35,7 +35,7 @@ class SaveRequests:
         self._is_answered, self._is_asked = self._is_asked, False
 
     def settle(self) -> None:
-        """The save that has begun last is committed: delete the file that asked for it."""
+        """The last save is committed: delete the file that asked for it."""
         if not self._is_answered:
             return
         self._is_answered = False

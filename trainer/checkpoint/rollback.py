@@ -1,10 +1,8 @@
-"""Going back to an older checkpoint and past the batches that did harm: decided once, written down,
-then carried out.
+"""Return to an older checkpoint and skip the batches that did harm.
 
-`rollbacks.json` in the run directory is written before anything else changes, so a crash at any
-point leaves either the run as it was or a rollback that the next start completes: the pointer goes
-back, and what was saved after the checkpoint is set aside. The steps it names are passed over for
-good.
+`rollbacks.json` in the run directory is written before anything else changes. A crash leaves either
+the run as it was, or a rollback that the next start completes: it moves the pointer back and sets
+the newer checkpoints aside. The steps in the file are skipped for good.
 """
 
 import dataclasses
@@ -18,40 +16,31 @@ from trainer.runtime.progress import History, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
-"""Checkpoints saved this shortly before the trouble showed are not trusted."""
+"""Checkpoints saved this shortly before the trouble are not trusted."""
 SKIPPED_AROUND = 8
-"""Batches passed over on either side."""
+"""Number of batches to skip on either side of the trouble."""
 
 
 def read(run_dir: Path) -> Rollbacks:
-    """Raises `ConfigError` for a file that cannot be read: without it the run would train what
-    it must not.
-    """
+    """Raises `ConfigError` for a file that cannot be read: the run would train skipped steps."""
     try:
         text = fsio.read_bytes(run_dir / FILE)
+        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
     except FileNotFoundError:
         return Rollbacks()
-    except OSError as error:
-        raise _unreadable(run_dir, error) from error
-    try:
-        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _unreadable(run_dir, error) from error
-
-
-def _unreadable(run_dir: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them"
-    )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {run_dir / FILE}: {error}\nFix: restore it, or remove it to forget them"
+        ) from error
 
 
 def candidates(
     run_dir: Path, *, onset: int, history: History, data: str | None
 ) -> list[CheckpointInfo]:
-    """Whole checkpoints from well before `onset` and outside any earlier trouble, newest first.
+    """Return whole checkpoints from well before `onset` and outside earlier trouble, newest first.
 
-    Only of the same data (its fingerprint): where rows came since, a restart would let them join in
-    another epoch.
+    Only those with the fingerprint `data` count: after a change of the data their position would
+    mean other samples.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -76,10 +65,9 @@ def decide(
     last_step: int,
     reason: str,
 ) -> Rollbacks:
-    """Write down that the run goes back to `target`, then carry it out. From the first write on it
-    is the truth.
+    """Record that the run returns to `target`, then carry it out. The record decides.
 
-    `last_step`, the last of the run, is never passed over: with it a run ends.
+    `last_step` is never skipped: the run ends with it.
     """
     newer = [info for info in layout.checkpoints(run_dir) if info.step > target.step]
     entry = Rollback(
@@ -99,18 +87,14 @@ def decide(
 
 
 def complete(run_dir: Path) -> None:
-    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside
-    what it discarded.
+    """Carry out the newest rollback unless that is done: point to its checkpoint, and set aside
+    those it discarded.
     """
-    entries = read(run_dir).entries
-    if not entries:
-        return
-    entry = entries[-1]
-    discarded = [info for info in layout.checkpoints(run_dir) if info.nonce in entry.discarded]
-    if not discarded:
-        return
-    layout.publish(run_dir, entry.target_step)
-    for info in discarded:
-        layout.quarantine(
-            info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}"
-        )
+    for entry in read(run_dir).entries[-1:]:
+        found = layout.checkpoints(run_dir)
+        discarded = [info for info in found if info.nonce in entry.discarded]
+        if discarded:
+            layout.publish(run_dir, entry.target_step)
+        for info in discarded:
+            reason = f"the run was rolled back to step {entry.target_step}: {entry.reason}"
+            layout.quarantine(info.path, reason)

@@ -1,8 +1,7 @@
-"""One save, from a snapshot to a committed checkpoint: the protocol between the ranks, in the order
-of its phases.
+"""One save, from a snapshot to a committed checkpoint: the protocol between the ranks, phase by
+phase.
 
-A crash at any point leaves the older checkpoints as they were and either nothing new or the new one
-whole.
+A crash at any point leaves the older checkpoints unchanged, and the new one whole or not there.
 """
 
 import json
@@ -38,7 +37,10 @@ GRACE_S = 10.0
 MIN_TIMEOUT_S = 0.1
 NO_ANSWER = "gave no answer in time"
 MIN_GROUP_TIMEOUT_S = 60.0
-"""Ranks reach the place where a group is made at different times."""
+"""Ranks come to the creation of a group at different times."""
+VISIBLE_WITHIN_S = 60.0
+UNDECIDED = ("ready", "commit")
+"""In these phases a rank without an answer cannot tell whether the main rank commits."""
 
 
 class SaveFailedError(RuntimeError):
@@ -54,10 +56,10 @@ class NoAnswerError(SaveFailedError):
 
 
 class Agreement:
-    """Reports of the ranks on each phase of a save, with a deadline.
+    """Exchanges the reports of the ranks on each phase of a save, with a deadline.
 
-    It has a gloo group of its own, so a save may run behind training. A rank that is slow or gone
-    costs a deadline, never a hang: its group is given up then, and `renew` makes another. Creating
+    It has its own gloo group, so that a save may run in the background. A rank that is slow or gone
+    costs a deadline, never a hang: the group is then given up, and `renew` makes another. Creating
     it is collective.
     """
 
@@ -70,7 +72,7 @@ class Agreement:
     def renew(self) -> None:
         """Make a group unless every rank still has it. Collective, in the thread that trains.
 
-        A rank whose answer came too late gives up its group where the others keep theirs.
+        One rank may have given up its group, because an answer came too late, while others did not.
         """
         num_without = torch.tensor(float(self._group is None))
         dist.all_reduce(num_without)
@@ -81,11 +83,11 @@ class Agreement:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
-        """Report `value` or `error`; returns every rank's value in rank order.
+        """Report `value` or `error`; return every rank's value in rank order.
 
-        `deadline` is a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if
-        any rank reported an error, `NoAnswerError` if one reported nothing by the main rank's
-        deadline.
+        `deadline`: a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any
+        rank reported an error, `NoAnswerError` if one reported nothing by the deadline of the main
+        rank.
         """
         reports: list[Any] = [None] * self._world.size
         try:
@@ -104,10 +106,9 @@ class Agreement:
         return [value for value, _ in reports]
 
     def _meet(self, deadline: float) -> None:
-        """Return on every rank once all have come. The main rank knows who is missing at its
-        deadline.
+        """Wait for all ranks. At its deadline the main rank knows who is missing.
 
-        The others wait longer: where the main rank gives up, that ends their waiting too.
+        The others wait longer. If the main rank gives up, that ends their waiting too.
         """
         remaining_s = deadline - time.monotonic()
         sign = torch.zeros(1)
@@ -140,15 +141,10 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-VISIBLE_WITHIN_S = 60.0
-UNDECIDED = ("ready", "commit")
-"""In these phases a rank that gets no answer cannot tell whether the main rank commits."""
-
-
 class Saver:
-    """Writes the checkpoints of one run. Making it, `prepare` and `save` are collective. `save`
-    uses a process group of its own, so every rank may call it in whatever thread, with a snapshot
-    of its own, one at a time.
+    """Writes the checkpoints of one run. Creating it, `prepare` and `save` are collective.
+
+    `save` uses its own process group: each rank may call it in any thread, one save at a time.
     """
 
     def __init__(
@@ -165,7 +161,7 @@ class Saver:
         card: CardFacts | None = None,
         timeout_s: float = layout.SAVE_TIMEOUT_S,
     ) -> None:
-        """`model`: sharded, its weights are not read. `lock` is the main rank's."""
+        """`model`: sharded; its weights are not read. `lock`: the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self.fingerprints, self._lock, self._card = fingerprints, lock, card
         self._agreement = Agreement(world, timeout_s=timeout_s)
@@ -189,32 +185,33 @@ class Saver:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that `keep_sources` takes on the disk, over all ranks."""
+        """Disk space that `keep_sources` needs, over all ranks."""
         return self._plan.copied_bytes
 
     def keep_sources(self) -> None:
         """Copy what exports take from the model directory, so that no save reads it. Collective.
 
-        Raises `CannotWriteError` on all ranks alike if a copy cannot be made, `ConfigError` if a
+        Raises on all ranks alike: `CannotWriteError` if a copy cannot be made, `ConfigError` if a
         file cannot be read.
         """
         error: ConfigError | CannotWriteError | None = None
         try:
-            share = (self.world.rank, self.world.size)
-            self._plan = self._plan.with_copies(self.run_dir, share=share)
+            self._plan = self._plan.with_copies(self.run_dir, share=self._share)
         except ConfigError as failure:
             error = failure
         except OSError as failure:
-            error = CannotWriteError(
-                f"'{self.run_dir}': tensors of the model cannot be copied there: {failure}"
-            )
+            error = CannotWriteError(f"cannot copy tensors of the model: {failure}")
         errors: list[Any] = [None] * self.world.size
         dist.all_gather_object(errors, error)
         for found in filter(None, errors):
             raise found
 
+    @property
+    def _share(self) -> tuple[int, int]:
+        return self.world.rank, self.world.size
+
     def size_bytes(self, state: Any) -> int:
-        """Return the size of a checkpoint whose shards hold `state` (nested tensors) on each rank."""
+        """Return the size of a checkpoint with `state` (nested tensors) in the shards of each rank."""
         return shards.num_bytes(state) * self.world.size + self._plan.num_bytes
 
     def prepare(self) -> None:
@@ -222,8 +219,8 @@ class Saver:
         self._agreement.renew()
 
     def save(self, snapshot: Snapshot) -> int:
-        """Write and commit; returns the size of the checkpoint in bytes, or raises
-        `SaveFailedError`, on all ranks.
+        """Write and commit; return the size of the checkpoint in bytes. Raises `SaveFailedError` on
+        all ranks alike.
         """
         self._deadline = time.monotonic() + self._timeout_s
         try:
@@ -234,28 +231,27 @@ class Saver:
                 "export", lambda: self._write_export(staging, snapshot, shard_files)
             )
             records = [*shard_files, *chain.from_iterable(exported)]
-            # what goes wrong before all are ready is a failed save on every rank: the main rank has
-            # not committed yet
+            # An error before all ranks are ready fails the save on every rank: the main rank has
+            # not committed yet.
             self._together("ready", lambda: None)
             sizes = self._together("commit", lambda: self._commit(staging, snapshot, records))
             return int(sizes[0])
         except SaveFailedError:
-            # its own alone: a run that has taken over may be writing; what stays goes before the
-            # next save
+            # Only its own directory: a run that has taken over may be writing.
             if self.world.is_main and self._staging is not None:
                 with suppress(OSError):
                     fsio.remove_tree(self._staging)
             raise
 
     def _together(self, phase: str, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` on every rank and wait for all: their values, or the same error
+        """Run `action` on every rank and wait for all. Return their values, or raise the same error
         everywhere.
         """
         fsio.phase(f"{phase}.begin")
         value, error = None, None
         try:
             value = action()
-        except Exception as failure:  # whatever it is, the other ranks wait for this report
+        except Exception as failure:  # the other ranks wait for this report, whatever it is
             error = f"{type(failure).__name__}: {failure}"
         fsio.phase(f"{phase}.report")
         try:
@@ -272,7 +268,7 @@ class Saver:
         return values
 
     def _open(self, snapshot: Snapshot) -> str | None:
-        """Make room and the directories that all ranks write into, on the main rank; return their name."""
+        """On the main rank, make the directory that all ranks write into; return its name."""
         if not self.world.is_main:
             return None
         self.require_lock()
@@ -302,8 +298,8 @@ class Saver:
     def _write_export(
         self, staging: Path, snapshot: Snapshot, written: list[FileRecord]
     ) -> list[FileRecord]:
-        """This rank's share of the weights' files, read from all ranks' shards; the main rank
-        adds what is beside.
+        """Write this rank's share of the files of weights, made from the shards of all ranks. The
+        main rank adds the other files.
         """
         world = self.world
         needed = {layout.model_file(world.size, rank) for rank in range(world.num_shards)}
@@ -315,10 +311,8 @@ class Saver:
             buffers=snapshot.extra["buffers"],
         )
         target = staging / layout.HUGGINGFACE
-        share = (world.rank, world.size)
-        return export.write_export(
-            self._plan, target, reader, share=share, card=self._model_card(snapshot)
-        )
+        card = self._model_card(snapshot)
+        return export.write_export(self._plan, target, reader, share=self._share, card=card)
 
     def _model_card(self, snapshot: Snapshot) -> bytes | None:
         if self._card is None:
@@ -332,7 +326,7 @@ class Saver:
         return model_card(self._card, measured)
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
-        """Check all files, write the manifest and rename the directory, on the main rank."""
+        """On the main rank, check all files, write the manifest and rename the directory."""
         if not self.world.is_main:
             return 0
         text = f'{{"FSDP_version": 2, "world_size": {self.world.size}}}\n'
@@ -353,7 +347,7 @@ class Saver:
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
-        """No longer than the save may take: a rank that comes late must not wait for what the
+        """Wait no longer than the save may take: a late rank must not wait for files that the
         others gave up.
         """
         timeout_s = max(0.0, min(VISIBLE_WITHIN_S, self._deadline - time.monotonic()))

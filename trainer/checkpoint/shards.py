@@ -1,7 +1,7 @@
-"""Sharded state on disk: one file per rank and kind, readable by any number of ranks; and whole
+"""Sharded state on disk: one file per rank and kind, which any number of ranks can read; and whole
 tensors in safetensors.
 
-A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows /
+A tensor sharded over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows /
 S), as FSDP2 does.
 """
 
@@ -32,40 +32,37 @@ from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
 
 class CorruptShardError(ConfigError):
-    """A shard file does not contain what the checkpoint promises; the message names file and
-    tensor. Exit code 2.
-    """
+    """A shard file lacks what the checkpoint needs; the message names file and tensor. Exit code 2."""
 
 
 def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
-    """`torch.save` into a new file of the checkpoint being staged at `root`."""
+    """`torch.save` into a new file of the unfinished checkpoint at `root`."""
     with HashingFile(path, root=root) as file:
         torch.save(value, cast(IO[bytes], file))
     return file.record
 
 
 def read_torch(path: Path) -> Any:
-    """Load without executing pickled code; tensors stay on disk until they are used."""
+    """Load without executing pickled code. Tensors stay on disk until they are used."""
     try:
         with _without_mesh_warnings():
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = f"it cannot be read: {error}"
+        reason = f"cannot be read: {error}"
         if isinstance(error, pickle.UnpicklingError):
             names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-            reason = f"it is a pickle that would run code ({names})"
+            reason = f"is a pickle that would run code ({names}), and was not run"
         elif path.is_file() and not zipfile.is_zipfile(path):
-            reason = "it is a bare pickle or damaged"
+            reason = "is a bare pickle, which is never loaded, or damaged"
         raise CorruptShardError(
-            f"{path} is refused: {reason}; no code in it was run.\nFix: move the checkpoint away "
-            f"and continue from another one"
+            f"{path} {reason}.\nFix: move the checkpoint away and continue from another one"
         ) from error
 
 
 @contextmanager
 def _without_mesh_warnings() -> Iterator[None]:
-    """torch says for every file that the mesh in it has no process group here; only the shards
-    are used.
+    """Silence a warning of torch for every file: its mesh has no process group here. Only the local
+    tensors are used.
     """
     torch_logger = logging.getLogger("torch.distributed.device_mesh")
     before = torch_logger.level
@@ -77,16 +74,14 @@ def _without_mesh_warnings() -> Iterator[None]:
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return what a checkpoint holds: all parameters, or adapters alone, since the model they are made
-    for does not change.
-    """
+    """Return the parameters in a checkpoint: all, or only the adapters, whose base never changes."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
     return adapters or named
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names,
+    """Return {parameter name: this rank's shard as a DTensor}. A tied head has both names, and is
     written once.
     """
     saved = list(saved_parameters(model).values())
@@ -99,7 +94,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
+    """Return {"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
     "param_names": [...]}]}.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -118,8 +113,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to the weights, equal on all ranks; what transformers computes anew
-    is not among them.
+    """Return the buffers that belong to the weights, equal on all ranks; not those that
+    transformers computes at each start.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -128,19 +123,19 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(tree: Any) -> int:
-    """Memory of all local tensors in nested containers; what shares memory counts once."""
+    """Return the memory of all local tensors in nested containers; shared memory counts once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}.values())
 
 
 def local_tensors(tree: Any) -> Iterator[Tensor]:
-    """This rank's part of every tensor in nested containers."""
+    """Yield this rank's part of every tensor in nested containers."""
     found = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found)
 
 
 class ShardReader:
-    """Whole tensors of a checkpoint, one at a time: the files are mapped, so memory holds what
-    is asked for.
+    """Whole tensors of a checkpoint, one at a time. The files are mapped: only what is read takes
+    memory.
     """
 
     def __init__(
@@ -162,11 +157,10 @@ class ShardReader:
 
 
 def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
+    """Copy saved parameters into `model`, whatever the number of ranks that saved them.
 
-    `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from
-    `directory`. Raises `ConfigError` where the checkpoint has adapters for layers that have none in
-    `model`.
+    `parts`: the result of `model_state` on each rank of one whole copy, read from `directory`.
+    Raises `ConfigError` if the checkpoint has adapters for layers that have none in `model`.
     """
     parameters = saved_parameters(model)
     if lost := sorted(name for name in parts[0].keys() - parameters.keys() if is_adapter(name)):
@@ -187,7 +181,7 @@ def load_optimizer(
     parts: Sequence[Mapping[str, Any]],
     directory: Path,
 ) -> None:
-    """Copy the saved moments and step counts; rates and decay stay as configured now."""
+    """Copy saved moments and step counts. Rates and decay stay as configured now."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -196,7 +190,7 @@ def load_optimizer(
             raise CorruptShardError(
                 f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of "
                 f"'{name}', {type(optimizer).__name__} needs "
-                f"{', '.join(optimizer.state[parameter])}; restore optim.name, or start a new "
+                f"{', '.join(optimizer.state[parameter])}.\nFix: restore optim.name, or start a new "
                 f"run from the weights: another trainer.experiment_name, "
                 f"model.partial_pretrain={directory}/huggingface"
             )
@@ -209,8 +203,8 @@ def load_optimizer(
 def cut_again(
     live: Mapping[str, Tensor], parts: Sequence[Mapping[str, Any]], directory: Path
 ) -> dict[str, Tensor]:
-    """Return tensors like those in `live`, with what `parts` hold: the saved state of each of the
-    ranks that held one whole copy. Raises `ConfigError`.
+    """Return tensors sharded like those in `live`, with the saved values in `parts`: the state of
+    each rank of one whole copy. Raises `ConfigError`.
     """
     found = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     for name, tensor in found.items():
@@ -227,9 +221,7 @@ def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
 
 
 def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
-    """A parameter that FSDP left alone because each rank holds it whole, as the one shard of it
-    there is.
-    """
+    """Return a parameter that FSDP left alone, since each rank holds it whole, as its only shard."""
     if isinstance(parameter, DTensor):
         return parameter
     return DTensor.from_local(
@@ -238,8 +230,8 @@ def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
 
 
 def compact(value: Any) -> Any:
-    """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be
-    saved too).
+    """Return a tensor without autograd, and without the padding after an uneven shard, which would
+    be saved too.
     """
     if not isinstance(value, DTensor):
         return value.detach() if isinstance(value, Tensor) else value
@@ -250,8 +242,8 @@ def compact(value: Any) -> Any:
 
 
 def with_local(value: DTensor, local: Tensor) -> DTensor:
-    """Return the same shard with other memory; `DTensor.from_local` would move it to the device of the
-    mesh.
+    """Return the same shard with other memory. `DTensor.from_local` would move it to the device of
+    the mesh.
     """
     return DTensor(local, value._spec, requires_grad=False)
 
@@ -260,21 +252,20 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 def _copy_slice(
     saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False
 ) -> None:
-    """Fill this rank's part of `live`, whose dtype `key` of the configuration decides, from the
-    pieces that `saved` holds, in rank order.
+    """Fill this rank's part of `live` from the pieces in `saved`, which are in rank order.
 
-    `may_round`: a frozen parameter is held in the dtype it is computed in, whatever it was saved
-    in.
+    key: the configuration key of the dtype of `live`. may_round: a frozen parameter is held in its
+    compute dtype, whatever it was saved in.
     """
     if tuple(saved[0].shape) != tuple(live.shape):
         raise CorruptShardError(
             f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}"
         )
-    # widening loses nothing
+    # A wider dtype loses nothing.
     if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
-            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it: set "
-            f"{key}=float32, or start anew from the checkpoint's huggingface/ with "
+            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it.\n"
+            f"Fix: {key}=float32, or start a new run from the checkpoint's huggingface/ with "
             f"model.partial_pretrain and another trainer.experiment_name"
         )
     if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
@@ -285,7 +276,7 @@ def _copy_slice(
         _, (first, *_) = compute_local_shape_and_global_offset(
             live.shape, live.device_mesh, live.placements
         )
-    else:  # FSDP left it alone, since this rank holds it whole
+    else:  # FSDP left it alone, since each rank holds it whole
         local, first = live, 0
     for rows in _rows(saved, name, first, first + len(local)):
         local[: len(rows)].copy_(rows)
@@ -293,9 +284,9 @@ def _copy_slice(
 
 
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
-    """Rows `begin` to `end` of a tensor from its pieces in rank order, as views of these.
+    """Yield rows `begin` to `end` of a tensor as views of its pieces, which are in rank order.
 
-    The mesh revived from a file belongs to the run that saved it: only the local tensors are used.
+    Only the local tensors are used: the mesh in a file belongs to the run that saved it.
     """
     if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
@@ -326,9 +317,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 def write_tensors(
     path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path
 ) -> FileRecord:
-    """Write a new file of the directory that is being made at `root`, and read it back.
+    """Write a new safetensors file in the unfinished directory at `root`, and read it back.
 
-    layout: name -> tensor without memory, in the order in which `tensors` gives them.
+    layout: name -> tensor without memory, in the order of `tensors`.
     """
     digests = {}
     with HashingFile(path, root=root) as file:
@@ -351,7 +342,7 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
-    """Copy tensors into a file of `directory` that has no name, so that nobody else can change it.
+    """Copy tensors into a nameless file in `directory`, which nobody else can change.
 
     It stays readable while this process lives. Raises `OSError`.
     """
@@ -366,8 +357,8 @@ def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:
-    """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a
-    multiple of 8.
+    """Return the length (8 bytes, little-endian) and the JSON table of a safetensors file, padded to
+    a multiple of 8.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -382,16 +373,13 @@ def _header(layout: Mapping[str, Tensor]) -> bytes:
 
 
 def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
-    """Open a file as a reader would and compare every tensor with what was sent to the disk."""
+    """Compare every tensor that a reader finds in a file with what was written."""
     with safe_open(path, framework="pt") as reader:
         if set(reader.keys()) != set(digests):
             raise OSError(f"{path}: read back other tensors than were written")
         for name, digest in digests.items():
             tensor = reader.get_tensor(name)
-            is_same = hashlib.blake2b(bytes_of(tensor)).digest() == digest
-            if (
-                tensor.shape != layout[name].shape
-                or tensor.dtype != layout[name].dtype
-                or not is_same
-            ):
+            expected = layout[name]
+            has_layout = (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+            if not has_layout or hashlib.blake2b(bytes_of(tensor)).digest() != digest:
                 raise OSError(f"{path}: tensor {name} read back differently from what was written")

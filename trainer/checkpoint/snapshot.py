@@ -1,8 +1,8 @@
-"""The state of one step as it will be written, live or copied so that training may go on."""
+"""The state of one step that a save writes: live, or copied so that training may continue."""
 
 import mmap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from trainer.checkpoint.shards import with_local
 from trainer.runtime.progress import History, Position
 
 ALIGNMENT_BYTES = 64
-"""Alignment that torch itself uses in host memory."""
+"""torch aligns host memory to this too."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State that one rank contributes to the checkpoint of `position.step`.
+    """The part of one rank in the checkpoint of `position.step`.
 
     model, optim, extra: contents of this rank's files; data: of `data.pt`.
     """
@@ -38,17 +38,16 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one copied state: one block of its size, kept from save to save; page-locked for a
-    state on a GPU.
+    """Memory for one copied state: one block of its size, kept from save to save, page-locked if
+    the state is on a GPU.
 
-    Torch's own page-locked memory comes in powers of two, which for one tensor each is up to twice
-    what they hold. The copies from a GPU see the state as it is now, and run beside the computation
-    on a stream of their own; forward and backward passes change nothing of it, an update waits for
-    them.
+    torch's own page-locked memory comes in powers of two, up to twice the size of the tensors.
+    Copies from a GPU run on their own stream, parallel to the computation. Forward and backward
+    passes do not change the state; an update waits for the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: where the state lives; the CPU too when it is kept in host memory."""
+        """`device`: where the state is; the CPU also if it is offloaded to host memory."""
         self._device = device
         self._shapes: list[tuple[torch.dtype, torch.Size]] = []
         self._buffers: list[Tensor] = []
@@ -56,9 +55,7 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._copied: list[Tensor] = []
-        """Some have no other owner, and memory that is free is used again before a copy on
-        another stream is done.
-        """
+        """Keeps tensors alive that have no other owner, until their copies are complete."""
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
@@ -68,7 +65,11 @@ class HostBuffers:
         if shapes != self._shapes:
             self._allocate(shapes)
         copies = dict(zip(live, self._buffers, strict=True))
-        with self._beside():
+        if self._device.type == "cuda":
+            # The copies start once the computation queued so far is done.
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for memory, tensor in live.items():
                 copies[memory].copy_(tensor, non_blocking=True)
         if self._stream is not None:
@@ -78,25 +79,15 @@ class HostBuffers:
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
         if self._ready is not None:
-            # a new thread is on device 0, and would open a context there
+            # A new thread is on device 0, and would open a context there.
             torch.cuda.set_device(self._device)
             self._ready.synchronize()
             self._copied = []
 
     def before_update(self) -> None:
-        """Let the device, not the host, wait for the last copy before it does what is queued
-        from here on.
-        """
+        """Let the device, not the host, wait for the last copy."""
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
-
-    def _beside(self) -> AbstractContextManager[object]:
-        """On the stream of the copies, once the computation has come so far."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        self._stream = self._stream or torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
         self._shapes, self._buffers = [], []
@@ -108,14 +99,12 @@ class HostBuffers:
             starts.append(size_bytes)
             size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         block = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # loader workers, forked after a rollback, have no use for it
+        # Loader workers, forked after a rollback, do not need it.
         block.madvise(mmap.MADV_DONTFORK)
         if self._device.type == "cuda":
             whole = torch.frombuffer(block, dtype=torch.uint8)
-            _check(
-                torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, PORTABLE),
-                "page-locked",
-            )
+            register = torch.cuda.cudart().cudaHostRegister
+            _check(register(whole.data_ptr(), whole.nbytes, PORTABLE), "page-locked")
             self._locked = whole
         self._buffers = [
             _tensor_in(block, start, *kind) for start, kind in zip(starts, shapes, strict=True)
@@ -123,23 +112,23 @@ class HostBuffers:
         self._shapes = shapes
 
 
-def _check(status: Any, what: str) -> None:
+def _check(status: Any, action: str) -> None:
     if int(status) != 0:
         raise RuntimeError(
-            f"host memory for saves behind training could not be {what} (cudaError {int(status)}); "
-            "trainer.checkpoint.async_save=false does without"
+            f"host memory for background saves could not be {action} (cudaError {int(status)}).\n"
+            "Fix: trainer.checkpoint.async_save=false"
         )
 
 
 def _tensor_in(block: mmap.mmap, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """A tensor with a storage of its own size: `torch.save` writes whole storages."""
+    """Return a tensor with a storage of exactly its size: `torch.save` writes whole storages."""
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that share memory, as a tied head does: they share their copy."""
+    """Return a key that is equal for tensors that share memory, such as a tied head."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

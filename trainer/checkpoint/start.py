@@ -1,5 +1,5 @@
-"""Decide where a run begins, and prove its checkpoint, before a model is built. The main rank
-decides, the others follow.
+"""Decide where a run begins, and verify its checkpoint, before a model is built. The main rank
+decides; the others follow.
 """
 
 import logging
@@ -23,7 +23,7 @@ from trainer.checkpoint.choice import (
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage, compare
 from trainer.checkpoint.lock import RunLock, is_given_back
-from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.config import ConfigError, TrainerConfig
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
@@ -36,10 +36,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held
-    by the main rank.
-
-    `is_complete`: the run has ended, and nothing of its end is left to do.
+    """`checkpoint`: what to continue from, verified; None for a new run. `lock`: held by the main
+    rank. `is_complete`: the run has ended, and nothing is left to do.
     """
 
     checkpoint: CheckpointInfo | None
@@ -61,175 +59,164 @@ def decide_start(
 ) -> Start:
     """Decide where to begin. Collective.
 
-    `lineage`: what the run descends from. `selection`: what `choose` found. `total_steps`: steps of
-    the whole run if it continues from there.
+    `selection`: the result of `choose`. `total_steps`: number of steps of the whole run, if it
+    continues from there.
 
-    A run that has ended is complete: nothing is written, not even the lock. One that was killed at
-    its end is not: it goes on with no step left, and ends again. Raises on every rank alike:
-    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
+    For a run that has ended nothing is written, not even the lock. A run that was killed at its end
+    continues with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run
+    that cannot be continued as configured, `CannotWriteError`.
     """
-    if selection.chosen is not None:
-        position = position_of(selection.chosen)
-        if _is_complete(selection.chosen, config, position, total_steps, world):
-            _say(selection.notes)
-            return Start(selection.chosen, position, is_complete=True, lock=None)
-    lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
-    try:
-        return _begin(lock, config, lineage, world)
-    except BaseException:
-        lock.release()
-        raise
+    return _Starter(config, lineage, world).decide(selection, total_steps)
 
 
-def _begin(lock: RunLock, config: TrainerConfig, lineage: Lineage, world: World) -> Start:
-    """Decide the start under the lock, which the main rank takes first."""
-    _on_main(partial(_take_run_dir, config, lock), config, world)
-    _require_shared(config, world)
-    selection = choose(config, world)
-    _say(selection.notes)
-    checkpoint = _first_proven(selection.candidates, config, world)
-    if checkpoint is not None:
-        _require_same_run(checkpoint, lineage)
-    rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
-    return Start(
-        checkpoint,
-        position_of(checkpoint),
-        is_complete=False,
-        lock=lock if world.is_main else None,
-        rollbacks=rollbacks,
-        fingerprints=lineage.fingerprints,
-    )
+class _Starter:
+    def __init__(self, config: TrainerConfig, lineage: Lineage, world: World) -> None:
+        self._config, self._lineage, self._world = config, lineage, world
+        self._run_dir = Path(config.default_local_dir)
+
+    def decide(self, selection: Selection, total_steps: int) -> Start:
+        if (last := selection.chosen) is not None:
+            position = position_of(last)
+            if self._is_complete(last, position, total_steps):
+                _log(selection.notes)
+                return Start(last, position, is_complete=True, lock=None)
+        lock = RunLock(self._run_dir, needs_flock=self._config.checkpoint.require_lock)
+        try:
+            return self._begin(lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def _begin(self, lock: RunLock) -> Start:
+        """Decide under the lock, which the main rank takes first."""
+        self._on_main(partial(self._take_run_dir, lock))
+        _require_shared(self._run_dir, self._world)
+        selection = choose(self._config, self._world)
+        _log(selection.notes)
+        checkpoint = self._first_verified(selection.candidates)
+        if checkpoint is not None:
+            self._require_same_run(checkpoint)
+        return Start(
+            checkpoint,
+            position_of(checkpoint),
+            is_complete=False,
+            lock=lock if self._world.is_main else None,
+            rollbacks=self._on_main(lambda: rollback.read(self._run_dir)),
+            fingerprints=self._lineage.fingerprints,
+        )
+
+    def _on_main(self, action: Callable[[], T]) -> T:
+        return _on_main(action, self._run_dir, self._world)
+
+    def _is_complete(self, last: CheckpointInfo, position: Position, total_steps: int) -> bool:
+        """Return True if a run has ended and left everything in order.
+
+        The manifest is read before the files are verified, which takes long.
+        """
+        end = self._on_main(lambda: finished.read(last.path))
+        ended_early = end is not None and end.ended_early and position.step > 0
+        has_ended = ended_early or position.step >= total_steps
+        if not has_ended or verify(last, self._world):
+            return False
+        if not self._is_own(last):
+            return True
+
+        def is_tidy() -> bool:
+            return layout.is_tidy(self._run_dir, last) and is_given_back(self._run_dir)
+
+        missing = f"{finished.FILE_NAME} is not written" if end is None else ""
+        if not missing and not self._on_main(is_tidy):
+            missing = "pointer, lock or leftovers are not in order"
+        if missing:
+            logger.info("%s was the last step, but the run did not end: %s", last.path, missing)
+        return not missing
+
+    def _is_own(self, checkpoint: CheckpointInfo) -> bool:
+        """Return False for a checkpoint in another run directory."""
+        return checkpoint.path.resolve().parent == self._run_dir.resolve()
+
+    def _first_verified(self, candidates: tuple[CheckpointInfo, ...]) -> CheckpointInfo | None:
+        """Return the first candidate without damage; damaged ones of this run are set aside."""
+        for candidate in candidates:
+            problems = verify(candidate, self._world)
+            if not problems:
+                return candidate
+            logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
+            if self._is_own(candidate):
+                reason = "its contents do not verify"
+                self._on_main(partial(layout.quarantine, candidate.path, reason))
+        if candidates:
+            raise NoUsableCheckpointError(
+                f"every checkpoint in {self._run_dir} to continue from is damaged, and set aside "
+                f"as .corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
+            )
+        return None
+
+    def _require_same_run(self, checkpoint: CheckpointInfo) -> None:
+        for change in compare(_manifest(checkpoint).fingerprints, self._lineage):
+            logger.warning("changed since %s: %s", checkpoint.path.name, change)
+
+    def _take_run_dir(self, lock: RunLock) -> None:
+        fsio.make_dirs(self._run_dir)
+        lock.acquire()
+        layout.clean_leftovers(self._run_dir)
+        rollback.complete(self._run_dir)
 
 
 def choose(config: TrainerConfig, world: World) -> Selection:
     """Choose the checkpoint to continue from, on the main rank. Collective."""
-    return _on_main(partial(candidates_of, config), config, world)
-
-
-def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
-    return distributed.on_main(
-        action, world, describe=partial(cannot_use, Path(config.default_local_dir))
-    )
-
-
-def _is_complete(
-    candidate: CheckpointInfo,
-    config: TrainerConfig,
-    position: Position,
-    total_steps: int,
-    world: World,
-) -> bool:
-    """Return True if a run has ended and left all that it should. A manifest is asked before it is
-    proven: that takes long.
-    """
-    end = _on_main(partial(finished.read, candidate.path), config, world)
-    ended_early = end is not None and end.ended_early and position.step > 0
-    has_ended = ended_early or position.step >= total_steps
-    if not has_ended or verify(candidate, world):
-        return False
-    missing = _on_main(partial(_missing_at_end, candidate, config), config, world)
-    if end is None and _is_own(candidate, config):
-        missing.append(f"{finished.FILE_NAME} is not written")
-    if missing:
-        logger.info(
-            "%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing)
-        )
-    return not missing
-
-
-def _missing_at_end(candidate: CheckpointInfo, config: TrainerConfig) -> list[str]:
-    """Name what the end of a run in its own directory still lacks."""
-    run_dir = Path(config.default_local_dir)
-    missing: list[str] = []
-    if not _is_own(candidate, config):
-        return missing
-    if not layout.is_published(run_dir, candidate):
-        missing.append(f"{layout.POINTER} names another step")
-    if not is_given_back(run_dir):
-        missing.append("its lock is not given back")
-    return missing
-
-
-def _is_own(checkpoint: CheckpointInfo, config: TrainerConfig) -> bool:
-    """Return True unless the checkpoint belongs to another run directory."""
-    return checkpoint.path.resolve().parent == Path(config.default_local_dir).resolve()
+    return _on_main(partial(candidates_of, config), Path(config.default_local_dir), world)
 
 
 def position_of(checkpoint: CheckpointInfo | None) -> Position:
-    """Return where a run continues from a checkpoint; the beginning without one."""
-    if checkpoint is None:
-        return Position()
-    assert checkpoint.manifest is not None, "a candidate is committed"
-    return checkpoint.manifest.position
+    """Return the position that a run continues from."""
+    return Position() if checkpoint is None else _manifest(checkpoint).position
 
 
-def _first_proven(
-    candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World
-) -> CheckpointInfo | None:
-    """The first candidate whose every byte is as written; damaged ones of this run are set
-    aside. Collective.
+def _on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
+    return distributed.on_main(action, world, describe=partial(cannot_use, run_dir))
+
+
+def _require_shared(run_dir: Path, world: World) -> None:
+    """Raise `ConfigError` unless every rank sees what the main rank writes. Otherwise shards would
+    be scattered over machines. Collective.
     """
-    for candidate in candidates:
-        problems = verify(candidate, world)
-        if not problems:
-            return candidate
-        logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
-        if _is_own(candidate, config):
-            aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
-            _on_main(aside, config, world)
-    if candidates:
-        raise NoUsableCheckpointError(
-            f"every checkpoint in {config.default_local_dir} to continue from is damaged (set aside as .corrupt_*); "
-            f"begin anew in another directory: trainer.experiment_name=<new name>"
-        )
-    return None
-
-
-def verify(candidate: CheckpointInfo, world: World) -> list[str]:
-    """Name what is wrong with a checkpoint; each rank reads its share. Collective."""
-    assert candidate.manifest is not None, "a candidate is committed"
-    own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
-    reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, own)
-    problems = [problem for report in reports for problem in report]
-    for problem in filter(layout.is_export, problems):
-        text = "the export of %s cannot be served, 'checkpoint export' makes another; the run continues from it: %s"
-        logger.warning(text, candidate.path, problem)
-    return [problem for problem in problems if not layout.is_export(problem)]
-
-
-def _require_same_run(checkpoint: CheckpointInfo, now: Lineage) -> None:
-    assert checkpoint.manifest is not None, "a candidate is committed"
-    for change in compare(checkpoint.manifest.fingerprints, now):
-        logger.warning("changed since %s: %s", checkpoint.path.name, change)
-
-
-def _take_run_dir(config: TrainerConfig, lock: RunLock) -> None:
-    run_dir = Path(config.default_local_dir)
-    fsio.make_dirs(run_dir)
-    lock.acquire()
-    layout.clean_leftovers(run_dir)
-    rollback.complete(run_dir)
-
-
-def _require_shared(config: TrainerConfig, world: World) -> None:
-    """Every rank must see what the main rank writes, or its shards would be scattered over
-    machines. Collective.
-    """
-    run_dir = Path(config.default_local_dir)
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
-    probe = run_dir / _on_main(lambda: _write_probe(run_dir / name), config, world)
+    probe = run_dir / _on_main(lambda: _write_probe(run_dir / name), run_dir, world)
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
     seen: list[Any] = [None] * world.size
     dist.all_gather_object(seen, is_seen)
-    _on_main(lambda: fsio.remove_tree(probe), config, world)
+    _on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
-            f"ranks {blind} do not see what rank 0 writes to trainer.default_local_dir={run_dir}: "
-            f"it must be on a file system that all machines share"
+            f"ranks {blind} do not see what rank 0 writes to "
+            f"trainer.default_local_dir={run_dir}.\n"
+            f"Fix: put it on a file system that all machines share"
         )
+
+
+def verify(candidate: CheckpointInfo, world: World) -> list[str]:
+    """Return what is wrong with a checkpoint; each rank reads its share. Collective.
+
+    A damaged export is only logged, since no resume needs it.
+    """
+    own = verify_files(candidate.path, _manifest(candidate), share=(world.rank, world.size))
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, own)
+    problems = [problem for report in reports for problem in report]
+    for problem in filter(layout.is_export, problems):
+        text = (
+            "the export of %s is damaged; 'checkpoint export' makes another. The run continues: %s"
+        )
+        logger.warning(text, candidate.path, problem)
+    return [problem for problem in problems if not layout.is_export(problem)]
+
+
+def _manifest(checkpoint: CheckpointInfo) -> Manifest:
+    assert checkpoint.manifest is not None, "a candidate is committed"
+    return checkpoint.manifest
 
 
 def _write_probe(path: Path) -> str:
@@ -238,7 +225,10 @@ def _write_probe(path: Path) -> str:
     return path.name
 
 
-def _say(notes: tuple[str, ...]) -> None:
+def _log(notes: tuple[str, ...]) -> None:
     for note in notes:
-        is_warning = note.startswith("WARNING: ")
-        (logger.warning if is_warning else logger.info)(note.removeprefix("WARNING: "))
+        text = note.removeprefix("WARNING: ")
+        if text != note:
+            logger.warning(text)
+        else:
+            logger.info(text)

@@ -1,14 +1,14 @@
-"""The state that survives a restart: one dictionary of named stateful parts, which save, resume and
-rollback walk alike.
+"""The state that survives a restart: a dictionary of named parts, which save, resume and rollback
+use alike.
 
-Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data`
-in the file that belongs to no rank, every other part in the extra state of each rank.
+The name of a part decides where it is kept: `model` and `optimizer` each in a file of shards, `data`
+in a file that belongs to no rank, every other part in the extra state of each rank.
 
-A resume on another number of ranks gives every rank the extra state of rank 0. That is right for a
-part whose state is equal on all ranks, which each save checks, or whose state on rank 0 is the one
-that counts. A part whose class sets `state_of = OWN` has a different state on each rank. It can
-only continue on the same ranks, and is refused on others. A part whose class sets `is_sharded` has
-DTensors by name, which any number of ranks cuts again.
+On another number of ranks, a resume gives every rank the extra state of rank 0. That is right for a
+part whose state is equal on all ranks, which each save checks, and for one whose state on rank 0
+counts. A class that sets `state_of = OWN` has a different state on each rank: it continues on the
+same ranks only. A class that sets `is_sharded` has DTensors by name, which any number of ranks
+shards again.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from trainer.runtime.progress import ALL, MAIN, OWN
 
 logger = logging.getLogger(__name__)
 APART = ("model", "optimizer", "data")
-"""Parts that have files of their own."""
+"""Parts that have their own files."""
 SEEDED = ("rng",)
-"""Parts that differ by rank, and that other ranks do not need: each step seeds them again."""
+"""Parts that differ by rank and may get lost: each step seeds them again."""
 
 
 class Stateful(Protocol):
-    """A part that survives a restart. Its class may have the attributes `state_of`, by default `ALL`
-    (see `trainer.runtime.progress`), and `is_sharded`, by default False.
+    """A part that survives a restart. Its class may set `state_of` (default `ALL`, see
+    `trainer.runtime.progress`) and `is_sharded` (default False).
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -53,9 +53,7 @@ State = Mapping[str, Stateful]
 
 @dataclass(frozen=True)
 class Shards:
-    """Source of a sharded part: its `state_dict` on each of the ranks that held one
-    whole copy.
-    """
+    """A saved sharded part: its `state_dict` on each rank of one whole copy."""
 
     directory: Path
     parts: Sequence[Mapping[str, Any]]
@@ -84,8 +82,8 @@ class OptimizerShards:
 
 
 class WeightBuffers:
-    """Buffers that belong to the weights; kept apart from the shards because every rank holds
-    them whole.
+    """Buffers that belong to the weights. They are not among the shards: every rank holds them
+    whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -101,8 +99,8 @@ class WeightBuffers:
 
 
 def rank_state(state: State, step: int) -> dict[str, Any]:
-    """The extra state of this rank after finished step `step`. Raises `ConfigError` for a sharded
-    part whose state is not tensors by name.
+    """Return the extra state of this rank after `step`. Raises `ConfigError` for a sharded part
+    whose state is not tensors by name.
     """
     found: dict[str, Any] = {"step": step}
     for name, part in state.items():
@@ -125,10 +123,10 @@ def _compact_tensors(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
-    """Raise `ConfigError` on all ranks for an extra state that ranks of another number could not
-    use. Collective.
+    """Raise `ConfigError` on all ranks for an extra state that another number of ranks could not
+    load. Collective.
 
-    `extra`: what `rank_state` gave on this rank.
+    `extra`: the result of `rank_state` on this rank.
     """
     common, sharded = {}, []
     for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
@@ -144,18 +142,16 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
         if found_sharded:
             raise ConfigError(
                 f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded "
-                f"tensor (DTensor), and another number of ranks does not shard the extra state of "
-                f"a checkpoint again.\nFix: set is_sharded = True on the class, whose state_dict "
-                f"then is a mapping of names to tensors"
+                f"tensor (DTensor).\nFix: set is_sharded = True on the class, and let its "
+                f"state_dict map names to tensors"
             )
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
             raise ConfigError(
                 f"the state of the part '{different[0]}' cannot be saved: it is not the same on "
-                f"rank 0 and rank {rank}, and a resume on another number of ranks would give every "
-                f"rank that of rank 0.\nFix: make it the same on all ranks, or set state_of on the "
-                f"class: {OWN!r} if each rank needs its own state, {MAIN!r} if that of rank 0 "
-                f"counts"
+                f"rank 0 and rank {rank}, and a resume on another number of ranks loads that of "
+                f"rank 0.\nFix: make it equal, or set state_of on the class: {OWN!r} if each rank "
+                f"needs its own state, {MAIN!r} if that of rank 0 counts"
             )
 
 
@@ -164,12 +160,12 @@ def _state_of(part: Stateful) -> str:
 
 
 def is_sharded(part: Stateful) -> bool:
-    """Return whether the state of a part in the extra state is cut over ranks."""
+    """Return True if the state of a part is sharded over the ranks."""
     return getattr(part, "is_sharded", False)
 
 
 def _without_shards(value: Any) -> Any:
-    """Return the state without the DTensors of a sharded part, of which each rank has its own."""
+    """Return the state without the DTensors of a sharded part, which differ by rank."""
     if not isinstance(value, Mapping):
         return value
     return {key: item for key, item in value.items() if not isinstance(item, DTensor)}
@@ -192,9 +188,9 @@ def _digest(value: Any) -> str:
 def load_state(
     checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World
 ) -> None:
-    """Take over `contents` (model, optimizer, extra) of a checkpoint whose bytes are proven.
+    """Load `contents` (model, optimizer, extra) of a verified checkpoint.
 
-    Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
+    Raises `ConfigError` if it belongs to another model.
     """
     assert checkpoint.manifest is not None, "it is committed"
     path, manifest = checkpoint.path, checkpoint.manifest
@@ -216,20 +212,19 @@ def load_state(
             continue
         if name not in extra:
             if part.state_dict():
-                text = "%s was saved without the state of '%s', which begins anew"
-                logger.info(text, path, name)
+                logger.info("%s has no state of '%s', which starts empty", path, name)
             continue
         is_own = _state_of(part) == OWN and name not in SEEDED
         if is_own and not (is_same_size and manifest.mesh == world.mesh_sizes):
             raise ConfigError(
                 f"{path} holds a state of the part '{name}' for each of its "
                 f"{manifest.world_size} ranks ({_described(manifest.mesh)}), which the "
-                f"{world.size} ranks of this run ({_described(world.mesh_sizes)}) cannot take "
-                f"over.\nFix: continue on the same ranks, or start a new run from its weights: another "
+                f"{world.size} ranks of this run ({_described(world.mesh_sizes)}) cannot load.\n"
+                f"Fix: continue on the same ranks, or start a new run from its weights: another "
                 f"trainer.experiment_name, model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):
-            # each rank needs rows that several ranks may have saved
+            # The rows of one rank may be in the files of several.
             saved = [shards.read_torch(path / file)[name] for file in extra_files]
             extra[name] = shards.cut_again(part.state_dict(), saved, path)
         part.load_state_dict(extra[name])

@@ -37,25 +37,19 @@ class SilentError(StorageError):
 
 
 def require_usable(url: str) -> None:
-    """Check the URL and that its packages are installed; nothing is imported or connected.
-
-    Raises `ConfigError`.
-    """
+    """Raise `ConfigError` for a wrong URL or a missing package. Nothing is imported or connected."""
     protocol, mark, path = url.partition("://")
+    problem = ""
     if not mark or not path.strip("/"):
+        problem = "is no URL"
+    elif protocol not in fsspec.available_protocols():
+        problem = f"cannot be reached: fsspec does not know {protocol}://"
+    elif protocol == "hf" and not path.startswith("buckets/"):
+        problem = "is a repository of the Hub, where each file is a commit, and commits are limited"
+    if problem:
         raise ConfigError(
-            f"'{KEY}={url}' is no URL.\nFix: s3://bucket/path, gs://…, hf://buckets/org/name/path "
-            f"or file:///path"
-        )
-    if protocol not in fsspec.available_protocols():
-        raise ConfigError(
-            f"'{KEY}={url}': fsspec does not know {protocol}://.\nFix: a URL with s3, gs, hf, file "
-            f"or another protocol of fsspec"
-        )
-    if protocol == "hf" and not path.startswith("buckets/"):
-        raise ConfigError(
-            f"'{KEY}={url}' is a repository of the Hub: each file would be a commit, and the Hub "
-            f"limits commits.\nFix: hf://buckets/org/name/path"
+            f"'{KEY}={url}' {problem}.\nFix: s3://bucket/path, gs://bucket/path, "
+            f"hf://buckets/org/name/path, file:///path or another URL for fsspec"
         )
     known = known_implementations.get(protocol, {"class": "fsspec"})
     if find_spec(known["class"].partition(".")[0]) is None:
@@ -74,7 +68,7 @@ def count_files(url: str, *, within_s: float) -> int:
 
 
 class _Progress(Callback):
-    """Notes each arrived part of a file that is being sent."""
+    """Notes the time of each part of a file that has arrived."""
 
     def __init__(self, storage: "Storage") -> None:
         super().__init__()
@@ -88,19 +82,19 @@ class Storage:
     """Files by their names below `url`. Methods raise `StorageError`; threads may share one."""
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
-        """`file_system`: in place of the one that fsspec finds. Raises `ConfigError`."""
+        """`file_system` replaces the one that fsspec finds. Raises `ConfigError`."""
         require_usable(url)
         self.url, self.answered_at = url.rstrip("/"), time.monotonic()
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         if url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True
-        with self._told("open"):
+        with self._translated("open"):
             found, self._root = fsspec.url_to_fs(self.url, **options)
             self._fs = file_system or found
 
     def sizes(self) -> dict[str, int]:
         """Return every file and its size in bytes; nothing is cached."""
-        with self._told("list"):
+        with self._translated("list"):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.find(self._root, detail=True)
@@ -112,37 +106,36 @@ class Storage:
             }
 
     def read(self, name: str) -> bytes | None:
-        with self._told("read", name):
+        with self._translated("read", name):
             try:
                 return bytes(self._fs.cat_file(self._path(name)))
             except FileNotFoundError:
                 return None
 
     def write(self, name: str, data: bytes) -> None:
-        with self._told("write", name):
+        with self._translated("write", name):
             self._fs.pipe_file(self._path(name), data)
             self._settle(name)
 
     def put(self, local: Path, name: str) -> None:
-        with self._told("write", name):
+        with self._translated("write", name):
             self._fs.put_file(str(local), self._path(name), callback=_Progress(self))
             self._settle(name)
 
     def fetch(self, name: str, file: HashingFile) -> None:
         """Write the content to `file`; errors of the local disk stay `OSError`."""
-        with self._told("read", name):
+        with self._translated("read", name):
             reader = self._fs.open(self._path(name), "rb")
         with reader:
-            while True:
-                with self._told("read", name):
+            chunk = None
+            while chunk != b"":
+                with self._translated("read", name):
                     chunk = reader.read(COPY_CHUNK_BYTES)
-                if not chunk:
-                    return
                 file.write(chunk)
 
     def remove_tree(self, name: str) -> None:
         """Remove everything below `name`."""
-        with self._told("remove", name):
+        with self._translated("remove", name):
             try:
                 self._fs.rm(self._path(name), recursive=True)
             except FileNotFoundError:
@@ -158,7 +151,7 @@ class Storage:
             sync(Path(self._path(name)).parent)
 
     @contextmanager
-    def _told(self, verb: str, name: str = "") -> Iterator[None]:
+    def _translated(self, verb: str, name: str = "") -> Iterator[None]:
         """Turn every error of a library into `StorageError`."""
         try:
             yield

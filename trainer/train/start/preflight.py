@@ -155,7 +155,7 @@ def already_complete(config: Config) -> str | None:
     if last is None or end is None or end.config != config.resolved:
         return None
     run_dir = Path(config.trainer.default_local_dir)
-    is_tidy = layout.is_published(run_dir, last) and is_given_back(run_dir)
+    is_tidy = layout.is_tidy(run_dir, last) and is_given_back(run_dir)
     has_same_data = end.data_files == file_states(find_files(config))
     return end.message if is_tidy and has_same_data else None
 
