@@ -1,8 +1,6 @@
-"""Ranks that stay: each runs the real command again and again, without the time to start a process
-and import torch.
+"""Rank processes that run the real command many times, which saves starting Python and torch.
 
-What a rank leaves behind in its process the next run would meet; so after a run that ended
-otherwise than with success or a refusal all ranks are made anew.
+After a run that failed all ranks are started again: the next run must not meet what it left.
 """
 
 import os
@@ -15,7 +13,7 @@ from typing import Any
 
 from rank_server import CONTEXT
 
-from trainer.errors import EXIT_DONE, EXIT_USAGE
+from trainer.errors import EXIT_DONE
 from trainer.runtime.distributed import free_port
 
 TIMEOUT_S = 120.0
@@ -37,10 +35,9 @@ class CommandStart:
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """`code` None: it did not end. `has_prepared`: whether the data was."""
+    """The exit code, and what was printed; the code is None where the command did not end."""
 
     code: int | None
-    has_prepared: bool
     output: str
 
 
@@ -81,50 +78,40 @@ class CommandRanks:
         connections = [connection for _, connection in self._ranks[:num_ranks]]
         for connection in connections:
             connection.send((num_ranks, start))
-        ends: list[tuple[int | None, bool]] = []
-        while len(ends) < num_ranks:
+        codes: list[int] = []
+        while len(codes) < num_ranks:
             ready = wait(connections, timeout=TIMEOUT_S)
             try:
-                ends += [connections.pop(connections.index(c)).recv() for c in ready]  # type: ignore[arg-type, union-attr]
+                codes += [connections.pop(connections.index(c)).recv() for c in ready]  # type: ignore[arg-type, union-attr]
             except EOFError:
                 ready = []
-            if not ready or ends[-1][0] not in (EXIT_DONE, EXIT_USAGE):
+            if not ready or codes[-1] != EXIT_DONE:
                 break
-        codes = {code for code, _ in ends}
-        is_sound = len(ends) == num_ranks and len(codes) == 1 and codes <= {EXIT_DONE, EXIT_USAGE}
-        if not is_sound:
-            self.__exit__()
-        worst = next((code for code in codes if code != EXIT_DONE), EXIT_DONE if is_sound else None)
-        return CommandEnd(
-            worst, any(has_prepared for _, has_prepared in ends), log.read_text(errors="replace")
-        )
+        output = log.read_text(errors="replace")
+        if codes == [EXIT_DONE] * num_ranks:
+            return CommandEnd(EXIT_DONE, output)
+        self.__exit__()
+        failed = [code for code in codes if code != EXIT_DONE]
+        return CommandEnd(failed[0] if failed else None, output)
 
 
 def _serve(rank: int, connection: Connection) -> None:
     import torch
 
     from trainer.runtime import distributed
-    from trainer.train.start import end, inputs
+    from trainer.train.start import end
 
     torch.set_num_threads(1)
     end.write_final_report = lambda run_dir: None  # half a second, and not what is compared
-    prepare_data, prepared = inputs.prepare_data, list[bool]()
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        prepared.append(True)
-        return prepare_data(*args, **kwargs)
-
-    inputs.prepare_data = noted
     while True:
         try:
             num_ranks, start = connection.recv()
         except EOFError:
             return
-        prepared.clear()
         code = _run(rank, num_ranks, start)
         distributed.stop()
         torch.use_deterministic_algorithms(False)
-        connection.send((code, bool(prepared)))
+        connection.send(code)
 
 
 def _run(rank: int, num_ranks: int, start: CommandStart) -> int:
