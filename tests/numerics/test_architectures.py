@@ -21,12 +21,12 @@ from families import FAMILIES, VARIANTS
 from family_trials import REFUSED, first_step, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file
-from support_table import read_results
+from support_table import TABLE
 from toy import differing
 from transformers import AutoModelForCausalLM, logging
 
 NAMES = (*FAMILIES, *VARIANTS)
-TRIED = read_results()["families"]
+TRIED = TABLE.read()["families"]
 DOZEN = (
     "llama",
     "gpt2",

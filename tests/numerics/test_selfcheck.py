@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, VARIANTS
 from family_trials import PACKED, REFUSED, save_model
 from ranks import run_ranks
-from support_table import read_results
+from support_table import TABLE
 from test_rope import DYNAMIC, LONGROPE
 from toy import EXPERTS, build_toy_model, write_model_config
 from transformers import PretrainedConfig
@@ -25,7 +25,7 @@ from trainer.model.losses import LOSSES, Loss, cross_entropy, dft
 from trainer.model.norm import rms_norm
 from trainer.model.pretrained import ModelSource
 
-TRIED = read_results()["families"]
+TRIED = TABLE.read()["families"]
 Fault = Callable[[], AbstractContextManager[Any]]
 
 
