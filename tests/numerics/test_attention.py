@@ -207,20 +207,6 @@ def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass
     assert attention.running() is None
 
 
-def test_padding_gets_no_gradient_and_gives_none():
-    """A padded place must not count, or the token that it repeats would be learnt from twice."""
-    seqlens = (11, 10)
-    assert len(grouped.group_by_length(seqlens)) == 1
-    query, key, value = inputs(seqlens=seqlens)
-    output, _ = packed_attention(
-        nn.Identity(), query, key, value, None, sliding_window=1, **bounds(seqlens)
-    )
-    torch.testing.assert_close(output, value.repeat_interleave(N // M, 1).transpose(1, 2))
-    output.sum().backward()
-    assert value.grad is not None
-    torch.testing.assert_close(value.grad, torch.full_like(value.grad, N / M))
-
-
 def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents():
     """A window that hides nothing needs no mask of its own: one for each length would fill the
     memory of a long run.

@@ -208,48 +208,27 @@ def test_the_loss_and_its_gradient_are_transformers_own(tmp_path, name):
     assert error < 1e-4
 
 
+UNWATCHED = {"router_aux_loss_coef": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes", "said"),
+    ("model_type", "changes", "frozen", "said"),
     [
-        (
-            "qwen3_moe",
-            {**EXPERTS, "router_aux_loss_coef": 0.25},
-            "(coefficient 0.25 in config.json) is trained",
-        ),
-        ("qwen3_moe", EXPERTS, "(coefficient 0.001 in config.json) is trained"),
-        (
-            "deepseek_v4",
-            {"router_aux_loss_coef": 0.1},
-            "left out of the loss: the routers of this architecture",
-        ),
-        (
-            "hy_v3",
-            {**EXPERTS, "router_aux_loss_coef": 0.1},
-            "left out of the loss: transformers has none for this",
-        ),
-        ("qwen3_moe", {**EXPERTS, "router_aux_loss_coef": 0.0}, ""),
-        ("qwen3", {}, ""),
+        ("qwen3_moe", EXPERTS, "none", "(coefficient 0.001 in config.json) is trained"),
+        ("qwen3_moe", EXPERTS, "mlp.gate", "left out of the loss"),
+        ("deepseek_v4", UNWATCHED, "none", "left out of the loss"),
+        ("hy_v3", {**EXPERTS, **UNWATCHED}, "none", "left out of the loss"),
+        ("qwen3_moe", {**EXPERTS, "router_aux_loss_coef": 0.0}, "none", ""),
     ],
 )
-def test_what_was_decided_is_said(
-    tmp_path,
-    caplog,
-    model_type,
-    changes,
-    said,
+def test_a_router_loss_is_trained_or_the_log_names_why_not(
+    tmp_path, caplog, model_type, changes, frozen, said
 ):
     source = write_model_config(tmp_path, model_type, **changes)
     model = packed_lm.build_on_meta(source, is_packed=True)
-    with caplog.at_level("INFO"):
-        Routers(model, torch.device("cpu"))
-    assert [said in message for message in caplog.messages] == [True] * bool(said)
-
-
-def test_routers_that_are_not_trained_have_no_loss(source, caplog):
-    model = packed_lm.build_on_meta(source, is_packed=True)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = "mlp.gate" not in name
+        parameter.requires_grad = frozen not in name
     with caplog.at_level("INFO"):
         routers = Routers(model, torch.device("cpu"))
-    assert "left out of the loss: its routers are not trained" in caplog.text
-    assert routers.take()[0] == {}
+    assert [said in message for message in caplog.messages] == [True] * bool(said)
+    assert ("moe/router_loss" in routers.take()[0]) == ("trained" in said)
