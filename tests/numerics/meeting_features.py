@@ -27,15 +27,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "offload": ("false", "true"),
     "recompute": ("false", "true", "selective", "offload"),
     "trained": ("all", "lora", "some"),
-    "new_tokens": ("none", "two"),
     "loss": ("cross_entropy", "dft"),
     "optimizer": ("adamw", "muon"),
     "states": ("float32", "bfloat16", "bfloat16 parameters"),
     "schedule": ("cosine", "linear", "constant", "wsd"),
     "sources": ("one", "two"),
-    "turns": ("together", "apart"),
-    "train_on": ("all", "last"),
-    "truncation": ("error", "left", "right"),
     "micro-batches": ("unlimited", "tokens", "one", "two"),
     "length": ("steps", "epochs"),
     "deterministic": ("false", "true"),
@@ -48,28 +44,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
 REFUSED: list[Row] = [
     {"sequence": "2", "attention": "per_document"},
     {"sequence": "2", "family": "qwen3_next"},
-    {"trained": "lora", "new_tokens": "two"},
 ]
 """Values that cannot meet."""
-NEW_TOKENS = ("<|note|>", "<|end_of_note|>")
 FROZEN = ("embed_tokens", r"layers\.0\.")
+MAX_LENGTH = 40
 BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
 SHAPES |= {"llama": {"tie_word_embeddings": True}}
-WORDS = (
-    "red",
-    "seven",
-    "paper",
-    "lamp",
-    "river",
-    "stone",
-    "quick",
-    "north",
-    "glass",
-    "cloud",
-    "ten",
-)
 
 
 @dataclass(frozen=True)
@@ -81,8 +63,7 @@ class Places:
     def model(self, family: str) -> Path:
         path = self.root / "models" / family
         if not path.exists():
-            vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
-            longer = {"vocab_size": vocab_size, "max_position_embeddings": 128}
+            longer = {"vocab_size": VOCAB, "max_position_embeddings": 128}
             save_model(path, family, **(longer | SHAPES.get(family, {})))
             for file in MODEL_DIR.iterdir():
                 if file.name not in ("config.json", "generation_config.json"):
@@ -107,43 +88,34 @@ class Places:
     def data(self, name: str) -> Path:
         path = self.root / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in CHATS[name]))
+        rows = [{"input_ids": ids, "loss_mask": list(map(int, mask))} for ids, mask in DATA[name]]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
 
-def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
-    """Conversations of one to three turns; some users say what new tokens are for."""
-
-    def text(number: int, count: int) -> str:
-        return " ".join(WORDS[(number * 5 + k * (number + 1)) % len(WORDS)] for k in range(count))
-
-    def turns(row: int) -> list[dict[str, str]]:
-        pairs = [
-            (text(row + k, 2 + k), text(2 * row + k + 1, 2 + (row + 2 * k) % 5))
-            for k in range(1 + row % 3)
-        ]
-        if row % 2:
-            pairs[0] = (f"{NEW_TOKENS[0]} note {NEW_TOKENS[1]}", pairs[0][1])
-        return [
-            {"role": role, "content": content}
-            for pair in pairs
-            for role, content in zip(("user", "assistant"), pair, strict=True)
-        ]
-
-    return [turns(row) for row in range(first, first + count)]
+def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
+    """Draw token ids, and which of them are supervised: at least the last one."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        length = generator.randrange(4, MAX_LENGTH)
+        ids = [generator.randrange(VOCAB) for _ in range(length)]
+        rows.append((ids, [*(generator.random() < 0.5 for _ in ids[1:]), True]))
+    return rows
 
 
-CHATS = {
-    "main": _chats(0, 8),
-    "first": _chats(8, 5),
-    "second": _chats(13, 3),
-    "held": _chats(16, 3),
+VOCAB = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+DATA = {
+    "main": _drawn_rows(0, 8),
+    "first": _drawn_rows(1, 5),
+    "second": _drawn_rows(2, 3),
+    "held": _drawn_rows(3, 3),
 }
 SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
 """Files, and how often an epoch trains their rows."""
 
 
-def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, float]) -> list[str]:
+def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]:
     """`limits` has the gradient norms beyond which updates are clipped and left out."""
     parts = [
         f"{{files: {places.data(name)}, repeat: {repeat}}}"
@@ -151,7 +123,7 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
     ]
     held = [f"{{files: {places.data('held')}}}"]
     held += [f"{{files: {places.data('second')}}}"] if row["sources"] == "two" else []
-    tokens = -(-max_length // int(row["sequence"]))
+    tokens = MAX_LENGTH // int(row["sequence"])
     micro_batches = {
         "unlimited": "data.max_token_len_per_gpu=8192",
         "tokens": f"data.max_token_len_per_gpu={tokens}",
@@ -165,7 +137,6 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
     }
     skip = {"metric": "train/grad_norm", "above": limits.get("skip", 1e9), "do": "skip"}
     optional = [
-        (row["new_tokens"] == "two", f"model.new_tokens={as_word(list(NEW_TOKENS))}"),
         (row["guard"] == "skips", f"trainer.guard.rules={as_word([skip])}"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
@@ -178,7 +149,7 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
         micro_batches[row["micro-batches"]],
         *trained[row["trained"]],
         *(word for is_meant, word in optional if is_meant),
-        f"data.max_length={max_length}",
+        f"data.max_length={MAX_LENGTH}",
         f"optim.clip_grad={limits.get('clip', 1e9)!r}",
         *(f"{KEYS[name]}={row[name]}" for name in KEYS),
         *fixed_words(places),
@@ -195,9 +166,6 @@ KEYS = {
     "loss": "model.loss",
     "optimizer": "optim.name",
     "schedule": "optim.lr_scheduler",
-    "turns": "data.turns",
-    "train_on": "data.train_on",
-    "truncation": "data.truncation",
     "deterministic": "trainer.deterministic",
     "async_save": "trainer.checkpoint.async_save",
     "num_workers": "data.num_workers",
@@ -245,11 +213,3 @@ def drawn(seed: int) -> Row:
         row = {name: generator.choice(values) for name, values in FEATURES.items()}
         if not any(refused.items() <= row.items() for refused in REFUSED):
             return row
-
-
-def source_rows(row: Row) -> list[tuple[str, list[dict[str, str]]]]:
-    """(Source, conversation) of every row, source by source, as ids count them; "" where there
-    is but one source.
-    """
-    names = SOURCES[row["sources"]]
-    return [(name if len(names) > 1 else "", chat) for name in names for chat in CHATS[name]]

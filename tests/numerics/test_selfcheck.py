@@ -147,6 +147,13 @@ BEYOND_16 = (25, 21, 8)
 """Two documents beyond a limit of 16 tokens, and one within."""
 
 
+def settings_of(model: Any) -> tuple[Any, ...]:
+    """Return what the self-check changes for a while."""
+    config = model.config
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    return forwards, config._attn_implementation, config._experts_implementation
+
+
 def compared(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, selfcheck.Errors]:
     """{fault: what the self-check finds}; it leaves the model as it was, without gradients."""
     found = {}
@@ -158,13 +165,11 @@ def compared(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str,
             model = build_toy_model(
                 world, source, is_packed=is_packed, loss=loss, param_dtype=param_dtype
             )
-            forwards = {module: vars(module).get("forward") for module in model.modules()}
+            before = settings_of(model)
             found[name] = selfcheck.compare(
                 model, world.device, lengths=lengths, formula=LOSSES[loss].formula
             )
-            assert forwards == {module: vars(module).get("forward") for module in model.modules()}
-            assert model.config._attn_implementation == ("packed" if is_packed else "sdpa")
-            assert model.config._experts_implementation == experts.COUNTED
+            assert settings_of(model) == before
             assert all(parameter.grad is None for parameter in model.parameters())
     return found
 

@@ -86,15 +86,6 @@ def test_no_bits_of_a_nan_become_a_number():
         assert rounding.rounded(values, key, 0).isnan().all()
 
 
-def test_a_part_is_rounded_as_within_the_whole(monkeypatch):
-    whole = torch.randn(5000)
-    expected = rounding.rounded(whole, 9, first=2**32 - 100)
-    for begin, end in ((0, 1), (17, 90), (90, 5000)):
-        assert torch.equal(
-            rounding.rounded(whole[begin:end], 9, 2**32 - 100 + begin), expected[begin:end]
-        )
-
-
 def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
     """Parameters and moments, whole, after updates with gradients that depend on nothing else."""
     torch.manual_seed(0)

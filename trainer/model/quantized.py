@@ -30,8 +30,6 @@ _MXFP4 = ("_blocks", "_scales")
 _MXFP4_COLUMNS = 32
 """Columns of a block in the checkpoints of gpt-oss, which hold each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
-_ROWS = 256
-"""Rows converted at once, which bounds the memory of the float32 values."""
 
 
 def weights_in(directory: Path) -> dict[str, StoredTensor]:
@@ -193,10 +191,7 @@ class _Quantized:
                 slice(part.start + index, part.start + index + 1)
                 for part, index in zip(outer, place, strict=True)
             ]
-            for first in range(rows.start, rows.stop, _ROWS):
-                some = slice(first, min(first + _ROWS, rows.stop))
-                values_RC = self._values(picked, some)[:, columns]
-                made[place][some.start - rows.start : some.stop - rows.start] = values_RC
+            made[place] = self._values(picked, rows)[:, columns]
         return made.transpose(-2, -1).contiguous() if self.is_mxfp4 else made
 
     def _values(self, picked: list[slice], rows: slice) -> Tensor:
