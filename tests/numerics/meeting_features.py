@@ -9,8 +9,9 @@ from pathlib import Path
 from family_trials import save_model
 from peft import LoraConfig, get_peft_model
 from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, WARMUP_STEPS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.data.formats import vocabulary_digest
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import as_word
 
@@ -88,7 +89,11 @@ class Places:
     def data(self, name: str) -> Path:
         path = self.root / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"input_ids": ids, "loss_mask": list(map(int, mask))} for ids, mask in DATA[name]]
+        digest = {"vocabulary_digest": vocabulary_digest(AutoTokenizer.from_pretrained(MODEL_DIR))}
+        rows = [
+            {"input_ids": ids, "loss_mask": list(map(int, mask)), **digest}
+            for ids, mask in DATA[name]
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
@@ -99,11 +104,13 @@ def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
     rows = []
     for _ in range(count):
         length = generator.randrange(4, MAX_LENGTH)
-        ids = [generator.randrange(VOCAB) for _ in range(length)]
+        ids = [generator.randrange(NUM_IDS) for _ in range(length)]
         rows.append((ids, [*(generator.random() < 0.5 for _ in ids[1:]), True]))
     return rows
 
 
+NUM_IDS = 1000
+"""Token ids that are drawn; the tokenizer has more."""
 VOCAB = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
 DATA = {
     "main": _drawn_rows(0, 8),

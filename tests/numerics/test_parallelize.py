@@ -311,39 +311,27 @@ def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path)
     assert run_ranks(gathers_of_a_step, 2, source) == [(5, 2)] * 2
 
 
-def gathered_layers_after_forward(
-    world: Any, source: Any, reshard_after_forward: bool | str, kept_bytes: int
-) -> int:
-    """How many decoder layers hold whole parameters between forward and backward pass."""
+def frees_layers(world: Any, source: Any, reshard: bool | str, kept_bytes: int) -> bool:
+    """Return whether layers are gathered again for the backward pass."""
     sharding.KEPT_BYTES = kept_bytes
-    model = build_toy_model(world, source, reshard_after_forward=reshard_after_forward)
-    model.train()
-    model(pack(ToySamples(), [0]))
-    return sum(
-        not isinstance(next(layer.parameters()), torch.distributed.tensor.DTensor)
-        for layer in packed_lm.decoder_layers(model)
-    )
+    frees: bool = build_toy_model(world, source, reshard_after_forward=reshard).frees_gathered
+    return frees
 
 
 @pytest.mark.parametrize(
     ("world_size", "expected"),
     [
-        (1, {("auto", 0): 2}),
-        (2, {("auto", 0): 0, ("auto", 2**30): 2, (False, 0): 2, (True, 2**30): 0}),
+        (1, {("auto", 0): False}),
+        (2, {("auto", 0): True, ("auto", 2**30): False, (False, 0): False, (True, 2**30): True}),
     ],
 )
 def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     tmp_path, world_size, expected
 ):
-    """By setting and what may be kept: how many layers stay gathered."""
     source = write_model_config(tmp_path)
-    variants = {
-        case: {"reshard_after_forward": case[0], "kept_bytes": case[1]} for case in expected
-    }
-    assert (
-        run_ranks(each, world_size, gathered_layers_after_forward, source, variants)
-        == [expected] * world_size
-    )
+    variants = {case: {"reshard": case[0], "kept_bytes": case[1]} for case in expected}
+    found = run_ranks(each, world_size, frees_layers, source, variants)
+    assert found == [expected] * world_size
 
 
 def test_bfloat16_is_near_float32(tmp_path):

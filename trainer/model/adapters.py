@@ -206,11 +206,6 @@ def _given(path: str) -> "LoraConfig":
             f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
             f"{', '.join(odd)}"
         )
-    if own["lora_dropout"]:
-        logger.info(
-            "model.lora_adapter_path: its lora_dropout=%s is not used; model.lora_dropout sets one",
-            own["lora_dropout"],
-        )
     held = {key: own[key] for key in (*_HELD, "target_parameters")}
     return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **held)
 

@@ -4,9 +4,7 @@ self-check, in this order.
 
 import gc
 import logging
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,13 +144,18 @@ def prepare(
 
 
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
-    """The fault that the self-check of any rank finds, told to all: another try must be everyone's.
-    Collective.
+    """Run the self-check. Collective.
+
+    Return the first fault that a rank finds, on all ranks: another try must be everyone's.
     """
-    dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
-    name = type(model).__name__.removeprefix("FSDP")
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
-    errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
+    faults: list[str | None] = [None] * world.size
+    dist.all_gather_object(faults, _own_fault(model, config, world))
+    return next(filter(None, faults), None)
+
+
+def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
+    name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
     except torch._dynamo.exc.Unsupported as error:
@@ -164,30 +167,27 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
-            refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
-        elif model.is_packed and _is_refusal(error):
-            refusal = f"{name}: {type(error).__name__}: {error}"
-        # on one rank alone, perhaps: its process ends, and the launcher ends those that wait for it
-        else:
-            raise
-    reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
-    losses, foresights, refusals = zip(*reports, strict=True)
-    if any(refusals):
-        return str(next(filter(None, refusals)))
-    loss = max(losses, key=_or_infinity)
-    kind, gradient = max(errors.gradients.items(), key=lambda item: _or_infinity(item[1]))
-    if not max(foresights, key=_or_infinity) <= selfcheck.TOLERANCE[dtype]:
+            return f"trainer.deterministic=true is not possible with {name} here: {operation}"
+        if model.is_packed and _is_refusal(error):
+            return f"{name}: {type(error).__name__}: {error}"
+        # perhaps on this rank alone: its process ends, and the launcher ends those that wait for it
+        raise
+    dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
+    if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
         return f"the logits of {name} change with tokens that come later, as those of an encoder do"
-    for what, found, allowed in (
-        (f"the loss of {name}", loss, selfcheck.TOLERANCE[dtype]),
-        (f"the gradient of {kind} of {name}", gradient, selfcheck.GRADIENT_TOLERANCE[dtype]),
-    ):
-        if not found <= allowed:
-            return f"{what} differs by {found:.1e} from transformers' own forward pass (allowed: {allowed:.0e})"
+    found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
+    for kind, difference in errors.gradients.items():
+        what = f"the gradient of {kind} of {name}"
+        found.append((what, difference, selfcheck.GRADIENT_TOLERANCE[dtype]))
+    for what, difference, allowed in found:
+        if not difference <= allowed:  # NaN is a fault, too
+            return (
+                f"{what} differs by {difference:.1e} from transformers' own forward pass "
+                f"(allowed: {allowed:.0e})"
+            )
+    loss, gradient = max(errors.loss, 1e-9), max(1e-9, *errors.gradients.values())
     kind = str(dtype).removeprefix("torch.")
-    text = f"equal within {max(loss, 1e-9):.0e} and {max(gradient, 1e-9):.0e} ({kind})"
-    logger.info("%s", labelled("", text))
+    logger.info("%s", labelled("", f"equal within {loss:.0e} and {gradient:.0e} ({kind})"))
     return None
 
 
@@ -203,7 +203,3 @@ def _is_refusal(error: Exception) -> bool:
         and not isinstance(error, others)
         and not is_compiler
     )
-
-
-def _or_infinity(error: float) -> float:
-    return math.inf if math.isnan(error) else error
