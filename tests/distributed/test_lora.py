@@ -8,7 +8,6 @@ everywhere.
 import json
 import math
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from test_offline_export import contents
 from torch.distributed.tensor import Shard
 from toy import relative
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-from whole_equality import compare_runs
 from whole_models import write_whole_model
-from whole_runs import run, stop_in_step, tiny_model
+from whole_runs import run, tiny_model
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.offline_export import export_from_shards
@@ -65,7 +63,6 @@ def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     cases: dict[str, tuple[int, tuple[str, ...]]] = {
         "lora 1": (1, (*LORA, "trainer.checkpoint.export_lora=merged")),
         "lora 2": (2, LORA),
-        "lora 4": (4, (*LORA, "model.fsdp_config.fsdp_size=2")),
         "freeze 1": (1, FREEZE),
         "freeze 2": (2, FREEZE),
     }
@@ -86,61 +83,6 @@ def start(
 
 def curve(run_dir: Path, key: str = "train/loss") -> list[float]:
     return [row[key] for row in read_metrics(run_dir / "metrics.jsonl") if key in row]
-
-
-@pytest.mark.parametrize("kind", ["lora", "freeze"])
-def test_the_number_of_ranks_does_not_matter(straight, kind):
-    expected = straight[f"{kind} 1"]
-    for name, run_dir in straight.items():
-        if name.startswith(kind):
-            assert relative(curve(run_dir), curve(expected)) < 1e-6, name
-            assert (
-                relative(curve(run_dir, "train/grad_norm"), curve(expected, "train/grad_norm"))
-                < 1e-5
-            ), name
-            assert relative(curve(run_dir, "val/loss"), curve(expected, "val/loss")) < 1e-6, name
-    losses = curve(expected)
-    assert len(losses) == 4 and losses[-1] != losses[0]
-
-
-@pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
-def test_killed_and_started_again_is_bit_equal(
-    words,
-    straight,
-    tmp_path,
-    kind,
-    changes,
-):
-    run_dir = tmp_path / "run"
-    start(run_dir, 2, *words, *changes, code=None, before=partial(stop_in_step, 4, signal.SIGKILL))
-    assert "continuing at step 3 of 4" in start(run_dir, 2, *words, *changes)
-    found = compare_runs(straight[f"{kind} 2"], run_dir, steps=4)
-    assert found.num_equal > 10 and not found.differences, found.differences
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "ranks"),
-    [("lora", LORA, (1, 2)), ("freeze", FREEZE, (2, 1))],
-)
-def test_another_number_of_ranks_continues(
-    words,
-    straight,
-    tmp_path,
-    kind,
-    changes,
-    ranks,
-):
-    run_dir = tmp_path / "run"
-    start(
-        run_dir,
-        ranks[0],
-        *words,
-        *changes,
-        code=None,
-        before=partial(stop_in_step, 3, signal.SIGKILL),
-    )
-    start(run_dir, ranks[1], *words, *changes)
-    assert relative(curve(run_dir), curve(straight[f"{kind} 1"])) < 1e-6
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight):

@@ -8,12 +8,10 @@ from ranks import run_ranks
 from toy import (
     ToySamples,
     build_toy_model,
-    differing,
     model_config,
     toy_run,
     write_model_config,
 )
-from toy_runs import Recipe, Result, StopsAfter, run
 
 from trainer.config import ConfigError
 from trainer.model import selfcheck
@@ -91,36 +89,6 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
                 assert row == pytest.approx(plain, rel=1e-5), name
                 assert row["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-6), name
             assert found[name]["error"] < 1e-5, name
-
-
-def interrupted(world: World, root: Path, source: Any) -> tuple[Result, Result]:
-    recipe = Recipe(total_steps=4, save_freq=2)
-    straight = run(world, root / "straight", source, recipe, max_samples=2)
-    run(world, root / "cut", source, recipe, stop=StopsAfter(2), max_samples=2)
-    return straight, run(world, root / "cut", source, recipe, max_samples=2)
-
-
-def continued(world: World, run_dir: Path, source: Any, total_steps: int) -> Result:
-    return run(world, run_dir, source, Recipe(total_steps=total_steps, save_freq=2), max_samples=2)
-
-
-def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path):
-    source = write_model_config(tmp_path / "model")
-    (straight, again), *_ = run_ranks(interrupted, 2, tmp_path, source, sequence_size=2)
-    assert again.start_step == 2 and again.losses == {
-        step: straight.losses[step] for step in (3, 4)
-    }
-    assert differing(again.parameters, straight.parameters) == []
-    assert differing(again.moments, straight.moments) == []
-    (alone,) = run_ranks(continued, 1, tmp_path / "cut", source, 6)
-    shared, *_ = run_ranks(continued, 2, tmp_path / "straight", source, 6, sequence_size=2)
-    assert differing(alone.loaded, straight.parameters) == []
-    for step in (5, 6):
-        assert alone.losses[step] == pytest.approx(shared.losses[step], rel=1e-5)
-    back, *_ = run_ranks(continued, 2, tmp_path / "cut", source, 8, sequence_size=2)
-    assert sorted(back.losses) == [7, 8]
-    assert differing(back.loaded, alone.parameters) == []
-    assert differing(back.loaded_moments, alone.moments) == []
 
 
 @pytest.mark.parametrize(

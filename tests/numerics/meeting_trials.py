@@ -1,12 +1,11 @@
-"""One meeting of features: a run of the real command beside its definition, then as a kill left
-it and resumed.
-"""
+"""One meeting of features: a run of the command, and its resume, compared with its definition."""
 
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from command_ranks import CommandRanks
+import whole_runs
 from meeting_features import (
     BATCH_SIZE,
     DATA,
@@ -15,6 +14,7 @@ from meeting_features import (
     MAX_LENGTH,
     NUM_EPOCHS,
     NUM_STEPS,
+    SAVE_FREQ,
     SOURCES,
     TEST_FREQ,
     Places,
@@ -30,7 +30,7 @@ from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DONE
 from trainer.tracking import read_metrics
 
-KILLED_IN, SEED = 4, 1
+SEED = 1
 LOOSE = {"float32": 1.0, "bfloat16": 3e2, "bfloat16 parameters": 1e5}
 """Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming
 stays bit-equal.
@@ -102,8 +102,8 @@ def limits_of(row: Row, definition: Definition) -> dict[str, float]:
     return limits | ({"skip": math.sqrt(norms[0] * norms[1])} if row["guard"] == "skips" else {})
 
 
-def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
-    """All comparisons of one row."""
+def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
+    """Return what differs from the definition of the run, from the start and resumed at step 3."""
     found = Found()
     definition = defined(row, places)
     limits = limits_of(row, definition)
@@ -112,32 +112,41 @@ def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found
     )
     words = words_of(row, places, limits=limits)
     num_ranks, num_later = ranks_of(row)
-    later = run_dir.with_name(f"{run_dir.name}_resumed")
-    end = ranks.run(num_ranks, *words, run_dir=run_dir, killed_in=KILLED_IN, image=later)
-    if not found.expect(end.code == EXIT_DONE, f"exit code {end.code}: {end.output[-1500:]}"):
-        return found
+    command(num_ranks, words, run_dir)
     expected, total_steps = train(definition), len(definition.steps)
     compare(found, row, definition, expected, run_dir, "from the start")
+
+    later = run_dir.with_name("resumed")
+    shutil.copytree(run_dir, later)
+    for checkpoint in later.glob("global_step_*"):
+        if checkpoint.name != f"global_step_{SAVE_FREQ}":
+            shutil.rmtree(checkpoint)
+    (later / "latest_checkpointed_iteration.txt").write_text(str(SAVE_FREQ))
     if num_later == 1:
         words += ["model.ulysses_sequence_parallel_size=1", "model.fsdp_config.fsdp_size=-1"]
-        words += (
-            [f"data.max_token_len_per_gpu={MAX_LENGTH}"] if row["micro-batches"] == "tokens" else []
-        )
-    end = ranks.run(num_later, *words, run_dir=later)
-    goes_on = "continuing at step 3" in end.output
-    if found.expect(
-        end.code == EXIT_DONE and goes_on, f"resumed: exit code {end.code}: {end.output[-1500:]}"
-    ):
-        compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
-        if num_later == num_ranks:
-            found.faults += compare_runs(run_dir, later, steps=total_steps).differences
-        else:
-            straight = {
-                step: {key: values[key] for key in MEASURED}
-                for step, values in logged(run_dir, "train").items()
-            }
-            compare_rows(found, logged(later, "train"), straight, LOOSE_BETWEEN, "other ranks")
-    return found
+        if row["micro-batches"] == "tokens":
+            words.append(f"data.max_token_len_per_gpu={MAX_LENGTH}")
+    output = command(num_later, words, later)
+    found.expect(f"continuing at step {SAVE_FREQ + 1}" in output, f"not resumed: {output}")
+    compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
+    if num_later == num_ranks:
+        found.faults += compare_runs(run_dir, later, steps=total_steps).differences
+    else:
+        straight = {
+            step: {key: values[key] for key in MEASURED}
+            for step, values in logged(run_dir, "train").items()
+        }
+        compare_rows(found, logged(later, "train"), straight, LOOSE_BETWEEN, "other ranks")
+    return found.faults
+
+
+def command(num_ranks: int, words: list[str], run_dir: Path) -> str:
+    """Run the command; return its output."""
+    log = run_dir.with_suffix(".log")
+    words = [*words, f"trainer.default_local_dir={run_dir}"]
+    code, output = whole_runs.run(num_ranks, *words, log=log)
+    assert code == EXIT_DONE, output
+    return output
 
 
 def compare(

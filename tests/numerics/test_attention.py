@@ -198,15 +198,6 @@ def test_refuses_what_it_cannot_express(arguments, name):
         packed_attention(nn.Identity(), *inputs(), **settings)
 
 
-def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass():
-    tensors = inputs()
-    told, _ = packed_attention(nn.Identity(), *tensors, None, **bounds())
-    with attention.documents(DocumentLengths(SEQLENS)):
-        found, _ = packed_attention(nn.Identity(), *tensors, None)
-    assert torch.equal(told, found)
-    assert attention.running() is None
-
-
 def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents():
     """A window that hides nothing needs no mask of its own: one for each length would fill the
     memory of a long run.

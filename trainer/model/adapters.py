@@ -42,13 +42,13 @@ _FREE = {
     "peft_version",
     "inference_mode",
     "lora_dropout",
-    # the names of the tensors say these exactly
+    # the names of the tensors give these exactly
     "target_modules",
     "target_parameters",
     "exclude_modules",
 }
 _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
-"""Settings of an adapter to start from: those that do not matter, and those that are followed."""
+"""Settings of an adapter to start from: ignored ones, and ones that are kept."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
@@ -121,7 +121,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     settings.lora_dropout = config.lora_dropout
     settings.base_model_name_or_path = _where(config.partial_pretrain)
     stacked = lora_layers.expert_weights(model)
-    if isinstance(targets, list) and settings.target_parameters:  # of an adapter to start from
+    if isinstance(targets, list) and settings.target_parameters:
         targets = _with_weights(targets, stacked, settings.target_parameters)
         settings.target_parameters = None
     chosen = lora_layers.chosen(model, targets, said=said)
@@ -140,11 +140,10 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_dropout={config.lora_dropout}: adapters of experts have no dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
-    # the layers are named by the tensors of an adapter: peft gives some names in target_modules
-    # another meaning
+    # full names, as the tensors of an adapter: peft reads some target_modules differently
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
     with warnings.catch_warnings():
-        # of target_modules, which are not set yet, and of settings of the layer
+        # about target_modules, which are set below, and about settings of layers
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(settings, model, NAME, state_dict=tensors)
@@ -160,7 +159,9 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     )
     settings.target_parameters += [placed(n, places) for n in chosen if n in stacked]
     if settings.target_parameters:
-        settings.lora_dropout = 0.0  # peft loads no dropout with them; it matters in training alone
+        settings.lora_dropout = (
+            0.0  # peft refuses dropout with target_parameters; only training needs it
+        )
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:
@@ -193,7 +194,7 @@ def _given(path: str) -> "LoraConfig":
         ) from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
     known = _FREE | _HELD
-    # how its first values were drawn says nothing, but for ways that change the base
+    # how A was drawn does not matter, except for ways that change the base
     if own["init_lora_weights"] in (True, False, "gaussian"):
         known |= {"init_lora_weights"}
     odd = [
@@ -241,7 +242,7 @@ def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None
 
 
 def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    """A weight of two names, as a tied head, is frozen by either."""
+    """Freeze the parameters that match. A tied weight is matched by either of its names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         for name in names_matching(pattern, named, key="model.freeze", kind="parameter"):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Design:
-    """A model as its configuration describes it, before it has weights."""
+    """A configured model before it has weights."""
 
     config: ModelConfig
     source: ModelSource
@@ -78,8 +78,8 @@ def _require_splittable(design: Design, size: int) -> None:
 
 
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
-    """Give the model of the design its weights. Collective. Raise `ConfigError` if its loss is not
-    that of transformers' own forward pass.
+    """Give the model of the design its weights and run the self-check. Collective. Raise
+    `ConfigError` if its loss or gradient differs from transformers' own forward pass.
     """
     config, source = design.config, design.source
     if design.reason is None and world.device.type == "cuda":
@@ -114,7 +114,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
 
 
 def how_documents_run(design: Design) -> str:
-    """The line of the log that says which modules share forward passes of several documents."""
+    """Return how documents share forward passes, for the log."""
     if design.reason is not None:
         return f"documents run one by one (slower): {design.reason}"
     looped = state_mixers.looped_kinds(design.model)

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks hold whole experts, and tokens travel to the experts that they chose.
+"""Expert parallelism: ranks hold whole experts, and tokens are sent to the experts they chose.
 
 The ranks of a group hold all experts between them. Parameters of experts stay `Shard(0)` over the
 whole mesh, as FSDP would shard them, so that checkpoints, optimizers and exports know nothing of the
@@ -29,7 +29,7 @@ from trainer.config import ConfigError
 
 @dataclass(frozen=True)
 class Route:
-    """Number of rows for each rank of the group, and from each of them."""
+    """Number of rows sent to each rank of the group, and received from each."""
 
     num_sent: list[int]
     num_received: list[int]

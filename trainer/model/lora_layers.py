@@ -92,12 +92,13 @@ def is_router(name: str) -> bool:
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`.
+    """Return the (target_modules, target_parameters) with which peft adapts exactly the layers
+    `names`.
 
     For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or
-    down_proj for the experts' stacked weights, even that of a dense MLP or of a shared expert: it
-    converts adapters that were trained when each expert had layers of its own. A parameter
-    `…gate_proj.weight` is not converted, and has the same adapter.
+    down_proj for the experts' stacked weights, even if it belongs to a dense MLP or a shared
+    expert: it converts adapters that were trained when each expert had its own layers. A parameter
+    `…gate_proj.weight` is not converted and gets the same adapter.
     """
     adapted = set(names)
     left_out = {leaf(name) for name, _ in model.named_modules() if name not in adapted}

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, read as the bfloat16 weights that they stand for.
+"""Read quantized checkpoints as bfloat16 weights.
 
 A weight is stored as codes (float8, or two 4-bit floats a byte) and as scales, each for a block of
 rows and columns. Readers of these tensors see neither: they ask for slices in bfloat16, and only
@@ -131,9 +131,10 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight as codes and scales. `block`: rows and columns that share a scale; `num_columns` of
-    the weight as stored; `is_mxfp4`: the codes have one more dimension, and the weight is the
-    transposed of what is stored.
+    """A weight as codes and scales.
+
+    `block`: rows and columns that share a scale. `num_columns`: of the stored weight. `is_mxfp4`:
+    the codes have one more dimension, and the weight is stored transposed.
     """
 
     codes: StoredTensor
@@ -150,7 +151,7 @@ class _Quantized:
         block_size: tuple[int, int] | None,
         place: str,
     ) -> "_Quantized":
-        """Raises `ConfigError` if the scales do not fit; `place` names the codes."""
+        """Raise `ConfigError` if the scales do not fit. `place` names the codes."""
         is_mxfp4 = len(codes.shape) == 4
         shape = codes.shape
         if is_mxfp4:
