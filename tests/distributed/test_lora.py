@@ -8,7 +8,6 @@ everywhere.
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_offline_export import contents
 from torch.distributed.tensor import Shard
-from toy import relative
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from toy import differing, relative
+from transformers import AutoConfig, AutoModelForCausalLM
 from whole_models import write_whole_model
 from whole_runs import run, tiny_model
 
@@ -263,20 +262,11 @@ def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp
     write_whole_model(model, "qwen3_5_moe")
     lora = ("model.lora_rank=4", "model.lora_dropout=0.1", "trainer.checkpoint.export_lora=merged")
     assert interrupted_run(tmp_path, model, *lora) == EQUAL
-
-    checkpoint, alone = tmp_path / "killed" / "global_step_6", tmp_path / "adapter"
-    whole = checkpoint / "huggingface"
-    export_from_shards(checkpoint, alone, dtype="float32", lora="adapter")
-    base, merged = (load_file(path / "model.safetensors") for path in (model, whole))
-    changed = {name for name in base if not torch.equal(base[name], merged[name])}
-    adapter = load_file(alone / ADAPTER)
-    assert base.keys() == merged.keys() and len(changed) == len(adapter) // 2
-    assert all("language_model" in name for name in (*adapter, *changed))
-    load = partial(AutoModelForMultimodalLM.from_pretrained, dtype=torch.float32)
-    in_peft = logits_of(PeftModel.from_pretrained(load(model), alone))
-    of_merged = logits_of(load(whole))
-    assert (in_peft - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
-    assert not torch.allclose(logits_of(load(model)), of_merged, rtol=1e-3)
+    export = tmp_path / "killed" / "global_step_6" / "huggingface"
+    base, merged = (load_file(path / "model.safetensors") for path in (model, export))
+    changed = differing(base, merged)
+    assert changed and all("language_model" in name for name in changed)
+    assert base.keys() == merged.keys()
 
 
 EXPERTS = "model.target_modules=[o_proj,experts.gate_up_proj,experts.down_proj]"

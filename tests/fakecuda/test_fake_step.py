@@ -227,12 +227,6 @@ def test_replicas_add_their_gradients_once_a_step(steps):
     assert sum(c["numel"] for c in found) == step["num_parameters"] // 8
 
 
-def test_one_rank_moves_nothing(steps):
-    assert [c["kind"] for c in steps("one rank")["collectives"]] == ["allreduce"], (
-        "the sum over ranks, of one"
-    )
-
-
 def test_one_rank_does_not_divide_its_gradients_by_one(steps):
     """A factor, be it 1, makes torch write every gradient buffer once more."""
     divisions = [steps(name)["operations"]["aten.div.Tensor"] for name in ("one rank", "qwen3")]
