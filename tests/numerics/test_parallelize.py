@@ -303,14 +303,6 @@ def gathers_of_a_step(world: Any, source: Any, members: tuple[int, ...] = (0,)) 
     return num_forward, gathers.count - num_forward
 
 
-def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path):
-    """Forward: embedding, two layers, head, norm. Backward: the layers alone; head and norm
-    stay gathered.
-    """
-    source = write_model_config(tmp_path, tie_word_embeddings=False)
-    assert run_ranks(gathers_of_a_step, 2, source) == [(5, 2)] * 2
-
-
 def frees_layers(world: Any, source: Any, reshard: bool | str, kept_bytes: int) -> bool:
     """Return whether layers are gathered again for the backward pass."""
     sharding.KEPT_BYTES = kept_bytes
@@ -332,18 +324,6 @@ def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     variants = {case: {"reshard": case[0], "kept_bytes": case[1]} for case in expected}
     found = run_ranks(each, world_size, frees_layers, source, variants)
     assert found == [expected] * world_size
-
-
-def test_bfloat16_is_near_float32(tmp_path):
-    """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at
-    most.
-    """
-    source = write_model_config(tmp_path)
-    variants = {name: {"param_dtype": name} for name in ("float32", "bfloat16")}
-    exact, rounded = run_ranks(each, 1, one_step, source, variants)[0].values()
-    assert abs(rounded[0] - exact[0]) / exact[0] < 5e-3
-    assert 0 < worst(rounded, exact) < 5e-2
-    assert {grad.dtype for grad in rounded[1]} == {torch.float32}
 
 
 def refusal(world: Any, source: Any) -> str:
