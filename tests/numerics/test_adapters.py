@@ -114,7 +114,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
         ({"freeze": ["("]}, "no regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),
         ({"lora_adapter_path": "dora"}, "more than plain LoRA, .*use_dora=True"),
-        ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3: leave model.lora_rank out"),
+        ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3"),
         ({"lora_adapter_path": "missing"}, "adapter_config.json is not there"),
     ],
     ids=str,

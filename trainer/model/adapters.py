@@ -95,28 +95,32 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
         logger.info("%s", labelled("adapters", text))
 
 
-def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
+def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str | list[str], str]:
+    """Return the configured settings, the layers to adapt, and the key that names them."""
+    from peft import LoraConfig
 
-    path, places = config.lora_adapter_path, source.places
-    targets: str | list[str]
-    if path:
-        settings, targets = _given(path), _adapted_in(Path(path) / ADAPTER_WEIGHTS, places)
-        said = f"model.lora_adapter_path={path}"
-    else:
-        settings = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            use_rslora=config.use_rslora,
-            target_modules=[],
-            task_type="CAUSAL_LM",
-        )
-        targets = config.target_modules
-        said = f"model.target_modules={targets}"
+    path = config.lora_adapter_path
+    if path is not None:
+        layers = _adapted_in(Path(path) / ADAPTER_WEIGHTS, source.places)
+        return _given(path), layers, f"model.lora_adapter_path={path}"
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
+        target_modules=[],
+        task_type="CAUSAL_LM",
+    )
+    return settings, config.target_modules, f"model.target_modules={config.target_modules}"
+
+
+def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
+    from peft import inject_adapter_in_model
+
+    settings, targets, said = _wanted(config, source)
     if config.lora_rank not in (0, settings.r):
         raise ConfigError(
             f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has "
-            f"rank {settings.r}: leave model.lora_rank out"
+            f"rank {settings.r}.\nFix: leave model.lora_rank out"
         )
     settings.lora_dropout = config.lora_dropout
     settings.base_model_name_or_path = _where(config.partial_pretrain)
@@ -155,13 +159,12 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     for name, weights in of_experts.items():
         expert_adapters.adapt(model, name, weights, settings)
     settings.target_modules, settings.target_parameters = lora_layers.written(
-        source.whole or model, [placed(name, places) for name in layers]
+        source.whole or model, [placed(name, source.places) for name in layers]
     )
-    settings.target_parameters += [placed(n, places) for n in chosen if n in stacked]
+    settings.target_parameters += [placed(n, source.places) for n in chosen if n in stacked]
     if settings.target_parameters:
-        settings.lora_dropout = (
-            0.0  # peft refuses dropout with target_parameters; only training needs it
-        )
+        # peft refuses dropout with target_parameters; only training needs it
+        settings.lora_dropout = 0.0
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:
