@@ -98,19 +98,19 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
             3,
             "qwen2",
             {},
-            "does not divide the 4 attention heads of this model; use one of \\[2, 4\\]",
+            "does not divide the 4 attention heads of this model.\\nFix: one of \\[2, 4\\]",
         ),
         (
             2,
             "qwen2",
             {"attention": "per_document"},
-            "cannot be split over ranks, model.attention=per_document; use 1",
+            "cannot be split over ranks: model.attention=per_document",
         ),
         (
             2,
             "qwen3_next",
             {},
-            "Qwen3NextGatedDeltaNet would have to see all tokens of a document; use 1",
+            "Qwen3NextGatedDeltaNet would have to see all tokens of a document",
         ),
     ],
 )

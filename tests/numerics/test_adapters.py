@@ -113,7 +113,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
         ({"freeze": ["layers.7"]}, "'layers.7' is in the name of no parameter"),
         ({"freeze": ["("]}, "no regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),
-        ({"lora_adapter_path": "dora"}, "more than plain LoRA, .*use_dora=True"),
+        ({"lora_adapter_path": "dora"}, "more than plain LoRA .*use_dora=True"),
         ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3"),
         ({"lora_adapter_path": "missing"}, "adapter_config.json is not there"),
     ],

@@ -194,7 +194,7 @@ def test_other_documents_and_later_tokens_do_not_matter_at_all():
 )
 def test_refuses_what_it_cannot_express(arguments, name):
     settings = {"attention_mask": None, **bounds(), **arguments}
-    with pytest.raises(ConfigError, match=f"{name}.*model.attention=per_document"):
+    with pytest.raises(ConfigError, match=f"(?s){name}.*model.attention=per_document"):
         packed_attention(nn.Identity(), *inputs(), **settings)
 
 

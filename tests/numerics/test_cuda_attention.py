@@ -158,7 +158,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
         patch.object(parallelize, "parallelize", side_effect=AssertionError("built")),
         pytest.raises(
             ConfigError,
-            match=r"varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document",
+            match=r"(?s)varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document",
         ),
     ):
         build(world, source)

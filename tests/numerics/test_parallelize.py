@@ -196,7 +196,7 @@ def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
     """torch would run them uncompiled without a word."""
     refused = compiled.get("refused", "")
     assert "needs each layer in one graph, which Qwen2ForCausalLM is not here" in refused
-    assert refused.endswith("`torch.compiler.disable()`d function); use true or false")
+    assert "`torch.compiler.disable()`d function" in refused
 
 
 def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch.Tensor]]:

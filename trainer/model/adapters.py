@@ -207,8 +207,8 @@ def _given(path: str) -> "LoraConfig":
     ]
     if odd:
         raise ConfigError(
-            f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
-            f"{', '.join(odd)}"
+            f"model.lora_adapter_path={path} is more than plain LoRA ({', '.join(odd)}).\n"
+            f"Fix: start from an adapter without these settings"
         )
     held = {key: own[key] for key in (*_HELD, "target_parameters")}
     return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **held)
@@ -252,5 +252,6 @@ def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ConfigError(
-            f"model.freeze={patterns} freezes every parameter: nothing is left to train"
+            f"model.freeze={patterns} freezes every parameter: nothing is left to train.\n"
+            f"Fix: name fewer parameters"
         )

@@ -47,15 +47,15 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
         reason = "model.attention=per_document"
     elif config.attention == "packed" and reason is not None:
         raise ConfigError(
-            f"model.attention=packed: this model cannot be packed, {reason}; use "
-            f"model.attention=auto"
+            f"model.attention=packed: this model cannot be packed: {reason}.\n"
+            f"Fix: model.attention=auto"
         )
     require_adapters(config)
     design = Design(config, source, reason, on_meta(config, source, is_packed=reason is None))
     if config.expert_parallel_size > 1 and not experts_of(design.model):
         raise ConfigError(
             f"model.expert_parallel_size={config.expert_parallel_size}: "
-            f"{type(design.model).__name__} has no experts that ranks could share; use 1"
+            f"{type(design.model).__name__} has no experts.\nFix: model.expert_parallel_size=1"
         )
     if config.ulysses_sequence_parallel_size > 1:
         _require_splittable(design, config.ulysses_sequence_parallel_size)
@@ -70,7 +70,7 @@ def _require_splittable(design: Design, size: int) -> None:
     if reason is not None:
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size}: documents of this model cannot be split "
-            f"over ranks, {reason}; use 1"
+            f"over ranks: {reason}.\nFix: model.ulysses_sequence_parallel_size=1"
         )
     num_heads = getattr(design.source.config, "num_attention_heads", None)
     if isinstance(num_heads, int):
@@ -161,8 +161,8 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str
     except torch._dynamo.exc.Unsupported as error:
         raise ConfigError(
             f"model.enable_gradient_checkpointing=selective with model.compile=true needs each "
-            f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}); use "
-            f"true or false"
+            f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}).\n"
+            f"Fix: model.enable_gradient_checkpointing=true or false"
         ) from error
     except Exception as error:
         if "does not have a deterministic" in str(error):

@@ -133,7 +133,7 @@ def packed_attention(
     arguments that packing does not support.
     """
     if attention_mask is not None:
-        raise ConfigError("packed attention takes no mask; use model.attention=per_document")
+        raise ConfigError("packed attention takes no mask.\nFix: model.attention=per_document")
     if lengths is None or cu_seq_lens_q is None:
         lengths, cu_seq_lens_q, max_length_q = _bounds(query.device)
 
@@ -155,7 +155,7 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
     """
     if _running is None:
         raise ConfigError(
-            "packed attention needs document bounds; use model.attention=per_document"
+            "packed attention needs document bounds.\nFix: model.attention=per_document"
         )
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
@@ -222,7 +222,7 @@ def require_kernel() -> None:
     except (ImportError, TypeError) as error:
         raise ConfigError(
             f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
-            f"needs it ({error}); install torch 2.13 to 2.15, or set model.attention=per_document"
+            f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
 
 

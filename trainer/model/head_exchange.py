@@ -28,7 +28,8 @@ def require_divisible(num_query_heads: int, size: int) -> None:
         possible = [n for n in range(2, num_query_heads + 1) if num_query_heads % n == 0]
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} "
-            f"attention heads of this model; use {f'one of {possible}' if possible else 1}"
+            f"attention heads of this model.\n"
+            f"Fix: {f'one of {possible}' if possible else 'model.ulysses_sequence_parallel_size=1'}"
         )
 
 

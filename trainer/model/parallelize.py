@@ -61,8 +61,8 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"{type(model).__name__} cannot recompute activations: set "
-            f"model.enable_gradient_checkpointing=false"
+            f"{type(model).__name__} cannot recompute activations.\n"
+            f"Fix: model.enable_gradient_checkpointing=false"
         )
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:

@@ -114,7 +114,7 @@ class SourceWeights:
         lacking = _required(model, stored_tensors(model).keys() - own)
         path = self.source.path
         if lacking:
-            way_out = "; use model.random_weights=true to start from random ones"
+            way_out = ".\nFix: model.random_weights=true starts from random ones"
             raise ConfigError(
                 f"model.partial_pretrain={path} lacks weights for {lacking[:5]}"
                 f"{way_out if self.source.whole is None else ''}"
@@ -123,7 +123,7 @@ class SourceWeights:
             if not _are_equal(self.files[name], self.files[kept]):
                 raise ConfigError(
                     f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but "
-                    f"config.json ties them; set tie_word_embeddings to false there"
+                    f"config.json ties them.\nFix: set tie_word_embeddings to false there"
                 )
 
     @property
