@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_muon import by_definition
 from torch import Tensor, nn
 from toy import optim_config, update
 
@@ -110,6 +109,17 @@ GROUPED = {
     "proj.bias": (3.0, 0.0),
 }
 """The share of the learning rate and the weight decay that these groups give."""
+
+
+def by_definition(matrix: torch.Tensor) -> torch.Tensor:
+    """The five quintic iterations on the singular values themselves, which is what they do to
+    the matrix.
+    """
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ torch.diag(values) @ right
 
 
 def plain_steps(
@@ -232,3 +242,13 @@ def test_a_step_left_out_changes_nothing(kind, gradient):
         for old, new in zip(before, (*layer.parameters(), *states), strict=True):
             assert torch.equal(old, new)
         step(layer, optimizer, [3.0, 4.0])
+
+
+def test_a_model_without_trained_matrices_takes_its_steps_with_adamw():
+    """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
+    embeddings = nn.Embedding(5, 3)
+    optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
+    before = embeddings.weight.detach().clone()
+    embeddings.weight.grad = torch.ones(5, 3)
+    update(optimizer, torch.tensor(1.0), lr=0.1)
+    assert not torch.equal(embeddings.weight, before)
