@@ -34,7 +34,6 @@ from trainer.checkpoint.offline_export import export_from_shards
 from trainer.tracking import read_metrics
 
 LORA = ("model.lora_rank=4",)
-LOSS_LIMIT, NORM_LIMIT = 1e-6, 1e-5
 MTP = ("eh_proj.weight", "enorm.weight", "embed_tokens.weight", "mlp.up_proj.weight")
 QWEN_MTP = ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight")
 
