@@ -146,15 +146,17 @@ def prepare(
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
     """Run the self-check. Collective.
 
-    Return the first fault that a rank finds, on all ranks: another try must be everyone's.
+    Return the gravest fault that a rank finds, on all ranks: another try must be everyone's.
     """
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
-    faults: list[str | None] = [None] * world.size
+    faults: list[tuple[int, str] | None] = [None] * world.size
     dist.all_gather_object(faults, _own_fault(model, config, world))
-    return next(filter(None, faults), None)
+    _, text = min(filter(None, faults), default=(0, None))
+    return text
 
 
-def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
+def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tuple[int, str] | None:
+    """Return the gravest fault on this rank and its order, 0 for the gravest; None without one."""
     name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
@@ -167,21 +169,22 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
-            return f"trainer.deterministic=true is not possible with {name} here: {operation}"
+            return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
         if model.is_packed and _is_refusal(error):
-            return f"{name}: {type(error).__name__}: {error}"
+            return 0, f"{name}: {type(error).__name__}: {error}"
         # perhaps on this rank alone: its process ends, and the launcher ends those that wait for it
         raise
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
-        return f"the logits of {name} change with tokens that come later, as those of an encoder do"
+        text = f"the logits of {name} change with tokens that come later, as those of an encoder do"
+        return 1, text
     found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
     for kind, difference in errors.gradients.items():
         what = f"the gradient of {kind} of {name}"
         found.append((what, difference, selfcheck.GRADIENT_TOLERANCE[dtype]))
-    for what, difference, allowed in found:
+    for order, (what, difference, allowed) in enumerate(found, start=2):
         if not difference <= allowed:  # NaN is a fault, too
-            return (
+            return order, (
                 f"{what} differs by {difference:.1e} from transformers' own forward pass "
                 f"(allowed: {allowed:.0e})"
             )
