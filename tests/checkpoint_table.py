@@ -1,22 +1,18 @@
-"""Forty released checkpoints as tiny replicas: the structure of each, trained whole and with LoRA.
+"""Forty released checkpoints as tiny replicas, trained in full and with LoRA; table of docs/models.md.
 
-`python tests/checkpoint_table.py` goes on where benchmarks/results/checkpoints.json ends, `python
-tests/checkpoint_table.py openai/gpt-oss-20b` tries that one anew; both render the table of
-docs/models.md. The command itself trains each replica on one and two ranks, with its documents
-packed and one by one, is killed with SIGKILL and started again. transformers and peft then load the
-exports.
+`python tests/checkpoint_table.py` tries the checkpoints without an entry in
+benchmarks/results/checkpoints.json; `python tests/checkpoint_table.py openai/gpt-oss-20b` tries
+this one again. The command itself trains each replica on two ranks, is killed with SIGKILL and
+resumed. transformers and peft load the exports.
 """
 
-import argparse
 import json
-import platform
 import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +25,15 @@ from family_runs import interrupted_run, save_tokenizer, words_of_run, write_sam
 from family_trials import save_model
 from peft import PeftModel
 from quantized_files import Files, quantize_float8, quantize_mxfp4
-from result_file import write_result
+from result_table import ResultTable
 from safetensors.torch import load_file, save_file
-from toy import relative
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import WRAPPERS, write_whole_model
 
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.tracking import read_metrics
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "checkpoints.json"
-PAGE = REPOSITORY / "docs" / "models.md"
-BEGIN = "<!-- written by tests/checkpoint_table.py -->"
-END = "<!-- end of what tests/checkpoint_table.py writes -->"
 LORA = ("model.lora_rank=4",)
-LOSS_LIMIT, NORM_LIMIT = 1e-6, 1e-5
 MTP = ("eh_proj.weight", "enorm.weight", "embed_tokens.weight", "mlp.up_proj.weight")
 QWEN_MTP = ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight")
 
@@ -140,30 +129,16 @@ def write_replica(root: Path, replica: Replica) -> None:
     save_file(files, root / "plain" / "model.safetensors", {"format": "pt"})
 
 
-def first_row(root: Path, name: str) -> dict[str, float]:
-    return next(iter(read_metrics(root / name / "metrics.jsonl")))
-
-
 def losses(root: Path, name: str) -> list[float]:
     rows = read_metrics(root / name / "metrics.jsonl")
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def train(root: Path, name: str, num_ranks: int, model: Path, *words: str) -> str | None:
-    """Train the model; return the error, or None. The run lies in `root` / `name`."""
-    words = (*words_of_run(root, model, root / name), *words)
-    code, output = whole_runs.run(num_ranks, *words, log=root / f"{name}.log")
+def train(root: Path, name: str, model: Path) -> str | None:
+    """Train the model in `root` / `name`; return the error, or None."""
+    words = words_of_run(root, model, root / name)
+    code, output = whole_runs.run(2, *words, log=root / f"{name}.log")
     return None if code == 0 else f"{name}: exit code {code}: {output.splitlines()[-3:]}"
-
-
-def differing_steps(root: Path, name: str) -> list[str]:
-    """Compare the first step with that of the run on two ranks."""
-    found, expected = first_row(root, name), first_row(root, "straight")
-    limits = {"train/loss": LOSS_LIMIT, "train/grad_norm": NORM_LIMIT}
-    errors = {key: relative([found[key]], [expected[key]]) for key in limits}
-    return [
-        f"{name}: {key} differs by {errors[key]:.1e}" for key in limits if errors[key] > limits[key]
-    ]
 
 
 def tensors_in(directory: Path) -> Files:
@@ -196,22 +171,14 @@ def export_faults(replica: Replica, root: Path, export: Path) -> list[str]:
 
 
 def try_full(root: Path, replica: Replica) -> list[str]:
-    model = root / "model"
-    faults = interrupted_faults(root, model)
-    for name, num_ranks, words in (
-        ("one rank", 1, ()),
-        ("by document", 1, ("model.attention=per_document",)),
-    ):
-        error = train(root, name, num_ranks, model, *words)
-        faults += [error] if error else differing_steps(root, name)
+    faults = interrupted_faults(root, root / "model")
     if replica.form != "bf16":
-        error = train(root, "unquantized", 2, root / "plain")
+        error = train(root, "unquantized", root / "plain")
         if error is None and losses(root, "unquantized") != losses(root, "straight"):
             error = "losses differ from those of the unquantized weights"
         faults += [error] if error else []
-    return faults + export_faults(
-        replica, root, root / "straight" / "global_step_6" / "huggingface"
-    )
+    export = root / "straight" / "global_step_6" / "huggingface"
+    return faults + export_faults(replica, root, export)
 
 
 def interrupted_faults(root: Path, model: Path, *words: str) -> list[str]:
@@ -224,8 +191,6 @@ def interrupted_faults(root: Path, model: Path, *words: str) -> list[str]:
 def try_lora(root: Path, replica: Replica) -> list[str]:
     model = root / "model"
     faults = interrupted_faults(root, model, *LORA)
-    error = train(root, "one rank", 1, model, *LORA)
-    faults += [error] if error else differing_steps(root, "one rank")
     checkpoint = root / "straight" / "global_step_6"
     base, _ = load(replica, root / "plain")
     peft_model = PeftModel.from_pretrained(base, checkpoint / "huggingface")
@@ -249,10 +214,10 @@ def try_lora(root: Path, replica: Replica) -> list[str]:
 TRIALS: dict[str, Callable[[Path, Replica], list[str]]] = {"full": try_full, "LoRA": try_lora}
 
 
-def attempt(name: str) -> dict[str, Any]:
+def attempt(names: list[str]) -> list[dict[str, Any]]:
     """Return the faults of each trial of a checkpoint; none if all holds."""
     entry: dict[str, Any] = {}
-    replica = CHECKPOINTS[name]
+    replica = CHECKPOINTS[names[0]]
     for kind, trial in TRIALS.items():
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
             root = Path(directory)
@@ -262,10 +227,14 @@ def attempt(name: str) -> dict[str, Any]:
                 entry[kind] = trial(root, replica)
             except Exception:
                 entry[kind] = [traceback.format_exc()[-600:]]
-    return entry
+    return [entry]
 
 
-def table(results: dict[str, Any]) -> str:
+def faults_of(entry: dict[str, Any]) -> list[str]:
+    return [f"{kind}: {fault}" for kind, faults in entry.items() for fault in faults]
+
+
+def table(results: dict[str, Any]) -> list[str]:
     entries = {name: results["checkpoints"].get(name, {}) for name in CHECKPOINTS}
     counts = {kind: sum(entry.get(kind) == [] for entry in entries.values()) for kind in TRIALS}
     lines = [
@@ -282,35 +251,18 @@ def table(results: dict[str, Any]) -> str:
         weights = replica.form + (", MTP" if replica.extra else "")
         cells = ["yes" if entry.get(kind) == [] else "no" for kind in TRIALS]
         lines.append(f"| {name} | {structure} | {weights} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
-def page(results: dict[str, Any], old: str) -> str:
-    before, _, rest = old.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}"
-
-
-def main(argv: list[str]) -> int:
-    """Return 1 if a checkpoint shows a fault."""
-    parser = argparse.ArgumentParser(prog="python tests/checkpoint_table.py", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", choices=[[], *CHECKPOINTS], metavar="CHECKPOINT")
-    arguments = parser.parse_args(argv)
-    results: dict[str, Any] = {"checkpoints": {}}
-    if RESULTS.exists():
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    names = arguments.names or [name for name in CHECKPOINTS if name not in results["checkpoints"]]
-    for name in names:
-        results |= {
-            "command": "python tests/checkpoint_table.py",
-            "versions": {"python": platform.python_version()}
-            | {p: version(p) for p in ("torch", "transformers", "peft")},
-        }
-        results["checkpoints"][name] = attempt(name)
-        write_result(RESULTS, results)
-        print(f"{name}: {results['checkpoints'][name]}", flush=True)
-    PAGE.write_text(page(results, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return int(any(any(entry.values()) for entry in results["checkpoints"].values()))
-
+TABLE = ResultTable(
+    command="tests/checkpoint_table.py",
+    results="checkpoints.json",
+    key="checkpoints",
+    names=tuple(CHECKPOINTS),
+    measure=attempt,
+    faults=faults_of,
+    lines=table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(TABLE.main(sys.argv[1:]))

@@ -56,7 +56,6 @@ FAST = frozenset(
         "unit/test_json_lines.py",
         "unit/test_meter.py",
         "unit/test_metrics_table.py",
-        "unit/test_muon.py",
         "unit/test_optim.py",
         "unit/test_packet.py",
         "unit/test_seeding.py",

@@ -22,6 +22,8 @@ from trainer.tools.verify.equality import compare_runs
 NUM_RANKS = 2
 TOTAL_STEPS = 6
 KILLED_IN_STEP = 5
+EQUAL: dict[str, Any] = {"exit code": EXIT_DONE, "differences": []}
+"""What `interrupted_run` returns where nothing differs."""
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' "

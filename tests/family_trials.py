@@ -20,7 +20,6 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import flops
 from trainer.model.pretrained import ModelSource
 
 PACKED, PER_DOCUMENT, REFUSED = "packed", "per document", "refused"
@@ -150,12 +149,9 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     export_model(
         world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32"
     )
-    whole, windowed = flops.length_costs(model)
     return {
         "how": PACKED if model.is_packed else PER_DOCUMENT,
         "reason": said.partition(": ")[2],
-        "forward": model.forward.__name__,
-        "quadratic cost": whole + sum(windowed.values()),
         "gradients missing": sorted(set(plain_grads) - set(grads)),
         **{key: max(values) for key, values in errors.items()},
     }

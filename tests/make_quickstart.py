@@ -1,5 +1,5 @@
-"""Make the configuration and tokenizer of the quickstart's model: `python tests/make_quickstart.py`
-writes them into trainer/quickstart/model. The samples in train.jsonl are written by hand.
+"""Train the tokenizer of the quickstart's model: `python tests/make_quickstart.py` writes it into
+trainer/quickstart/model. Configuration, chat template and samples are written by hand.
 """
 
 import json
@@ -22,32 +22,6 @@ PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TOKEN_IDS = {
-    "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN),
-    "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN),
-}
-MODEL_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": MAX_LENGTH,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "torch_dtype": "bfloat16",
-    **TOKEN_IDS,
-}
-GENERATION_CONFIG: dict[str, Any] = {**TOKEN_IDS, "do_sample": False}
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -106,12 +80,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def make(model_dir: Path) -> None:
-    """Write all files but the chat template, which is written by hand."""
-    for name, content in (
-        ("config.json", MODEL_CONFIG),
-        ("generation_config.json", GENERATION_CONFIG),
-    ):
-        _write_json(model_dir / name, content)
+    """Write the files of the tokenizer."""
     rows = [json.loads(line) for line in TRAIN_FILE.read_text(encoding="utf-8").splitlines()]
     texts = [message["content"] for row in rows for message in row["messages"]]
     english = ENGLISH.read_text(encoding="utf-8").splitlines(keepends=True)

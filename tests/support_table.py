@@ -1,22 +1,15 @@
-"""What trains, and how far that is exact: tries a tiny model of every family and writes down what
-came of it.
+"""What trains, and how exactly: a tiny model of every family, and the table of docs/models.md.
 
-`python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python
-tests/support_table.py lfm2 zamba` tries these anew; both render the table of docs/models.md. The
-families run in processes of their own with a time limit; what fails is
-recorded with its reason. The product's own parts train each on one and two
-ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass,
-document by document; then six steps on two ranks, in one go, and stopped and built anew from a
-checkpoint; then transformers loads the export.
+`python tests/support_table.py` tries the families without an entry in
+benchmarks/results/support.json; `python tests/support_table.py lfm2 zamba` tries these again. Each
+family is trained on one and on two ranks, with all documents in one micro-batch and with each
+alone, and compared with transformers' eager forward pass, document by document. Six steps on two
+ranks are compared with the same steps stopped and resumed. Then transformers loads the export.
 """
 
-import argparse
-import json
-import platform
 import sys
 import tempfile
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +20,12 @@ from families import FAMILIES, LEFT_OUT, VARIANTS
 from family_runs import NUM_RANKS, TOTAL_STEPS, export_faults
 from family_trials import PACKED, PER_DOCUMENT, REFUSED, first_step, resumed, save_model
 from ranks import run_ranks
-from result_file import write_result
+from result_table import ResultTable
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "support.json"
-PAGE = REPOSITORY / "docs" / "models.md"
-BEGIN, END = "<!-- written by tests/support_table.py -->", "<!-- end of what it writes -->"
-NAMES = (*FAMILIES, *VARIANTS)
 LIMITS = {"loss error": 1e-6, "norm error": 1e-5, "gradient error": 1e-5}
 PLACES = ("1 rank", f"{NUM_RANKS} ranks")
 LOOPED = ", looped:"
 TRIED_WITHIN_S, STARTED_WITHIN_S = 60.0, 60.0
-TOGETHER = 11
-"""Families in the same processes: to start these takes longer than to try one."""
 
 
 def try_all(world: Any, root: Path, names: list[str]) -> list[dict[str, Any]]:
@@ -63,12 +49,14 @@ def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def attempt(root: Path, names: list[str]) -> list[dict[str, Any]]:
-    """The entries of families tried in the same processes."""
+def attempt(names: list[str]) -> list[dict[str, Any]]:
+    """Try families in the same processes; return their entries."""
     limit_s = STARTED_WITHIN_S + TRIED_WITHIN_S * len(names)
-    alone, together = (
-        run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS)
-    )
+    with tempfile.TemporaryDirectory(prefix="families-") as directory:
+        alone, together = (
+            run_ranks(try_all, size, Path(directory), names, timeout_s=limit_s)[0]
+            for size in (1, NUM_RANKS)
+        )
     return [_entry(*pair) for pair in zip(alone, together, strict=True)]
 
 
@@ -113,8 +101,7 @@ def faults(entry: dict[str, Any]) -> list[str]:
     return [mark for mark, shown in marks(entry).items() if not shown]
 
 
-def table(results: dict[str, Any]) -> str:
-    """The part of docs/models.md between the markers."""
+def table(results: dict[str, Any]) -> list[str]:
     entries = {name: results["families"][name] for name in sorted(results["families"])}
     columns = list(marks({}))
     families = {name.split()[0] for name in entries}
@@ -139,52 +126,19 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | {entry.get('how', 'failed')}{reason} | {' | '.join(cells)} |")
     lines += ["", "Left out of transformers' list of causal language models:", ""]
     lines += [f"- {reason}: {', '.join(names)}" for reason, names in LEFT_OUT.items()]
-    return "\n".join(lines)
+    return lines
 
 
-def page(results: dict[str, Any], old: str) -> str:
-    """docs/models.md with the table of these results."""
-    before, _, rest = old.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}"
-
-
-def read_results() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"families": {}}
-
-
-def write_results(results: dict[str, Any]) -> None:
-    results["families"] = {
-        name: results["families"][name] for name in NAMES if name in results["families"]
-    }
-    write_result(RESULTS, results)
-
-
-def main(argv: list[str]) -> int:
-    """1 if a family shows less than the table promises."""
-    parser = argparse.ArgumentParser(prog="python tests/support_table.py", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", choices=[[], *NAMES], metavar="FAMILY")
-    arguments = parser.parse_args(argv)
-    results = read_results()
-    names = arguments.names or [name for name in NAMES if name not in results["families"]]
-    for begin in range(0, len(names), TOGETHER):
-        group = list(names[begin : begin + TOGETHER])
-        with tempfile.TemporaryDirectory(prefix="families-") as root:
-            entries = attempt(Path(root), group)
-        results |= {
-            "command": "python tests/support_table.py",
-            "versions": {"python": platform.python_version()}
-            | {p: version(p) for p in ("torch", "transformers")},
-        }
-        results["families"] |= dict(zip(group, entries, strict=True))
-        write_results(results)
-        for name, entry in zip(group, entries, strict=True):
-            print(
-                f"{name}: {entry.get('how')}: {', '.join(faults(entry)) or 'as promised'}",
-                flush=True,
-            )
-    PAGE.write_text(page(results, PAGE.read_text()))
-    return int(any(faults(entry) for entry in results["families"].values()))
-
+TABLE = ResultTable(
+    command="tests/support_table.py",
+    results="support.json",
+    key="families",
+    names=(*FAMILIES, *VARIANTS),
+    measure=attempt,
+    faults=faults,
+    lines=table,
+    together=11,  # to start the processes takes longer than to try one family
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(TABLE.main(sys.argv[1:]))

@@ -15,7 +15,6 @@ from trainer.model.experts import experts_of
 from trainer.model.losses import LOSSES
 from trainer.model.pretrained import ModelSource
 from trainer.runtime.distributed import World
-from trainer.train.start.compose import load_config
 
 RECIPE = Recipe(total_steps=4)
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
@@ -96,19 +95,6 @@ def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then)
         assert not differing(found.moments, expected.moments)
     for step, numbers in later.items():
         assert found.losses[step] == pytest.approx(numbers, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("word", "cause"),
-    [
-        ("model.compile=true", "model.compile"),
-        ("model.fsdp_config.cpu_offload=true", "cpu_offload"),
-        ("model.lora_rank=4", "LoRA"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(word, cause):
-    with pytest.raises(ConfigError, match=cause):
-        load_config(["model.expert_parallel_size=2", word])
 
 
 def refusal(world: World, source: Any) -> str:

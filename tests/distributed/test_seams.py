@@ -245,12 +245,6 @@ def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp
     assert not layout.checkpoints(tmp_path / "run")
 
 
-def test_on_one_rank_no_state_differs(tmp_path):
-    source = write_model_config(tmp_path)
-    ((steps, *_),) = run_ranks(train_averaged, 1, tmp_path / "alone", source, kind=Undeclared)
-    assert steps == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {"fsdp_size": 1})])
 def test_a_part_of_each_rank_is_not_given_to_other_ranks(tmp_path, num_ranks, changes):
     source = write_model_config(tmp_path)

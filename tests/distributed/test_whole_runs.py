@@ -36,23 +36,6 @@ def straight(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> t
     return run_dir, run_ranks(run, 2, run_dir, source, FOUR_STEPS)[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_resumed_run_exports_what_an_uninterrupted_one_does(
-    straight, source, tmp_path, num_ranks
-):
-    run_dir, whole = straight
-    begun(run_dir, tmp_path / "run", 2)
-    resumed = run_ranks(run, num_ranks, tmp_path / "run", source, FOUR_STEPS)[0]
-    assert resumed.start_step == 2 and resumed.losses.keys() == {3, 4}
-    for step, (loss, norm) in resumed.losses.items():
-        assert (loss, norm) == pytest.approx(whole.losses[step], rel=0 if num_ranks == 2 else 1e-5)
-    theirs, ours = (
-        contents(path / "global_step_4" / "huggingface") for path in (run_dir, tmp_path / "run")
-    )
-    assert ours.keys() == theirs.keys() and ours[OTHER_PARTS] == theirs[OTHER_PARTS]
-    assert num_ranks != 2 or ours == theirs
-
-
 def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
     """Whether the save exported the weights or not; the source is gone."""
     own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))

@@ -240,12 +240,10 @@ def _fake_buffers(model: torch.nn.Module) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     import fake_plan
-    import fake_save
     import fake_whole_run
 
     kinds = {
         "step": run_case,
-        "save": fake_save.run_case,
         "plan": fake_plan.run_case,
         "run": fake_whole_run.run_case,
     }

@@ -164,6 +164,25 @@ def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is
         )
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(runs, name):
+    calls = [call for call in runs(name)["calls"] if call["thread"] == "MainThread"]
+    stream = next(call["stream"] for call in calls if call["name"] == "copy cuda to cpu")
+    on_it = [call for call in calls if call["stream"] == stream]
+    kinds = [call["name"] for call in on_it]
+    num_copies, first = kinds.count("copy cuda to cpu") // 2, kinds.index("copy cuda to cpu")
+    copies = ["copy cuda to cpu"] * num_copies
+    assert kinds[first - 1 :] == 2 * ["stream.wait_stream", *copies, "event.record"]
+    waited_for = {call["subject"] for call in on_it if call["name"] == "stream.wait_stream"}
+    assert waited_for == {0}, "the stream of the computation"
+    recorded = next(call for call in on_it if call["name"] == "event.record")
+    later = calls[calls.index(recorded) :]
+    before_update = later[: [call["name"] for call in later].index("update")]
+    waits = [call for call in before_update if call["name"] == "event.wait"]
+    streams = [call["stream"] for call in waits if call["subject"] == recorded["subject"]]
+    assert streams == [0], "the computation waits for the copies"
+
+
 def test_a_rollback_puts_what_was_saved_on_the_card(runs):
     """With the state of the generator of this card; ranks that share documents have written
     their shards.

@@ -10,11 +10,7 @@ ATTENTION, SHARDING, SNAPSHOT = (
     "checkpoint/snapshot.py",
 )
 MANAGER, RANKS, WORLD = "checkpoint/manager.py", "launch/ranks.py", "runtime/distributed.py"
-KERNEL, STEP, RUN = (
-    "numerics/test_cuda_attention.py",
-    "fakecuda/test_fake_step.py",
-    "fakecuda/test_fake_run.py",
-)
+KERNEL, STEP = "numerics/test_cuda_attention.py", "fakecuda/test_fake_step.py"
 WHOLE, PARALLEL, HEAD = (
     "fakecuda/test_fake_whole_run.py",
     "numerics/test_parallelize.py",
@@ -49,7 +45,9 @@ GPU_SAFEGUARDS = (
         SNAPSHOT,
         "            torch.cuda.set_device(self._device)",
         "            pass",
-        (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),
+        (
+            f"{WHOLE}::test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there",
+        ),
     ),
     Mutation(
         "GPU 3: documents longer than the rotary limit are packed",
@@ -183,7 +181,7 @@ GPU_SAFEGUARDS = (
         "data/loader.py",
         "            yield batch.pin_memory() if self._plan.pin_memory else batch\n",
         "            yield batch\n",
-        (f"{RUN}::test_the_state_goes_to_page_locked_memory_beside_the_computation",),
+        (f"{WHOLE}::test_no_copy_blocks_from_the_first_step_to_the_last_save",),
     ),
     Mutation(
         "GPU 16: selective recomputation repeats experts",
@@ -268,30 +266,30 @@ GPU_SAFEGUARDS = (
         SNAPSHOT,
         "nullcontext() if self._stream is None else torch.cuda.stream(self._stream)",
         "nullcontext()",
-        (f"{RUN}::test_the_state_goes_to_page_locked_memory_beside_the_computation",),
+        (f"{WHOLE}::test_no_copy_blocks_from_the_first_step_to_the_last_save",),
     ),
     Mutation(
         "GPU fine print: an update does not wait for the snapshot",
         "train/step.py",
         "    run.checkpoints.before_update()\n",
         "",
-        (
-            f"{RUN}::test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer",
-        ),
+        (f"{WHOLE}::test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot",),
     ),
     Mutation(
         "GPU fine print: a snapshot is copied before the step is computed",
         SNAPSHOT,
         "            self._stream.wait_stream(torch.cuda.current_stream(self._device))\n",
         "",
-        (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),
+        (f"{WHOLE}::test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot",),
     ),
     Mutation(
         "GPU fine print: a thread writes before the copy is complete",
         MANAGER,
         "                buffers.wait_until_ready()\n",
         "                pass\n",
-        (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),
+        (
+            f"{WHOLE}::test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there",
+        ),
     ),
     Mutation(
         "GPU fine print: the save that a run ends with fetches tensor by tensor",

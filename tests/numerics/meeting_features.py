@@ -1,21 +1,22 @@
-"""The features that may meet in a run, their values, and what is refused: as words of the
-command line.
-"""
+"""Features that may meet in a run, with their values, as arguments of the command line."""
 
 import json
+import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from covering import Pair, Row
 from family_trials import save_model
 from peft import LoraConfig, get_peft_model
 from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.data.formats import vocabulary_digest
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import as_word
 
+Row = dict[str, str]
+"""{feature: value}."""
 FEATURES: dict[str, tuple[str, ...]] = {
     "family": ("qwen2", "llama", "qwen3_moe", "gemma3_text", "gemma2", "mistral", "qwen3_next"),
     "ranks": ("2", "4"),
@@ -27,15 +28,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "offload": ("false", "true"),
     "recompute": ("false", "true", "selective", "offload"),
     "trained": ("all", "lora", "some"),
-    "new_tokens": ("none", "two"),
     "loss": ("cross_entropy", "dft"),
     "optimizer": ("adamw", "muon"),
     "states": ("float32", "bfloat16", "bfloat16 parameters"),
     "schedule": ("cosine", "linear", "constant", "wsd"),
     "sources": ("one", "two"),
-    "turns": ("together", "apart"),
-    "train_on": ("all", "last"),
-    "truncation": ("error", "left", "right"),
     "micro-batches": ("unlimited", "tokens", "one", "two"),
     "length": ("steps", "epochs"),
     "deterministic": ("false", "true"),
@@ -45,37 +42,17 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "async_save": ("true", "false"),
     "num_workers": ("0", "1"),
 }
-"""The first value of each is taken where nothing new can meet."""
-REFUSED: list[tuple[Row, str]] = [
-    (
-        {"sequence": "2", "attention": "per_document"},
-        "documents of this model cannot be split over ranks",
-    ),
-    ({"sequence": "2", "family": "qwen3_next"}, "would have to see all tokens of a document"),
-    ({"trained": "lora", "new_tokens": "two"}, "LoRA would leave the rows of new tokens untrained"),
+REFUSED: list[Row] = [
+    {"sequence": "2", "attention": "per_document"},
+    {"sequence": "2", "family": "qwen3_next"},
 ]
-"""What cannot meet, and what the refusal says."""
-EXCLUDED: set[Pair] = {frozenset(row.items()) for row, _ in REFUSED}
-NEW_TOKENS = ("<|note|>", "<|end_of_note|>")
+"""Values that cannot meet."""
 FROZEN = ("embed_tokens", r"layers\.0\.")
+MAX_LENGTH = 40
 BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
 SHAPES |= {"llama": {"tie_word_embeddings": True}}
-WORDS = [
-    "red",
-    "seven",
-    "paper",
-    "lamp",
-    "river",
-    "stone",
-    "quick",
-    "north",
-    "glass",
-    "apple",
-    "cloud",
-    "ten",
-]
 
 
 @dataclass(frozen=True)
@@ -87,8 +64,7 @@ class Places:
     def model(self, family: str) -> Path:
         path = self.root / "models" / family
         if not path.exists():
-            vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
-            longer = {"vocab_size": vocab_size, "max_position_embeddings": 128}
+            longer = {"vocab_size": VOCAB, "max_position_embeddings": 128}
             save_model(path, family, **(longer | SHAPES.get(family, {})))
             for file in MODEL_DIR.iterdir():
                 if file.name not in ("config.json", "generation_config.json"):
@@ -113,43 +89,40 @@ class Places:
     def data(self, name: str) -> Path:
         path = self.root / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in CHATS[name]))
+        digest = {"vocabulary_digest": vocabulary_digest(AutoTokenizer.from_pretrained(MODEL_DIR))}
+        rows = [
+            {"input_ids": ids, "loss_mask": list(map(int, mask)), **digest}
+            for ids, mask in DATA[name]
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
 
-def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
-    """Conversations of one to three turns; some users say what new tokens are for."""
-
-    def text(number: int, count: int) -> str:
-        return " ".join(WORDS[(number * 5 + k * (number + 1)) % len(WORDS)] for k in range(count))
-
-    def turns(row: int) -> list[dict[str, str]]:
-        pairs = [
-            (text(row + k, 2 + k), text(2 * row + k + 1, 2 + (row + 2 * k) % 5))
-            for k in range(1 + row % 3)
-        ]
-        if row % 2:
-            pairs[0] = (f"{NEW_TOKENS[0]} note {NEW_TOKENS[1]}", pairs[0][1])
-        return [
-            {"role": role, "content": content}
-            for pair in pairs
-            for role, content in zip(("user", "assistant"), pair, strict=True)
-        ]
-
-    return [turns(row) for row in range(first, first + count)]
+def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
+    """Draw token ids, and which of them are supervised: at least the last one."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        length = generator.randrange(4, MAX_LENGTH)
+        ids = [generator.randrange(NUM_IDS) for _ in range(length)]
+        rows.append((ids, [*(generator.random() < 0.5 for _ in ids[1:]), True]))
+    return rows
 
 
-CHATS = {
-    "main": _chats(0, 8),
-    "first": _chats(8, 5),
-    "second": _chats(13, 3),
-    "held": _chats(16, 3),
+NUM_IDS = 1000
+"""Token ids that are drawn; the tokenizer has more."""
+VOCAB = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+DATA = {
+    "main": _drawn_rows(0, 8),
+    "first": _drawn_rows(1, 5),
+    "second": _drawn_rows(2, 3),
+    "held": _drawn_rows(3, 3),
 }
 SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
 """Files, and how often an epoch trains their rows."""
 
 
-def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, float]) -> list[str]:
+def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]:
     """`limits` has the gradient norms beyond which updates are clipped and left out."""
     parts = [
         f"{{files: {places.data(name)}, repeat: {repeat}}}"
@@ -157,7 +130,7 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
     ]
     held = [f"{{files: {places.data('held')}}}"]
     held += [f"{{files: {places.data('second')}}}"] if row["sources"] == "two" else []
-    tokens = -(-max_length // int(row["sequence"]))
+    tokens = MAX_LENGTH // int(row["sequence"])
     micro_batches = {
         "unlimited": "data.max_token_len_per_gpu=8192",
         "tokens": f"data.max_token_len_per_gpu={tokens}",
@@ -171,7 +144,6 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
     }
     skip = {"metric": "train/grad_norm", "above": limits.get("skip", 1e9), "do": "skip"}
     optional = [
-        (row["new_tokens"] == "two", f"model.new_tokens={as_word(list(NEW_TOKENS))}"),
         (row["guard"] == "skips", f"trainer.guard.rules={as_word([skip])}"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
@@ -184,7 +156,7 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
         micro_batches[row["micro-batches"]],
         *trained[row["trained"]],
         *(word for is_meant, word in optional if is_meant),
-        f"data.max_length={max_length}",
+        f"data.max_length={MAX_LENGTH}",
         f"optim.clip_grad={limits.get('clip', 1e9)!r}",
         *(f"{KEYS[name]}={row[name]}" for name in KEYS),
         *fixed_words(places),
@@ -201,9 +173,6 @@ KEYS = {
     "loss": "model.loss",
     "optimizer": "optim.name",
     "schedule": "optim.lr_scheduler",
-    "turns": "data.turns",
-    "train_on": "data.train_on",
-    "truncation": "data.truncation",
     "deterministic": "trainer.deterministic",
     "async_save": "trainer.checkpoint.async_save",
     "num_workers": "data.num_workers",
@@ -243,15 +212,10 @@ def ranks_of(row: Row) -> tuple[int, int]:
     ]
 
 
-def refused_rows() -> list[tuple[Row, str]]:
-    """Each refusal by itself, all other features at their first value."""
-    usual = {name: values[0] for name, values in FEATURES.items()}
-    return [(usual | row, reason) for row, reason in REFUSED]
-
-
-def source_rows(row: Row) -> list[tuple[str, list[dict[str, str]]]]:
-    """(Source, conversation) of every row, source by source, as ids count them; "" where there
-    is but one source.
-    """
-    names = SOURCES[row["sources"]]
-    return [(name if len(names) > 1 else "", chat) for name in names for chat in CHATS[name]]
+def drawn(seed: int) -> Row:
+    """Return one value of each feature, none of which refuses another."""
+    generator = random.Random(seed)
+    while True:
+        row = {name: generator.choice(values) for name, values in FEATURES.items()}
+        if not any(refused.items() <= row.items() for refused in REFUSED):
+            return row

@@ -1,43 +1,36 @@
-"""One meeting of features: a run of the real command beside its definition, then as a kill left
-it and resumed.
-"""
+"""One meeting of features: a run of the command, and its resume, compared with its definition."""
 
 import math
-from collections.abc import Iterable, Iterator
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from command_ranks import CommandEnd, CommandRanks
-from covering import Row
+import whole_runs
 from meeting_features import (
     BATCH_SIZE,
-    CHATS,
+    DATA,
     FROZEN,
     LR,
-    NEW_TOKENS,
+    MAX_LENGTH,
     NUM_EPOCHS,
     NUM_STEPS,
+    SAVE_FREQ,
     SOURCES,
     TEST_FREQ,
     Places,
+    Row,
     ranks_of,
-    source_rows,
     words_of,
 )
-from plain_training import Definition, Document, Outcome, Rows, ends, load, train
+from plain_training import Definition, Document, Outcome, Rows, load, train
 from torch import Tensor
-from transformers import AutoTokenizer
 from whole_equality import compare_runs
 
 from trainer.data.batch_plan import Schedule, Share
-from trainer.errors import EXIT_DONE, EXIT_USAGE
-from trainer.runtime import seeding
+from trainer.errors import EXIT_DONE
 from trainer.tracking import read_metrics
 
-MAX_LENGTH, KILLED_IN, SEED = 96, 4, 1
-ROW_MULTIPLE, NOISE = 64, 0.1
+SEED = 1
 LOOSE = {"float32": 1.0, "bfloat16": 3e2, "bfloat16 parameters": 1e5}
 """Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming
 stays bit-equal.
@@ -45,7 +38,7 @@ stays bit-equal.
 LOOSE_BETWEEN = 1e2
 """Rounding at random falls alike on any number of ranks but where a sum's last digit decides."""
 MEASURED = ("train/loss", "train/grad_norm")
-LIMITS = {"loss": 1e-6, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
+LIMITS = {"loss": 1e-6, "objective": 1e-6, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
 """Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the
 norm in float32.
 """
@@ -66,104 +59,36 @@ class Found:
         self.expect(error <= limit, f"{where}: off by {error:.1e}, allowed {limit:.0e}")
 
 
-def encoded(
-    row: Row, chat: list[dict[str, str]], source: str, tokenizer: Any
-) -> Iterator[Document]:
-    """The samples of a conversation as the quickstart's template writes it."""
-    turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
-    trained = turns[-1:] if row["train_on"] == "last" else turns
-    for among in [[number] for number in trained] if row["turns"] == "apart" else [trained]:
-        text, spans = "", list[tuple[int, int]]()
-        for number, message in enumerate(
-            chat[: among[-1] + 1] if row["turns"] == "apart" else chat
-        ):
-            text += f"<|im_start|>{message['role']}\n"
-            if number in among:
-                spans.append((len(text), len(text) + len(message["content"]) + len("<|im_end|>")))
-            text += f"{message['content']}<|im_end|>\n"
-        tokens = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        mask = [
-            any(start <= first < end for start, end in spans)
-            for first, _ in tokens["offset_mapping"]
-        ]
-        yield Document(tokens["input_ids"], mask, source)
-
-
-def cut(document: Document, row: Row, max_length: int) -> Document:
-    parts = {"error": slice(None), "left": slice(-max_length, None), "right": slice(max_length)}
-    part = parts[row["truncation"]]
-    return replace(document, ids=document.ids[part], mask=document.mask[part])
-
-
-def longest(row: Row, documents: Iterable[Document]) -> int:
-    """`data.max_length`: where samples are cut, as short as leaves each something supervised."""
-    documents = list(documents)
-    needed = [document.mask.index(True, 1) + 1 for document in documents]
-    return max(24, *needed) if row["truncation"] != "error" else MAX_LENGTH
-
-
-def defined(row: Row, places: Places) -> tuple[Definition, int]:
-    """The run that the features mean, and its longest sample."""
-    path, is_rounded = places.model(row["family"]), row["states"] == "bfloat16 parameters"
-    tokenizer, new_rows = AutoTokenizer.from_pretrained(path), None
-    if row["new_tokens"] == "two":
-        tokenizer.add_special_tokens({"additional_special_tokens": list(NEW_TOKENS)})
-        dtype = torch.bfloat16 if is_rounded and row["trained"] == "all" else torch.float32
-        new_rows = rows_of_new_tokens(
-            load(path).to(dtype).double(), tokenizer.convert_tokens_to_ids(list(NEW_TOKENS))
-        )
-    samples = [list(encoded(row, chat, source, tokenizer)) for source, chat in source_rows(row)]
-    held = [("held", chat) for chat in CHATS["held"]]
-    held += [("second", chat) for chat in CHATS["second"]] if row["sources"] == "two" else []
-    validation = [
-        document
-        for source, chat in held
-        for document in encoded(row, chat, source if row["sources"] == "two" else "", tokenizer)
-    ]
-    max_length = longest(row, [document for parts in samples for document in parts] + validation)
-    samples = [[cut(document, row, max_length) for document in parts] for parts in samples]
+def defined(row: Row, places: Places) -> Definition:
+    """Return the run that the features mean."""
     repeats = SOURCES[row["sources"]]
-    shares = tuple(Share(len(CHATS[name]), repeat) for name, repeat in repeats.items())
+    names = ["held", "second"] if row["sources"] == "two" else ["held"]
+    shares = tuple(Share(len(DATA[name]), repeat) for name, repeat in repeats.items())
     schedule = Schedule(shares, BATCH_SIZE, SEED)
     total_steps = NUM_STEPS if row["length"] == "steps" else schedule.steps_until(NUM_EPOCHS)
+    samples = documents(row, list(repeats))
     order = [schedule.rows(step) for step in range(1, total_steps + 1)]
-    definition = Definition(
-        model=path,
+    return Definition(
+        model=places.model(row["family"]),
         adapter=places.adapter(row["family"]) if row["trained"] == "lora" else None,
-        new_rows=new_rows,
         frozen=FROZEN if row["trained"] == "some" else (),
-        is_rounded=is_rounded,
-        steps=[[document for number in rows for document in samples[number]] for rows in order],
-        validation=[cut(d, row, max_length) for d in validation]
-        if row["validation"] == "on"
-        else [],
+        is_rounded=row["states"] == "bfloat16 parameters",
+        steps=[[samples[number] for number in numbers] for numbers in order],
+        validation=documents(row, names) if row["validation"] == "on" else [],
         test_freq=TEST_FREQ,
         lr=LR,
         loss=row["loss"],
         optimizer=row["optimizer"],
         schedule=row["schedule"],
     )
-    return definition, max_length
 
 
-def rows_of_new_tokens(model: Any, ids: list[int]) -> Tensor:
-    """The mean of the trained tokens' rows with noise that the run's seed draws: [weights, new
-    rows, hidden].
-    """
-    first = min(ids)
-    num_new = -(-(max(ids) + 1) // ROW_MULTIPLE) * ROW_MULTIPLE - first
-    texts = {number: f"row {number}" for number in range(first, first + num_new)}
-    texts |= dict(zip(ids, NEW_TOKENS, strict=True))
-    found = []
-    for which, weight in enumerate(ends(model)):
-        mean, spread = weight.detach().mean(0), weight.detach().std(0, correction=0)
-        mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
-        keys = [seeding.key("new token", SEED, text, which) for _, text in sorted(texts.items())]
-        noise = [
-            torch.randn(mean.shape, generator=torch.Generator().manual_seed(key)) for key in keys
-        ]
-        found.append(torch.stack([mean + NOISE * spread * one for one in noise]))
-    return torch.stack(found).double()
+def documents(row: Row, names: list[str]) -> list[Document]:
+    """Return the rows of these files, in the order of their ids."""
+    is_named = row["sources"] == "two"
+    return [
+        Document(ids, mask, name if is_named else "") for name in names for ids, mask in DATA[name]
+    ]
 
 
 def limits_of(row: Row, definition: Definition) -> dict[str, float]:
@@ -177,42 +102,51 @@ def limits_of(row: Row, definition: Definition) -> dict[str, float]:
     return limits | ({"skip": math.sqrt(norms[0] * norms[1])} if row["guard"] == "skips" else {})
 
 
-def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
-    """All comparisons of one row."""
+def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
+    """Return what differs from the definition of the run, from the start and resumed at step 3."""
     found = Found()
-    definition, max_length = defined(row, places)
+    definition = defined(row, places)
     limits = limits_of(row, definition)
     definition = replace(
         definition, max_norm=limits.get("clip", math.inf), skip_above=limits.get("skip", math.inf)
     )
-    words = words_of(row, places, max_length=max_length, limits=limits)
+    words = words_of(row, places, limits=limits)
     num_ranks, num_later = ranks_of(row)
-    later = run_dir.with_name(f"{run_dir.name}_resumed")
-    end = ranks.run(num_ranks, *words, run_dir=run_dir, killed_in=KILLED_IN, image=later)
-    if not found.expect(end.code == EXIT_DONE, f"exit code {end.code}: {end.output[-1500:]}"):
-        return found
+    command(num_ranks, words, run_dir)
     expected, total_steps = train(definition), len(definition.steps)
     compare(found, row, definition, expected, run_dir, "from the start")
+
+    later = run_dir.with_name("resumed")
+    shutil.copytree(run_dir, later)
+    for checkpoint in later.glob("global_step_*"):
+        if checkpoint.name != f"global_step_{SAVE_FREQ}":
+            shutil.rmtree(checkpoint)
+    (later / "latest_checkpointed_iteration.txt").write_text(str(SAVE_FREQ))
     if num_later == 1:
         words += ["model.ulysses_sequence_parallel_size=1", "model.fsdp_config.fsdp_size=-1"]
-        words += (
-            [f"data.max_token_len_per_gpu={max_length}"] if row["micro-batches"] == "tokens" else []
-        )
-    end = ranks.run(num_later, *words, run_dir=later)
-    goes_on = "continuing at step 3" in end.output
-    if found.expect(
-        end.code == EXIT_DONE and goes_on, f"resumed: exit code {end.code}: {end.output[-1500:]}"
-    ):
-        compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
-        if num_later == num_ranks:
-            found.faults += compare_runs(run_dir, later, steps=total_steps).differences
-        else:
-            straight = {
-                step: {key: values[key] for key in MEASURED}
-                for step, values in logged(run_dir, "train").items()
-            }
-            compare_rows(found, logged(later, "train"), straight, LOOSE_BETWEEN, "other ranks")
-    return found
+        if row["micro-batches"] == "tokens":
+            words.append(f"data.max_token_len_per_gpu={MAX_LENGTH}")
+    output = command(num_later, words, later)
+    found.expect(f"continuing at step {SAVE_FREQ + 1}" in output, f"not resumed: {output}")
+    compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
+    if num_later == num_ranks:
+        found.faults += compare_runs(run_dir, later, steps=total_steps).differences
+    else:
+        straight = {
+            step: {key: values[key] for key in MEASURED}
+            for step, values in logged(run_dir, "train").items()
+        }
+        compare_rows(found, logged(later, "train"), straight, LOOSE_BETWEEN, "other ranks")
+    return found.faults
+
+
+def command(num_ranks: int, words: list[str], run_dir: Path) -> str:
+    """Run the command; return its output."""
+    log = run_dir.with_suffix(".log")
+    words = [*words, f"trainer.default_local_dir={run_dir}"]
+    code, output = whole_runs.run(num_ranks, *words, log=log)
+    assert code == EXIT_DONE, output
+    return output
 
 
 def compare(
@@ -253,7 +187,8 @@ def compare_rows(found: Found, ours: Rows, wanted: Rows, loose: float, where: st
                 continue
             error = abs(ours[step][key] - value) / max(abs(value), 1e-9)
             measure = next(
-                (name for name in ("router_loss", "loss", "grad_norm") if name in key), None
+                (name for name in ("router_loss", "loss", "objective", "grad_norm") if name in key),
+                None,
             )
             if measure is not None:
                 is_first = step == 1 and "val" not in key
@@ -269,16 +204,3 @@ def exported(path: Path, definition: Definition, expected: Outcome) -> dict[str,
         name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()
     }
     return {name: named[name] for name in named.keys() & expected.after.keys()}
-
-
-def refused(row: Row, reason: str, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
-    """A refusal: exit code 2 with its reason, before data is prepared."""
-    found = Found()
-    words = words_of(row, places, max_length=MAX_LENGTH, limits={})
-    end: CommandEnd = ranks.run(ranks_of(row)[0], *words, run_dir=run_dir)
-    found.expect(
-        end.code == EXIT_USAGE, f"exit code {end.code} in place of a refusal: {end.output[-1500:]}"
-    )
-    found.expect(reason in end.output, f"the refusal does not say '{reason}': {end.output[-1500:]}")
-    found.expect(not end.has_prepared, "refused only after data was prepared")
-    return found

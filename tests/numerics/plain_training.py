@@ -42,8 +42,6 @@ class Definition:
     test_freq: int
     lr: float
     adapter: Path | None = None
-    new_rows: Tensor | None = None
-    """Rows of new tokens, which the vocabulary is made longer by."""
     frozen: Sequence[str] = ()
     is_rounded: bool = False
     """What is trained begins as bfloat16."""
@@ -78,7 +76,7 @@ AS_DEFINED = {
 def train(definition: Definition) -> Outcome:
     """All steps of the definition."""
     torch.manual_seed(0)
-    model = load(definition.model, definition.adapter, definition.new_rows)
+    model = load(definition.model, definition.adapter)
     for name, parameter in model.named_parameters():
         if any(re.search(pattern, name) for pattern in definition.frozen):
             parameter.requires_grad_(False)
@@ -115,18 +113,10 @@ def train(definition: Definition) -> Outcome:
     return outcome
 
 
-def load(path: Path, adapter: Path | None = None, new_rows: Tensor | None = None) -> Any:
-    """transformers' model in float64, with an adapter that peft trains, or with a longer
-    vocabulary.
-    """
+def load(path: Path, adapter: Path | None = None) -> Any:
+    """Return transformers' model in float64, with an adapter that peft trains."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
-    if new_rows is not None:
-        num_rows = model.config.vocab_size
-        model.resize_token_embeddings(num_rows + new_rows.shape[1], mean_resizing=False)
-        with torch.no_grad():
-            for weight, rows in zip(ends(model), new_rows, strict=False):
-                weight[num_rows:] = rows
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return model.double()

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import ToySamples, build_toy_model, write_model_config
 
-from trainer.data.loader import pack
+from trainer.data.batch import LossOutput
 from trainer.model import head as head_module
 from trainer.model.head import LossHead, train
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
@@ -50,30 +48,49 @@ def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
     return (probabilities_S.detach() * losses_S).sum()
 
 
-LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7}
+LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7, "z": 5e-7}
 """float32 rounds a probability by as much as its logarithm is large."""
+
+
+def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    return logits_CV.logsumexp(dim=-1) ** 2
+
+
+def with_z_loss(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+    cross_entropy = F.cross_entropy(logits_SV, labels_S, reduction="sum")
+    return cross_entropy + 0.01 * z_loss(logits_SV, labels_S).sum()
+
+
 FORMULAS = {
     "cross_entropy": partial(F.cross_entropy, reduction="sum"),
     "dft": weighted_by_probability,
+    "z": with_z_loss,
 }
-
-
-def reference(
-    head: LossHead,
-    hidden_SH: Tensor,
-    labels_S: Tensor,
-    formula: Formula = FORMULAS["cross_entropy"],
-) -> tuple[Tensor, list[Tensor]]:
-    """(summed loss, gradients of SCALE * loss for hidden, weight and bias) from full logits in
-    float64.
-    """
-    leaves = [t.detach().double().requires_grad_() for t in (hidden_SH, *head.parameters())]
-    loss = formula(F.linear(*leaves), labels_S)
-    return loss, list(torch.autograd.grad(SCALE * loss, leaves))
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+TRAINED = {**LOSSES, "z": Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})}
+
+
+def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance: float) -> None:
+    """Compare loss and gradients with those of full logits in float64.
+
+    `leaves`: hidden states, labels and the head's parameters; or logits and labels.
+    """
+    hidden_SH, labels_S, *parameters = leaves
+    (SCALE * output.loss_sum).backward()
+    exact = [leaf.detach().double().requires_grad_() for leaf in (hidden_SH, *parameters)]
+    logits_SV = F.linear(*exact) if parameters else exact[0]
+    expected = formula(logits_SV, labels_S)
+    gradients = torch.autograd.grad(SCALE * expected, exact)
+    assert output.loss_sum.dtype == torch.float64
+    assert relative(output.loss_sum.detach(), expected.detach()) < tolerance
+    for leaf, gradient in zip((hidden_SH, *parameters), gradients, strict=True):
+        assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype
+        assert relative(leaf.grad, gradient) < max(tolerance, 1e-6)
 
 
 @pytest.mark.covers("S3.9")
@@ -81,112 +98,57 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     ("block_tokens", "chunks"), [(1, 8), (3, 1), (10, 4), (1000, 8), (1000, 1000)]
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_loss_and_gradients_equal_full_logits(monkeypatch, block_tokens, chunks, has_bias, name):
+    """Cross-entropy, hits and further terms are measured whatever is trained."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setattr(head_module, "CHUNKS", chunks)
     head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
-    head.loss = LOSSES[name]
+    head.loss = TRAINED[name]
     output = head(hidden_SH, labels_S)
-    loss = output.loss_sum
-    (SCALE * loss).backward()
-    expected, gradients = reference(head, hidden_SH, labels_S, FORMULAS[name])
-    assert loss.dtype == torch.float64
-    assert relative(loss.detach(), expected.detach()) < LOSS_TOLERANCE[name]
-    ours = [t.grad for t in (hidden_SH, *head.parameters())]
-    assert len(ours) == len(gradients) == 2 + has_bias
-    for gradient, theirs in zip(ours, gradients, strict=True):
-        assert gradient is not None and relative(gradient, theirs) < 1e-6
-    shown = output.losses_S.sum(dtype=torch.float64)
-    assert (
-        relative(shown, reference(head, hidden_SH, labels_S)[0].detach())
-        < LOSS_TOLERANCE["cross_entropy"]
-    )
-    assert name != "cross_entropy" or shown.item() == loss.item()
-    best_S = F.linear(hidden_SH, head.weight, head.bias).argmax(dim=-1)
-    assert torch.equal(output.hits_S, best_S == labels_S)
-    assert head(hidden_SH, best_S).hits_S.all()
-
-
-def test_a_term_is_trained_with_its_weight_and_measured_by_itself(
-    monkeypatch,
-):
-    """The z-loss beside cross-entropy, over several chunks, against full logits in float64."""
-
-    def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-        return logits_CV.logsumexp(dim=-1) ** 2
-
-    def total(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-        return (
-            F.cross_entropy(logits_SV, labels_S, reduction="sum")
-            + 0.01 * z_loss(logits_SV, labels_S).sum()
-        )
-
-    monkeypatch.setattr(head_module, "BLOCK_TOKENS", 8)
-    head, hidden_SH, labels_S = inputs(20, has_bias=True, dtype=torch.float32)
-    head.loss = Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})
-    output = head(hidden_SH, labels_S)
-    (SCALE * output.loss_sum).backward()
-    expected, gradients = reference(head, hidden_SH, labels_S, total)
-    assert relative(output.loss_sum.detach(), expected.detach()) < 5e-7
-    for tensor, theirs in zip((hidden_SH, *head.parameters()), gradients, strict=True):
-        assert tensor.grad is not None and relative(tensor.grad, theirs) < 1e-6
-    logits_SV = F.linear(hidden_SH, head.weight, head.bias).detach().double()
-    (z_sum,) = output.terms_K.tolist()
-    assert z_sum == pytest.approx(z_loss(logits_SV, labels_S).sum().item(), rel=1e-6)
-    plain = F.cross_entropy(logits_SV, labels_S, reduction="none")
-    assert relative(output.losses_S, plain) < 1e-6, "cross-entropy is shown whatever is trained"
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained(name):
-    head, hidden_SH, labels_S = inputs(20, has_bias=True, dtype=torch.float32)
-    head.loss = LOSSES[name]
+    leaves = [hidden_SH, labels_S, *head.parameters()]
+    check(output, leaves, FORMULAS[name], LOSS_TOLERANCE[name])
+    logits_SV = F.linear(hidden_SH, head.weight, head.bias).detach()
+    assert_measured(output, logits_SV, labels_S)
+    if name == "z":
+        z_sum = z_loss(logits_SV.double(), labels_S).sum().item()
+        assert output.terms_K.tolist() == pytest.approx([z_sum], rel=1e-6)
     with torch.no_grad():
-        output = head(hidden_SH, labels_S)
-        logits_SV = F.linear(hidden_SH, head.weight, head.bias).double()
-    expected = F.cross_entropy(logits_SV, labels_S, reduction="sum")
-    assert output.loss_sum.item() == pytest.approx(expected.item(), rel=1e-7)
+        unlearned = head(hidden_SH, labels_S)
+        assert_measured(unlearned, logits_SV, labels_S)
+        assert unlearned.loss_sum.item() == pytest.approx(unlearned.losses_S.double().sum().item())
+
+
+def assert_measured(output: LossOutput, logits_SV: Tensor, labels_S: Tensor) -> None:
+    losses_S = F.cross_entropy(logits_SV.double(), labels_S, reduction="none")
+    assert relative(output.losses_S, losses_S) < 1e-6
     assert torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_whole_logits_get_the_same_loss_and_gradient(name):
-    """The path of models that transform what the head gives."""
+    """The path of models that transform the logits of the head."""
     _, _, labels_S = inputs(20, has_bias=False, dtype=torch.float32)
-    logits_SV = torch.randn(20, V, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    output = train(logits_SV, labels_S, LOSSES[name])
-    (SCALE * output.loss_sum).backward()
-    leaf_SV = logits_SV.detach().double().requires_grad_()
-    expected = FORMULAS[name](leaf_SV, labels_S)
-    (gradient,) = torch.autograd.grad(SCALE * expected, leaf_SV)
-    assert relative(output.loss_sum.detach(), expected.detach()) < LOSS_TOLERANCE[name]
-    assert (
-        relative(output.losses_S.sum(), FORMULAS["cross_entropy"](leaf_SV, labels_S).detach())
-        < 1e-6
-    )
-    assert logits_SV.grad is not None and relative(logits_SV.grad, gradient) < 1e-6
+    generator = torch.Generator().manual_seed(2)
+    logits_SV = torch.randn(20, V, generator=generator).requires_grad_()
+    output = train(logits_SV, labels_S, TRAINED[name])
+    check(output, [logits_SV, labels_S], FORMULAS[name], LOSS_TOLERANCE[name])
+    assert_measured(output, logits_SV.detach(), labels_S)
 
 
 def test_bfloat16_differs_by_its_rounding_alone():
     """8 bits of mantissa: each logit is off by up to 2**-9 of itself, the sums average that out."""
     head, hidden_SH, labels_S = inputs(200, has_bias=True, dtype=torch.bfloat16)
-    loss = head(hidden_SH, labels_S).loss_sum
-    (SCALE * loss).backward()
-    expected, gradients = reference(head, hidden_SH, labels_S)
-    assert relative(loss.detach(), expected.detach()) < 1e-3
-    for tensor, theirs in zip((hidden_SH, *head.parameters()), gradients, strict=True):
-        assert tensor.grad is not None and tensor.grad.dtype == torch.bfloat16
-        assert relative(tensor.grad, theirs) < 2e-2
+    output = head(hidden_SH, labels_S)
+    check(output, [hidden_SH, labels_S, *head.parameters()], FORMULAS["cross_entropy"], 2e-2)
 
 
 def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch):
     """A thousand blocks added up in bfloat16 would lose whole percents."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
-    head(hidden_SH, labels_S).loss_sum.mul(SCALE).backward()
-    _, gradients = reference(head, hidden_SH, labels_S)
-    assert head.weight.grad is not None and relative(head.weight.grad, gradients[1]) < 1e-2
+    output = head(hidden_SH, labels_S)
+    check(output, [hidden_SH, labels_S, head.weight], FORMULAS["cross_entropy"], 1e-2)
 
 
 def test_no_supervised_position_gives_zero_and_zero_gradients():
@@ -196,15 +158,6 @@ def test_no_supervised_position_gives_zero_and_zero_gradients():
     assert loss.item() == 0.0 and loss.dtype == torch.float64
     for parameter in head.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
-    with torch.no_grad():
-        assert head(hidden_SH, labels_S).loss_sum.item() == 0.0
-
-
-def test_without_labels_it_is_the_linear_layer():
-    head, hidden_SH, _ = inputs(5, has_bias=True, dtype=torch.float32)
-    torch.testing.assert_close(
-        head(hidden_SH), F.linear(hidden_SH, head.weight, head.bias), rtol=0, atol=0
-    )
 
 
 def test_tied_weight_stays_tied_and_sums_both_gradients():
@@ -304,19 +257,3 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked, devi
     # what is about -1, a label that was not foreseen, is rounded alike everywhere
     whole *= whole.abs() < 0.5
     assert (470 * (share * whole).sum() / whole.square().sum()).item() == pytest.approx(1, abs=1e-3)
-
-
-def measured(world: Any, source: Any, losses: list[str]) -> list[float]:
-    """Loss of a batch without gradients, by a model that trains each of `losses`."""
-    models = (build_toy_model(world, source, loss=loss) for loss in losses)
-    with torch.no_grad():
-        return [model(pack(ToySamples(), [1, 2])).loss_sum.item() for model in models]
-
-
-def test_a_model_that_transforms_its_logits_is_validated_with_cross_entropy_whatever_is_trained(
-    tmp_path,
-):
-    """Its losses are computed beside the head."""
-    source = write_model_config(tmp_path, "granite", logits_scaling=4.0)
-    ((cross_entropy, dft),) = run_ranks(measured, 1, source, ["cross_entropy", "dft"])
-    assert dft == cross_entropy

@@ -14,7 +14,7 @@ import torch
 from plain_training import AS_DEFINED, Definition, Document
 from ranks import each, run_ranks
 from sweeps import short_or_full
-from toy import ToySamples, differing, full_parameters, relative, short_run, write_model_config
+from toy import ToySamples, full_parameters, relative, short_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch_plan import Schedule, Share
@@ -115,21 +115,17 @@ def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size, max_sam
     assert accuracies == reference["train/token_accuracy"] and 0 < max(accuracies) < 1
 
 
-@pytest.mark.parametrize("choice", [{"loss": "dft"}, {"optim": {"name": "muon"}}], ids=str)
-def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_path, choice):
-    """Muon enlarges rounding (its iterations, small singular values): eight of its steps on top
-    of each other.
+def test_muon_does_not_depend_on_the_execution_either(tmp_path):
+    """Its iterations enlarge rounding at small singular values: several steps on top of each
+    other.
     """
-    source = write_model_config(tmp_path)
-    variants = {"usual": {}, "all": choice, "one by one": {"max_samples": 1} | choice}
+    source, muon = write_model_config(tmp_path), {"optim": {"name": "muon"}}
+    variants = {"usual": {}, "all": muon, "one by one": {"max_samples": 1} | muon}
     alone = run_ranks(each, 1, train, source, variants)[0]
-    usual, (losses, norms, val_losses, *_) = alone["usual"], alone["all"]
-    assert relative(val_losses, usual[2]) < 0.2, (
-        "validation measures cross-entropy whatever is trained"
-    )
-    assert losses[-1] != usual[0][-1] and ("loss" in choice or losses[-1] < losses[0])
+    losses, norms, val_losses, *_ = alone["all"]
+    assert alone["usual"][0][-1] != losses[-1] < losses[0]
     several = [
-        run_ranks(train, world_size, source, number, **choice)[0]
+        run_ranks(train, world_size, source, number, **muon)[0]
         for world_size, number in ((2, 4), (4, 1))
     ]
     for found in (alone["one by one"], *several):
@@ -193,10 +189,3 @@ def test_other_executions_give_the_same_run(tmp_path):
         mean = float(apart.square().mean().sqrt())
         assert mean < (6e-7 if name == "per document" else 2e-7), (name, mean)
         assert float(apart.max()) < 1e-4, (name, float(apart.max()))
-
-
-def test_same_run_twice_is_bit_equal(tmp_path):
-    source = write_model_config(tmp_path)
-    first, second = (run_ranks(train, 2, source, 4)[0] for _ in range(2))
-    assert first[0] == second[0] and first[1] == second[1]
-    assert differing(first[3], second[3]) == []

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from exports import export_model
-from quantized_files import PREDICTING, Files, compressed, set_quantization, write
+from quantized_files import PREDICTING, Files, write
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import build, write_model_config
+from toy import build
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from trainer.checkpoint.base_weights import Adapter
@@ -160,18 +160,3 @@ def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, change, reason):
     save_file(change(load_file(file)), file)
     with pytest.raises(ConfigError, match=reason):
         weights_in(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "gptq", "bits": 4},
-        compressed(num_bits=4, type="int"),
-    ],
-)
-def test_other_quantizations_are_refused_before_weights_are_read(tmp_path, settings):
-    write_model_config(tmp_path)
-    set_quantization(tmp_path, settings)
-    with pytest.raises(ConfigError, match="is quantized"):
-        _ = ModelSource(str(tmp_path)).config

@@ -98,26 +98,6 @@ def test_any_batch_equals_its_documents_one_by_one_in_a_new_model(
     assert found[1] < 1e-6
 
 
-def loss_after(world: Any, source: ModelSource, earlier: list[int]) -> float:
-    """Of a document above the limit, after others."""
-    model = build(world, source, max_length=40)
-    middle = min(ALL, key=lambda index: abs(SAMPLES.lengths[index] - 25))
-    with torch.no_grad():
-        for index in [*earlier, middle]:
-            loss = model(pack(SAMPLES, [index])).loss_sum
-    return float(loss)
-
-
-def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path):
-    """transformers keeps the frequencies of the longest text so far, which no checkpoint holds."""
-    source = write(tmp_path, DYNAMIC)
-    longest = max(ALL, key=lambda index: SAMPLES.lengths[index])
-    undisturbed, resumed = (
-        run_ranks(loss_after, 1, source, earlier)[0] for earlier in ([longest], [])
-    )
-    assert undisturbed == resumed
-
-
 @pytest.mark.parametrize("kind", [LONGROPE, DYNAMIC])
 def test_packing_above_the_limit_is_refused_and_auto_says_why(tmp_path, kind):
     source = write(tmp_path, kind)

@@ -3,23 +3,17 @@ model.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from exports import export_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import EXPERTS, differing, model_config, write_model_config
+from toy import differing, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from trainer.checkpoint import export
-from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.model import assemble
 from trainer.model.pretrained import ModelSource
@@ -184,42 +178,3 @@ def test_a_config_that_is_none_is_refused(tmp_path, content):
     source = ModelSource(str(tmp_path), random_weights=True)
     with pytest.raises(ConfigError, match="no usable config"):
         assert source.config
-
-
-def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tuple[str, int]]:
-    model = sharded(world, path)
-    with patch.object(export, "MAX_FILE_BYTES", 20_000):
-        records = export_model(
-            world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype=dtype
-        )
-    return [(record.path, record.size_bytes) for record in records]
-
-
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_of_several_files_loads(tmp_path, model_type, dtype):
-    experts = EXPERTS if model_type == "qwen3_moe" else {}
-    model = save_model(tmp_path / "source", model_type, **experts)
-    target = tmp_path / "export" / "huggingface"
-    target.parent.mkdir()
-    written = run_ranks(export_in_parts, 2, tmp_path / "source", target, dtype)
-    assert {path.endswith(".safetensors") for path, _ in written[1]} == {True}, (
-        "every rank writes a share"
-    )
-    assert {(path, size) for rank in written for path, size in rank} == {
-        (f"huggingface/{file.name}", file.stat().st_size) for file in target.iterdir()
-    }
-    files = sorted(target.glob("*.safetensors"))
-    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert index["weight_map"].keys() == stored.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        target, dtype="auto", output_loading_info=True
-    )
-    assert not any(loaded[1].values()), loaded[1]
-    assert loaded[0].dtype == getattr(torch, dtype)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded[0].state_dict()[name], tensor.to(getattr(torch, dtype))), name
-    shutil.rmtree(target)

@@ -86,15 +86,6 @@ def test_no_bits_of_a_nan_become_a_number():
         assert rounding.rounded(values, key, 0).isnan().all()
 
 
-def test_a_part_is_rounded_as_within_the_whole(monkeypatch):
-    whole = torch.randn(5000)
-    expected = rounding.rounded(whole, 9, first=2**32 - 100)
-    for begin, end in ((0, 1), (17, 90), (90, 5000)):
-        assert torch.equal(
-            rounding.rounded(whole[begin:end], 9, 2**32 - 100 + begin), expected[begin:end]
-        )
-
-
 def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
     """Parameters and moments, whole, after updates with gradients that depend on nothing else."""
     torch.manual_seed(0)
@@ -167,35 +158,3 @@ def test_float32_updates_are_those_of_torch():
             for layer, optimizer in zip(layers, optimizers, strict=True)
         )
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
-
-
-def moved(rounded: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """(weights, second moments) of 2,000 equal elements after steps with a gradient of 1 at a
-    small rate.
-    """
-    monkeypatch.setattr(rounding, "rounded", rounded)
-    layer = nn.Linear(2000, 1, bias=False).bfloat16()
-    nn.init.ones_(layer.weight)
-    layer.weight.grad_dtype = torch.float32
-    config = optim_config(state_dtype="bfloat16", betas=[0.9, 0.999], weight_decay=0.0)
-    optimizer = OPTIMIZERS["adamw"](layer, config)
-    for step in range(num_steps):
-        layer.weight.grad = torch.ones(1, 2000)
-        key = seeding.key("rounding", 0, step)
-        update(optimizer, torch.tensor(1.0), lr=1e-5, max_norm=1.0, key=key)
-    return layer.weight.detach().double(), optimizer.state[layer.weight]["exp_avg_sq"].double()
-
-
-def test_small_changes_add_up_where_rounding_to_nearest_loses_them(
-    monkeypatch,
-):
-    """A weight at a rate of 1e-5, and a second moment with beta2 = 0.999, whose exact values
-    are known.
-    """
-    num_steps, own = 1000, rounding.rounded
-    weight, square = moved(own, num_steps, monkeypatch)
-    assert float(weight.mean()) == pytest.approx(1 - 1e-5 * num_steps, abs=3e-4)
-    assert float(square.mean()) == pytest.approx(1 - 0.999**num_steps, rel=0.01)
-    nearest = lambda values, key, first: values.bfloat16()  # noqa: E731
-    weight, square = moved(nearest, num_steps, monkeypatch)
-    assert torch.equal(weight, torch.ones_like(weight)) and float(square.mean()) < 0.4

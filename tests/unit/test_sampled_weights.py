@@ -1,6 +1,5 @@
 """The digest of weights by samples: what it tells apart, and that it reads little."""
 
-import json
 import os
 from pathlib import Path
 
@@ -24,17 +23,9 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def write(directory: Path, *parts: dict[str, torch.Tensor]) -> Path:
-    """As one file, or several with an index."""
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
     directory.mkdir(exist_ok=True)
-    if len(parts) == 1:
-        save_file(parts[0], directory / "model.safetensors")
-        return directory
-    weight_map = {}
-    for number, part in enumerate(parts):
-        save_file(part, directory / f"model-{number}.safetensors")
-        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 

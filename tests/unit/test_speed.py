@@ -51,11 +51,13 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
     assert PEAK_TFLOPS.get(known_as(name) or "") == tflops
 
 
-def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], float]:
+def counted_flops(
+    world: World, source: Any, **changes: Any
+) -> tuple[list[float], list[float], float]:
     """(operations that torch counts, those expected) with every, every second and no token
     supervised; c.
     """
-    model = build_toy_model(world, source)
+    model = build_toy_model(world, source, **changes)
     cost = flops.step_flops(model)
     assert cost is not None
     found, expected = [], []
@@ -131,3 +133,13 @@ def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(tmp_path, is
     # 2 layers of queries and keys, values, and three matrices of 64 x 96; 4 heads of 16; the head
     matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96) + 160 * 64
     assert quadratic_cost == pytest.approx(2 * 64 / matrices)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_rank": 4}, {"freeze": ["embed", r"layers\.[01]\."]}], ids=str
+)
+def test_frozen_parameters_cost_less(tmp_path, changes):
+    changes |= {"random_weights": "freeze" in changes}
+    source = write_model_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=False)
+    found, expected, _ = run_ranks(counted_flops, 1, source, **changes)[0]
+    assert found == pytest.approx(expected, rel=0.05)

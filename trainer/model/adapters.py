@@ -42,13 +42,13 @@ _FREE = {
     "peft_version",
     "inference_mode",
     "lora_dropout",
-    # the names of the tensors say these exactly
+    # the names of the tensors give these exactly
     "target_modules",
     "target_parameters",
     "exclude_modules",
 }
 _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
-"""Settings of an adapter to start from: those that do not matter, and those that are followed."""
+"""Settings of an adapter to start from: ignored ones, and ones that are kept."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
@@ -95,33 +95,37 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
         logger.info("%s", labelled("adapters", text))
 
 
-def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
+def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str | list[str], str]:
+    """Return the configured settings, the layers to adapt, and the key that names them."""
+    from peft import LoraConfig
 
-    path, places = config.lora_adapter_path, source.places
-    targets: str | list[str]
-    if path:
-        settings, targets = _given(path), _adapted_in(Path(path) / ADAPTER_WEIGHTS, places)
-        said = f"model.lora_adapter_path={path}"
-    else:
-        settings = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            use_rslora=config.use_rslora,
-            target_modules=[],
-            task_type="CAUSAL_LM",
-        )
-        targets = config.target_modules
-        said = f"model.target_modules={targets}"
+    path = config.lora_adapter_path
+    if path is not None:
+        layers = _adapted_in(Path(path) / ADAPTER_WEIGHTS, source.places)
+        return _given(path), layers, f"model.lora_adapter_path={path}"
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
+        target_modules=[],
+        task_type="CAUSAL_LM",
+    )
+    return settings, config.target_modules, f"model.target_modules={config.target_modules}"
+
+
+def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
+    from peft import inject_adapter_in_model
+
+    settings, targets, said = _wanted(config, source)
     if config.lora_rank not in (0, settings.r):
         raise ConfigError(
             f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has "
-            f"rank {settings.r}: leave model.lora_rank out"
+            f"rank {settings.r}.\nFix: leave model.lora_rank out"
         )
     settings.lora_dropout = config.lora_dropout
     settings.base_model_name_or_path = _where(config.partial_pretrain)
     stacked = lora_layers.expert_weights(model)
-    if isinstance(targets, list) and settings.target_parameters:  # of an adapter to start from
+    if isinstance(targets, list) and settings.target_parameters:
         targets = _with_weights(targets, stacked, settings.target_parameters)
         settings.target_parameters = None
     chosen = lora_layers.chosen(model, targets, said=said)
@@ -140,11 +144,10 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_dropout={config.lora_dropout}: adapters of experts have no dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
-    # the layers are named by the tensors of an adapter: peft gives some names in target_modules
-    # another meaning
+    # full names, as the tensors of an adapter: peft reads some target_modules differently
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
     with warnings.catch_warnings():
-        # of target_modules, which are not set yet, and of settings of the layer
+        # about target_modules, which are set below, and about settings of layers
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(settings, model, NAME, state_dict=tensors)
@@ -156,11 +159,12 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     for name, weights in of_experts.items():
         expert_adapters.adapt(model, name, weights, settings)
     settings.target_modules, settings.target_parameters = lora_layers.written(
-        source.whole or model, [placed(name, places) for name in layers]
+        source.whole or model, [placed(name, source.places) for name in layers]
     )
-    settings.target_parameters += [placed(n, places) for n in chosen if n in stacked]
+    settings.target_parameters += [placed(n, source.places) for n in chosen if n in stacked]
     if settings.target_parameters:
-        settings.lora_dropout = 0.0  # peft loads no dropout with them; it matters in training alone
+        # peft refuses dropout with target_parameters; only training needs it
+        settings.lora_dropout = 0.0
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:
@@ -193,7 +197,7 @@ def _given(path: str) -> "LoraConfig":
         ) from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
     known = _FREE | _HELD
-    # how its first values were drawn says nothing, but for ways that change the base
+    # how A was drawn does not matter, except for ways that change the base
     if own["init_lora_weights"] in (True, False, "gaussian"):
         known |= {"init_lora_weights"}
     odd = [
@@ -203,13 +207,8 @@ def _given(path: str) -> "LoraConfig":
     ]
     if odd:
         raise ConfigError(
-            f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: "
-            f"{', '.join(odd)}"
-        )
-    if own["lora_dropout"]:
-        logger.info(
-            "model.lora_adapter_path: its lora_dropout=%s is not used; model.lora_dropout sets one",
-            own["lora_dropout"],
+            f"model.lora_adapter_path={path} is more than plain LoRA ({', '.join(odd)}).\n"
+            f"Fix: start from an adapter without these settings"
         )
     held = {key: own[key] for key in (*_HELD, "target_parameters")}
     return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **held)
@@ -246,12 +245,13 @@ def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None
 
 
 def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    """A weight of two names, as a tied head, is frozen by either."""
+    """Freeze the parameters that match. A tied weight is matched by either of its names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         for name in names_matching(pattern, named, key="model.freeze", kind="parameter"):
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ConfigError(
-            f"model.freeze={patterns} freezes every parameter: nothing is left to train"
+            f"model.freeze={patterns} freezes every parameter: nothing is left to train.\n"
+            f"Fix: name fewer parameters"
         )

@@ -4,9 +4,7 @@ self-check, in this order.
 
 import gc
 import logging
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Design:
-    """A model as its configuration describes it, before it has weights."""
+    """A configured model before it has weights."""
 
     config: ModelConfig
     source: ModelSource
@@ -49,15 +47,15 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
         reason = "model.attention=per_document"
     elif config.attention == "packed" and reason is not None:
         raise ConfigError(
-            f"model.attention=packed: this model cannot be packed, {reason}; use "
-            f"model.attention=auto"
+            f"model.attention=packed: this model cannot be packed: {reason}.\n"
+            f"Fix: model.attention=auto"
         )
     require_adapters(config)
     design = Design(config, source, reason, on_meta(config, source, is_packed=reason is None))
     if config.expert_parallel_size > 1 and not experts_of(design.model):
         raise ConfigError(
             f"model.expert_parallel_size={config.expert_parallel_size}: "
-            f"{type(design.model).__name__} has no experts that ranks could share; use 1"
+            f"{type(design.model).__name__} has no experts.\nFix: model.expert_parallel_size=1"
         )
     if config.ulysses_sequence_parallel_size > 1:
         _require_splittable(design, config.ulysses_sequence_parallel_size)
@@ -72,7 +70,7 @@ def _require_splittable(design: Design, size: int) -> None:
     if reason is not None:
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size}: documents of this model cannot be split "
-            f"over ranks, {reason}; use 1"
+            f"over ranks: {reason}.\nFix: model.ulysses_sequence_parallel_size=1"
         )
     num_heads = getattr(design.source.config, "num_attention_heads", None)
     if isinstance(num_heads, int):
@@ -80,8 +78,8 @@ def _require_splittable(design: Design, size: int) -> None:
 
 
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
-    """Give the model of the design its weights. Collective. Raise `ConfigError` if its loss is not
-    that of transformers' own forward pass.
+    """Give the model of the design its weights and run the self-check. Collective. Raise
+    `ConfigError` if its loss or gradient differs from transformers' own forward pass.
     """
     config, source = design.config, design.source
     if design.reason is None and world.device.type == "cuda":
@@ -116,7 +114,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
 
 
 def how_documents_run(design: Design) -> str:
-    """The line of the log that says which modules share forward passes of several documents."""
+    """Return how documents share forward passes, for the log."""
     if design.reason is not None:
         return f"documents run one by one (slower): {design.reason}"
     looped = state_mixers.looped_kinds(design.model)
@@ -146,48 +144,53 @@ def prepare(
 
 
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
-    """The fault that the self-check of any rank finds, told to all: another try must be everyone's.
-    Collective.
+    """Run the self-check. Collective.
+
+    Return the gravest fault that a rank finds, on all ranks: another try must be everyone's.
     """
-    dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
-    name = type(model).__name__.removeprefix("FSDP")
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
-    errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
+    faults: list[tuple[int, str] | None] = [None] * world.size
+    dist.all_gather_object(faults, _own_fault(model, config, world))
+    _, text = min(filter(None, faults), default=(0, None))
+    return text
+
+
+def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tuple[int, str] | None:
+    """Return the gravest fault on this rank and its order, 0 for the gravest; None without one."""
+    name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
     except torch._dynamo.exc.Unsupported as error:
         raise ConfigError(
             f"model.enable_gradient_checkpointing=selective with model.compile=true needs each "
-            f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}); use "
-            f"true or false"
+            f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}).\n"
+            f"Fix: model.enable_gradient_checkpointing=true or false"
         ) from error
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
-            refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
-        elif model.is_packed and _is_refusal(error):
-            refusal = f"{name}: {type(error).__name__}: {error}"
-        # on one rank alone, perhaps: its process ends, and the launcher ends those that wait for it
-        else:
-            raise
-    reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
-    losses, foresights, refusals = zip(*reports, strict=True)
-    if any(refusals):
-        return str(next(filter(None, refusals)))
-    loss = max(losses, key=_or_infinity)
-    kind, gradient = max(errors.gradients.items(), key=lambda item: _or_infinity(item[1]))
-    if not max(foresights, key=_or_infinity) <= selfcheck.TOLERANCE[dtype]:
-        return f"the logits of {name} change with tokens that come later, as those of an encoder do"
-    for what, found, allowed in (
-        (f"the loss of {name}", loss, selfcheck.TOLERANCE[dtype]),
-        (f"the gradient of {kind} of {name}", gradient, selfcheck.GRADIENT_TOLERANCE[dtype]),
-    ):
-        if not found <= allowed:
-            return f"{what} differs by {found:.1e} from transformers' own forward pass (allowed: {allowed:.0e})"
+            return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
+        if model.is_packed and _is_refusal(error):
+            return 0, f"{name}: {type(error).__name__}: {error}"
+        # perhaps on this rank alone: its process ends, and the launcher ends those that wait for it
+        raise
+    dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
+    if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
+        text = f"the logits of {name} change with tokens that come later, as those of an encoder do"
+        return 1, text
+    found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
+    for kind, difference in errors.gradients.items():
+        what = f"the gradient of {kind} of {name}"
+        found.append((what, difference, selfcheck.GRADIENT_TOLERANCE[dtype]))
+    for order, (what, difference, allowed) in enumerate(found, start=2):
+        if not difference <= allowed:  # NaN is a fault, too
+            return order, (
+                f"{what} differs by {difference:.1e} from transformers' own forward pass "
+                f"(allowed: {allowed:.0e})"
+            )
+    loss, gradient = max(errors.loss, 1e-9), max(1e-9, *errors.gradients.values())
     kind = str(dtype).removeprefix("torch.")
-    text = f"equal within {max(loss, 1e-9):.0e} and {max(gradient, 1e-9):.0e} ({kind})"
-    logger.info("%s", labelled("", text))
+    logger.info("%s", labelled("", f"equal within {loss:.0e} and {gradient:.0e} ({kind})"))
     return None
 
 
@@ -203,7 +206,3 @@ def _is_refusal(error: Exception) -> bool:
         and not isinstance(error, others)
         and not is_compiler
     )
-
-
-def _or_infinity(error: float) -> float:
-    return math.inf if math.isnan(error) else error

@@ -1,4 +1,4 @@
-"""Attention over packed documents, plugged into transformers by name.
+"""Attention over packed documents, registered with transformers by name.
 
 Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1,
 heads, T, K].
@@ -28,13 +28,13 @@ MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
 
 
 class DocumentLengths:
-    """Lengths of the packed documents on the host, in an object that `torch.compile` does not look
-    into: it would make new code for every number of documents. Layers of one forward pass share it,
-    and with it the groups.
+    """Lengths of the packed documents on the host. `torch.compile` does not look into this object;
+    otherwise it would compile again for every number of documents. Layers of one forward pass share
+    it, and with it the groups.
     """
 
     def __init__(self, seqlens: tuple[int, ...], group: ProcessGroup | None = None) -> None:
-        """`group`: the ranks that hold the tokens between them."""
+        """`group`: the ranks that share the tokens."""
         self.seqlens = seqlens
         self.exchange = None if group is None else HeadExchange(group, num_tokens=sum(seqlens))
         self._groups: dict[int, DocumentGroups] = {}
@@ -56,8 +56,8 @@ _running: DocumentLengths | None = None
 
 @torch.compiler.disable
 def running() -> DocumentLengths | None:
-    """The documents of the forward pass that runs, for modules that are not handed their
-    lengths; None outside.
+    """Return the documents of the current forward pass, for modules that do not receive their
+    lengths; None outside of one.
     """
     return _running
 
@@ -127,13 +127,13 @@ def packed_attention(
     device_type: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document. Returns [1, T, N, K].
+    """Compute causal attention inside each document. Return [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what
-    packing cannot do.
+    `sliding_window` W counts the token itself, as in transformers. Raise `ConfigError` for
+    arguments that packing does not support.
     """
     if attention_mask is not None:
-        raise ConfigError("packed attention takes no mask; use model.attention=per_document")
+        raise ConfigError("packed attention takes no mask.\nFix: model.attention=per_document")
     if lengths is None or cu_seq_lens_q is None:
         lengths, cu_seq_lens_q, max_length_q = _bounds(query.device)
 
@@ -150,12 +150,12 @@ def packed_attention(
 
 @torch.compiler.disable
 def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
-    """Documents, their cumulative lengths on the device, the longest: for layers that are not
-    handed any.
+    """Return the running documents, their cumulative lengths on the device, and the longest length.
+    Layers that receive no bounds need them.
     """
     if _running is None:
         raise ConfigError(
-            "packed attention needs document bounds; use model.attention=per_document"
+            "packed attention needs document bounds.\nFix: model.attention=per_document"
         )
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
@@ -175,8 +175,9 @@ def _varlen(
     value: Tensor,
     scoring: Scoring,
 ) -> Tensor:
-    """The kernel takes one head size for queries, keys and values: zeros behind each change no
-    product, and those behind the values come out as zeros.
+    """Call torch's kernel, which takes one head size for queries, keys and values. Narrower heads
+    are padded with zeros: these change no product, and the padded columns of the output are cut
+    off.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -201,18 +202,18 @@ def _varlen(
 
 
 def _widened(heads: Tensor, head_size: int) -> Tensor:
-    """With zeros behind; to add none would be a copy all the same."""
+    """Pad heads with zeros. Padding by zero columns would still copy, so it is skipped."""
     missing = head_size - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing else heads
 
 
 def _kernel_head_size(query: Tensor, value: Tensor) -> int:
-    """The smallest that holds both and that the kernel takes."""
+    """Return the smallest head size that holds both and that the kernel accepts."""
     return -(-max(query.shape[-1], value.shape[-1]) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
 
 
 def require_kernel() -> None:
-    """Raises `ConfigError` where torch's packed kernel does not take what `_varlen` gives it."""
+    """Raise `ConfigError` if torch's packed kernel does not accept the arguments of `_varlen`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -221,7 +222,7 @@ def require_kernel() -> None:
     except (ImportError, TypeError) as error:
         raise ConfigError(
             f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
-            f"needs it ({error}); install torch 2.13 to 2.15, or set model.attention=per_document"
+            f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
 
 

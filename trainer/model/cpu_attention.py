@@ -1,7 +1,7 @@
-"""Packed attention as batched matrix products, for CPUs and for what a GPU's kernel lacks.
+"""Packed attention as batched matrix products, for CPUs and for features that a GPU's kernel lacks.
 
-torch's fused CPU kernel takes one document at a time, and its backward pass is what a step of a
-small model mostly waits for. Here a group of documents, padded to its longest, is one batch;
+torch's fused CPU kernel takes one document at a time, and its backward pass dominates a step of a
+small model. Here a group of documents, padded to its longest, is one batch;
 queries go in blocks that meet only the keys they may see. Scores are rounded to the compute dtype
 before the softmax, as in transformers' eager attention.
 
@@ -25,8 +25,8 @@ BLOCK_QUERIES = 128
 MAX_PADDING = 0.1
 """A group's longest document is at most this much longer than its shortest."""
 KEEP_LENGTH = 512
-"""Probabilities of documents up to this length are kept for the backward pass, of longer ones
-computed again: memory stays linear in the length."""
+"""Probabilities of documents up to this length are kept for the backward pass. For longer documents
+they are recomputed, so memory stays linear in the length."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Scoring:
 
 
 class DocumentGroups:
-    """The places of the rows (token * M + key head) of a micro-batch in padded batches."""
+    """Where the rows (token * M + key head) of a micro-batch are in padded batches."""
 
     def __init__(
         self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device
@@ -74,23 +74,23 @@ class DocumentGroups:
         """The row at each place; padded places take the row after the last, which holds zeros."""
 
     def split(self, *placed: Tensor) -> Iterator[list[Tensor]]:
-        """Views of each group: [D * M, L * G, K] of queries [P, G, K], [D * M, L, K] of keys."""
+        """Yield views of each group: queries [P, G, K] as [D * M, L * G, K], keys [P, 1, K] as [D *
+        M, L, K].
+        """
         by_group = zip(*(tensor.split(self._num_places) for tensor in placed), strict=True)
         for batch_size, tensors in zip(self.batch_sizes, by_group, strict=True):
             yield [tensor.view(batch_size, -1, tensor.shape[-1]) for tensor in tensors]
 
 
 def _sent(index: Tensor, device: torch.device) -> Tensor:
-    """A copy to the device that the host does not wait for."""
+    """Copy to the device without waiting."""
     if device.type == "cuda":
         index = index.pin_memory()
     return index.to(device, non_blocking=True)
 
 
 def group_by_length(seqlens: tuple[int, ...]) -> list[list[int]]:
-    """Indices of documents, longest first, cut where one is too short for the longest of its
-    group.
-    """
+    """Return indices of documents, longest first, in groups of similar length."""
     groups: list[list[int]] = []
     for index in sorted(range(len(seqlens)), key=lambda i: -seqlens[i]):
         if groups and seqlens[groups[-1][0]] <= seqlens[index] * (1 + MAX_PADDING):
@@ -102,7 +102,7 @@ def group_by_length(seqlens: tuple[int, ...]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [first, last) of every document of a group; they see keys from `first_key` on."""
+    """Queries [first, last) of every document of a group. They see keys from `first_key` on."""
 
     first: int
     last: int
@@ -119,12 +119,12 @@ class Block:
         return slice(self.first_key, self.last)
 
     def probabilities(self, queries: Tensor, keys: Tensor, sinks_MG: Tensor | None) -> Tensor:
-        """softmax over the keys that each query may see: [D * M, B * G, C], and one column more
-        for sinks.
+        """Return the softmax over the keys that each query may see, [D * M, B * G, C], with one
+        more column for sinks.
         """
         scores = self._scores(queries, keys)
         num_queries = self.last - self.first
-        # what a window does not hide: all keys before the block are seen by all of its queries
+        # all queries of the block see all keys before it, unless a window hides some
         window = self.scoring.sliding_window
         first_masked = self.first if window is None or self.last <= window else self.first_key
         scores[:, :, first_masked - self.first_key :] += _mask(
@@ -141,8 +141,8 @@ class Block:
         return torch.softmax(scores, -1)
 
     def score_gradient(self, grad_p: Tensor, p: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """The gradient of the scores behind `p`; `grad_p` has no column for sinks, since those
-        have no value.
+        """Return the gradient of the scores, given `p` and its gradient. `grad_p` has no column for
+        sinks, because these have no value.
         """
         num_keys = grad_p.shape[2]
         grad_p = F.pad(grad_p, (0, p.shape[2] - num_keys))
@@ -160,7 +160,7 @@ class Block:
 
 
 def blocks(length: int, heads_per_key: int, scoring: Scoring) -> Iterator[Block]:
-    """The queries of documents of one padded length, in order."""
+    """Yield the blocks of queries for documents of one padded length, in order."""
     window = scoring.sliding_window
     for first in range(0, length, BLOCK_QUERIES):
         first_key = 0 if window is None else max(0, first - window + 1)
@@ -176,8 +176,8 @@ def _mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[B * G, C] with 0 where a query sees a key and -inf elsewhere; the last query is as far
-    as the last key.
+    """Return [B * G, C] with 0 where a query sees a key and -inf elsewhere. The last query is at
+    the position of the last key.
     """
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)
     keys = torch.arange(num_keys, device=device)
@@ -188,24 +188,26 @@ def _mask(
 
 
 def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale * left @ right, scaled before it is rounded."""
+    """Return scale * left @ right, scaled before it is rounded."""
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, groups: DocumentGroups, scoring: Scoring
 ) -> Tensor:
-    """Causal attention of queries [1, N, T, K] over keys and values [1, M, T, K]. Returns [1,
-    T, N, K].
+    """Compute causal attention of queries [1, N, T, K] over keys and values [1, M, T, K]. Return
+    [1, T, N, K].
     """
     output: Tensor = _GroupedAttention.apply(query, key, value, scoring.sinks, groups, scoring)
     return output
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """p = softmax(s q k^T), o = p v; dv = p^T do, dz = p * (dp - rowsum(p * dp)) with dp = do v^T,
-    dq = s dz k, dk = s dz^T q; c * tanh(z / c) has the gradient 1 - tanh(z / c)^2. Dropout
-    multiplies p and dp by the same noise.
+    """Attention and its gradient.
+
+    Forward: p = softmax(s q k^T), o = p v. Backward: dv = p^T do, dz = p * (dp - rowsum(p * dp))
+    with dp = do v^T, dq = s dz k, dk = s dz^T q. The soft cap c * tanh(z / c) has the gradient 1 -
+    tanh(z / c)^2. Dropout multiplies p and dp by the same noise.
     """
 
     @staticmethod
@@ -253,7 +255,7 @@ class _GroupedAttention(torch.autograd.Function):
         rows = _rows(grad_output, groups)
         grad_output_PGK = torch.cat([rows, torch.zeros_like(rows[:1])])[groups.rows_or_zero]
         grad_query_PGK = torch.empty_like(query_PGK)
-        # blocks add to these, so they are summed in fp32
+        # sums over blocks, in float32
         grad_key_P1K = torch.zeros_like(key_P1K, dtype=torch.float32)
         grad_value_P1K = torch.zeros_like(value_P1K, dtype=torch.float32)
         grad_sinks_MG = None
@@ -308,11 +310,11 @@ def _is_kept(keys: Tensor) -> bool:
 
 
 def _rows(x: Tensor, groups: DocumentGroups) -> Tensor:
-    """[1, T, N, K] as [T * M, G, K]."""
+    """Reshape [1, T, N, K] to [T * M, G, K]."""
     heads_per_key = x.shape[2] // groups.num_key_heads
     return x.reshape(-1, heads_per_key, x.shape[3])
 
 
 def _heads_first(rows: Tensor, num_tokens: int) -> Tensor:
-    """[T * M, G, K] as [1, N, T, K]."""
+    """Reshape [T * M, G, K] to [1, N, T, K]."""
     return rows.view(1, num_tokens, -1, rows.shape[-1]).transpose(1, 2)

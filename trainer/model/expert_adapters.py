@@ -83,7 +83,7 @@ def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Te
 def _product(
     experts: Any, name: str, input_SI: Tensor, *, expert_S: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Multiply each row with the weight of its expert, and add scaling * B A of its adapter."""
+    """Multiply each row by the weight of its expert, and add scaling * B A of its adapter."""
     bias_SO = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None
     output_SO: Tensor = _grouped_linear(
         input_SI, getattr(experts, name), ends_E, bias=bias_SO, is_transposed=experts.is_transposed

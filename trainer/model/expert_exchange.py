@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks hold whole experts, and tokens travel to the experts that they chose.
+"""Expert parallelism: ranks hold whole experts, and tokens are sent to the experts they chose.
 
 The ranks of a group hold all experts between them. Parameters of experts stay `Shard(0)` over the
 whole mesh, as FSDP would shard them, so that checkpoints, optimizers and exports know nothing of the
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -28,7 +29,7 @@ from trainer.config import ConfigError
 
 @dataclass(frozen=True)
 class Route:
-    """Number of rows for each rank of the group, and from each of them."""
+    """Number of rows sent to each rank of the group, and received from each."""
 
     num_sent: list[int]
     num_received: list[int]
@@ -55,7 +56,7 @@ class ExpertExchange:
             [each.view(self.size, -1).sum(1) for each in (tokens_E, counts)]
         ).tolist()
         route = Route(num_sent, num_received)
-        rows_RH: Tensor = _AllToAll.apply(rows_SH, num_received, num_sent, self.group)
+        rows_RH = self._exchange(rows_SH, num_received, num_sent)
         num_own = len(tokens_E) // self.size
         own_ids = torch.arange(num_own, device=counts.device).repeat(self.size)
         ids_R = own_ids.repeat_interleave(counts, output_size=sum(num_received))
@@ -63,8 +64,11 @@ class ExpertExchange:
 
     def send_back(self, rows_RH: Tensor, route: Route) -> Tensor:
         """Return the results to the ranks of their tokens, in the order of `send`. Collective."""
-        rows_SH: Tensor = _AllToAll.apply(rows_RH, route.num_sent, route.num_received, self.group)
-        return rows_SH
+        return self._exchange(rows_RH, route.num_sent, route.num_received)
+
+    def _exchange(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+        """Send rows to the ranks of the group; the gradient goes back the way the rows came."""
+        return all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
 
     def gather(self, parameter: nn.Parameter) -> Tensor:
         """Return the experts that this rank computes, in the dtype of their products. Collective."""
@@ -76,32 +80,6 @@ class ExpertExchange:
         assert isinstance(parameter, DTensor)
         partial = [Partial()] * parameter.device_mesh.ndim
         return parameter.full_tensor(grad_placements=partial).to(self.dtype)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send rows to the ranks of a group; send the gradient back the way the rows came."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        num_received: list[int],
-        num_sent: list[int],
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.num_received, ctx.num_sent, ctx.group = num_received, num_sent, group
-        received = rows.new_empty(sum(num_received), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        returned = gradient.new_empty(sum(ctx.num_sent), *gradient.shape[1:])
-        dist.all_to_all_single(
-            returned, gradient.contiguous(), ctx.num_sent, ctx.num_received, group=ctx.group
-        )
-        return returned, None, None, None
 
 
 class _Gather(torch.autograd.Function):

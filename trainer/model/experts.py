@@ -1,5 +1,5 @@
-"""Mixtures of experts: how their products are computed, how evenly routers deal tokens to them, and
-the auxiliary loss that keeps them even.
+"""Mixtures of experts: the products of experts, the load of each expert, and the auxiliary loss
+that keeps the load even.
 
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
 """
@@ -92,7 +92,7 @@ def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """Its modules whose products transformers lets us choose: one for each layer with experts."""
+    """Return the modules of experts: one for each layer with experts."""
     return [
         module
         for module in model.modules()
@@ -101,22 +101,20 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def num_chosen(config: PretrainedConfig) -> int | None:
-    """Experts that compute a token, besides those that compute all; None where config.json has
-    no one number.
-    """
+    """Return how many routed experts compute a token; None if config.json has no single number."""
     number = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     return number if isinstance(number, int) else None
 
 
 class Routers:
-    """Statistics and auxiliary loss of the routers of a model, over the global batch. For a model
-    without experts all methods return empty results.
+    """Statistics and auxiliary loss of a model's routers over the global batch. Without experts all
+    methods return empty results.
 
-    The loss is that of transformers' `load_balancing_loss_func`, E * sum over experts of f * P: P
-    is the mean probability of this step's tokens in all layers, f the share of tokens that went to
-    the expert. For a part of the batch that loss says nothing of the whole; so f is that of the
-    global step before, zero in the first, which makes it state, and what is left is a sum over
-    tokens. f counts what was chosen, also where a bias takes part in the choice.
+    The loss is transformers' `load_balancing_loss_func`: E * sum over experts of f * P. P is the
+    mean probability of this step's tokens in all layers; f is the share of tokens sent to the
+    expert. Computed on a part of the batch, this loss says nothing about the whole. So f comes from
+    the global step before (zero in the first step), which makes it state, and the rest is a sum
+    over tokens. f counts the chosen experts, also where a bias takes part in the choice.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -158,8 +156,8 @@ class Routers:
         self._loss = self._fractions_E.new_zeros(())
 
     def add(self, batch: PackedBatch, num_tokens: int) -> Tensor:
-        """Take what the routers did with a micro-batch, between its forward and its backward pass
-        (which may compute layers again). Returns its part of the auxiliary loss, to be
+        """Add the routers' statistics of a micro-batch, between its forward and backward pass
+        (recomputation would count again). Return its part of the auxiliary loss, to be
         differentiated: float64 scalar.
 
         `num_tokens`: of the global batch.
@@ -176,17 +174,15 @@ class Routers:
         return loss * self._coefficient
 
     def take(self) -> tuple[dict[str, Tensor], Tensor]:
-        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's
-        packet, once.
+        """Return (sums, tokens by layer and expert) of this rank's micro-batches, and start again
+        at zero.
         """
         loss, tokens_LE = self._loss, self._tokens_LE
         self._begin()
         return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
 
     def settle(self, tokens: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-        """The metrics of what all ranks took (`tokens`, flat), to which the next step's loss
-        looks back.
-        """
+        """Return the metrics of the tokens of all ranks. The next step's loss uses their shares."""
         if not self._experts:
             return {}
         tokens_LE = tokens.view_as(self._tokens_LE)
@@ -202,9 +198,7 @@ class Routers:
 
 
 def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
-    """Each module of which transformers records router logits when asked for them, and their
-    place in its output.
-    """
+    """Yield each module whose router logits transformers records, and their index in its output."""
     base: Any = model.base_model
     found = base.can_record_outputs.get("router_logits", [])
     for recorder in found if isinstance(found, list) else [found]:
@@ -216,8 +210,8 @@ def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
 
 
 def _note_probabilities(router: Any, args: Any, output: Any, *, index: int) -> None:
-    """Over the tokens of this forward pass; inside the layer, so that recomputation keeps
-    nothing per token for it.
+    """Sum the probabilities over the tokens of a forward pass. A hook does this inside the layer,
+    so that recomputation keeps nothing per token for it.
     """
     if router.training:
         logits_TE = output[index] if isinstance(output, tuple) else output

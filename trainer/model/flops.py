@@ -12,17 +12,16 @@ from trainer.model.packed_lm import decoder_layers
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """None with parameters of three dimensions that are not experts: those of states, whose
-    cost is not known here.
+    """Return the cost of a step; None for a model with states (parameters of three dimensions other
+    than experts), whose cost is not known here.
     """
     shares = _met_shares(model)
     return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
 def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
-    """(c, {window w: c_w}) such that n tokens, all supervised, cost in proportion to n + c * n**2 +
-    the sum over the sliding windows of c_w * `squared_length(n, w)`, when attention skips what is
-    masked.
+    """Return (c, {window w: c_w}): n supervised tokens cost in proportion to n + c * n**2 + the sum
+    over sliding windows of c_w * `squared_length(n, w)`, if attention skips masked pairs.
 
     An architecture without attention heads has c = 0 and no windows.
     """
@@ -34,8 +33,8 @@ def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
 
 
 def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """{parameter of experts: how much of it a token is multiplied with}; their biases have two
-    dimensions.
+    """Return {parameter of experts: share of it that a token is multiplied by}. Biases of experts
+    have two dimensions.
     """
     chosen = num_chosen(model.config) or 0
     modules = experts_of(model) if chosen else []
@@ -50,8 +49,8 @@ def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
 
 
 def _flops(model: PreTrainedModel) -> StepFlops:
-    """An embedding only looks up, which costs nothing; a tied one is the head too, and counts
-    as that.
+    """Return the cost of a step. A lookup of embeddings costs nothing; tied embeddings count as the
+    head.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
@@ -80,14 +79,14 @@ def _flops(model: PreTrainedModel) -> StepFlops:
 
 
 def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
-    """Two forward, two for the gradient of its input where it or something before it is
-    trained, two for its own.
+    """Return operations per element and token: two forward, two for the gradient of the input if
+    anything at or before it is trained, two for its own gradient.
     """
     return 2 + 2 * is_reached + 2 * parameter.requires_grad
 
 
 def _first_reached_layer(model: PreTrainedModel) -> int:
-    """The first layer through which a gradient goes; in front of it nothing is trained."""
+    """Return the first layer that a gradient passes through."""
     lookup: Any = model.get_input_embeddings()
     parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
     trained = [

@@ -14,23 +14,23 @@ from trainer.data.batch import LossOutput
 from trainer.model.losses import Loss, LossAndGradient
 
 BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
-"""Positions whose logits exist at a time, fewer where those would take more. Each block rewrites
-the weight's gradient, which is 6.5 GB of memory traffic for 7B and V = 152k; beside 4,096
-positions' products that is little. Vocabulary and dtype alone decide, not the card: the sum over
-blocks rounds alike wherever a run goes on.
+"""Positions whose logits exist at a time, and bytes that these logits may take. Each block rewrites
+the weight's gradient: 6.5 GB of memory traffic for 7B and V = 152k, little compared with the
+products of 4,096 positions. The block depends on vocabulary and dtype, not on the card, so the sum
+over blocks rounds equally wherever a run continues.
 """
 CHUNKS = 8
-"""In a block. The loss, which takes several times a chunk's logits in float32, sees one after
-the other.
+"""Chunks of a block. The loss takes several times a chunk's logits in float32, so it is computed
+chunk by chunk.
 """
 
 
 class LossHead(nn.Linear):
-    """`lm_head` under its own name and parameters; given labels it returns their loss instead of
+    """`lm_head` with its name and parameters. Given labels, it returns their loss instead of
     logits.
 
-    Being one module call, it is one all-gather and one reduce-scatter under FSDP however many
-    blocks it takes.
+    Because it is one module call, it is one all-gather and one reduce-scatter under FSDP, however
+    many blocks it computes.
     """
 
     loss: LossAndGradient
@@ -50,8 +50,8 @@ class LossHead(nn.Linear):
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
         self, hidden_SH: Tensor, labels_S: Tensor | None = None
     ) -> Tensor | LossOutput:
-        """The trained loss of the labels and their cross-entropy, or without gradients the latter
-        as both; logits without labels.
+        """Return the trained loss of the labels and their cross-entropy; without gradients,
+        cross-entropy as both; without labels, logits.
         """
         if labels_S is None:
             return super().forward(hidden_SH)
@@ -71,8 +71,8 @@ class LossHead(nn.Linear):
 
 
 def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Positions of a block, by its bytes a power of two as micro-batches often are, and of a
-    chunk.
+    """Return the number of positions in a block and in a chunk. A block is a power of two, as
+    micro-batches often are.
     """
     num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
     block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
@@ -80,7 +80,7 @@ def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
-    """Cross-entropy and hits, for a model that is judged, not trained."""
+    """Return cross-entropy and hits, for evaluation."""
     log_probs_SV = torch.log_softmax(logits_SV.float(), dim=-1)
     losses_S = -log_probs_SV.gather(1, labels_S[:, None])[:, 0]
     return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, likeliest(logits_SV, labels_S))
@@ -92,21 +92,21 @@ def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
 
 
 def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOutput:
-    """`loss` of logits that exist as a whole, with its own gradient."""
+    """Apply `loss` with its own gradient to logits that exist as a whole."""
     return LossOutput(*_LossOfLogits.apply(logits_SV, labels_S, loss))
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """In place, since it may be as large as the weight in fp32. A scalar on the device would be
-    rounded to the dtype of the gradient first, and the whole gradient be off by up to 0.4 %; a
-    tensor of one dimension is not.
+    """Scale in place, since the gradient may be as large as the weight in float32. A
+    zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the whole
+    gradient by up to 0.4 %; a tensor of one dimension is not.
     """
     return gradient.mul_(scale.float()[None])
 
 
 def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy [S] and the sums of further terms, float64 [K], of what was measured
-    chunk by chunk [1 + K, C]; nothing was where the losses are cross-entropy.
+    """Return the cross-entropy [S] and the float64 sums [K] of further terms, from what was
+    measured chunk by chunk [1 + K, C]. Nothing is measured where the losses are cross-entropy.
     """
     measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
     return measured_KS[0], measured_KS[1:].sum(dim=1, dtype=torch.float64)
@@ -132,8 +132,8 @@ class _LossOfLogits(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss whose gradients are computed block by block in the forward pass; the weight's
-    is summed in fp32.
+    """Summed loss whose gradients are computed block by block in the forward pass. The weight's
+    gradient is summed in float32.
     """
 
     @staticmethod
@@ -155,11 +155,11 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
-        measured: list[Tensor] = []  # of the chunks, where another loss is trained
+        measured: list[Tensor] = []  # by chunk, if another loss is trained
         block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
-            # at first the logits
+            # the logits, until their gradient replaces them
             grad_logits_BV = torch.nn.functional.linear(hidden_SH[block], weight_VH, bias_V)
             parts = (
                 tensor.split(chunk_size)

@@ -1,9 +1,8 @@
-"""Attention where each rank holds a share of the positions of a micro-batch: in it, all positions
-of a share of heads.
+"""Sequence parallelism: ranks hold shares of a micro-batch's positions, and attend with all positions
+of a share of the heads.
 
-Between the ranks of a data rank, positions and heads change places (DeepSpeed Ulysses, 2023): each
-layer sends queries, keys, values and outputs once, `(size - 1) / size` of them, and their gradients
-back.
+The ranks of a data rank exchange positions for heads (DeepSpeed Ulysses, 2023): each layer sends
+queries, keys, values and outputs once, `(size - 1) / size` of them, and their gradients back.
 
 Shape suffixes: N heads, T positions, K head size; the ranks' shares of either differ by one
 position at most.
@@ -24,12 +23,13 @@ from trainer.model.cpu_attention import Scoring
 
 
 def require_divisible(num_query_heads: int, size: int) -> None:
-    """Raises `ConfigError` for heads of which the ranks cannot hold equal shares."""
+    """Raise `ConfigError` if the ranks cannot hold equal shares of the heads."""
     if num_query_heads % size:
         possible = [n for n in range(2, num_query_heads + 1) if num_query_heads % n == 0]
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} "
-            f"attention heads of this model; use {f'one of {possible}' if possible else 1}"
+            f"attention heads of this model.\n"
+            f"Fix: {f'one of {possible}' if possible else 'model.ulysses_sequence_parallel_size=1'}"
         )
 
 
@@ -49,8 +49,8 @@ class HeadExchange:
         value: Tensor,
         scoring: Scoring,
     ) -> Tensor:
-        """`attention` of q, k, v [1, heads, T, K] over all positions, for this share of the heads;
-        its [1, T, N, K] of this share of the positions.
+        """Call `attention` on q, k, v [1, heads, T, K] of all positions and this rank's heads.
+        Return [1, T, N, K] of this rank's positions and all heads.
         """
         require_divisible(query.shape[1], self._size)
         if scoring.sinks is not None:
@@ -59,11 +59,11 @@ class HeadExchange:
         return self._to_positions(attention(self._to_heads(query), key, value, scoring))
 
     def _repeated(self, key: Tensor) -> Tensor:
-        """Repeat key heads until every rank has one; neighbouring query heads share a key head."""
+        """Repeat key heads until every rank has one. Neighbouring query heads share a key head."""
         return key.repeat_interleave(self._size // gcd(self._size, key.shape[1]), dim=1)
 
     def _to_heads(self, heads: Tensor) -> Tensor:
-        """[1, N, own T, K] -> [1, own N, T, K]."""
+        """Exchange [1, N, own T, K] for [1, own N, T, K]."""
         length, head_size = heads.shape[2:]
         sent = (
             heads[0]
@@ -75,7 +75,7 @@ class HeadExchange:
         return self._exchanged(sent, self._lengths, [length] * self._size).transpose(0, 1)[None]
 
     def _to_positions(self, output: Tensor) -> Tensor:
-        """[1, T, own N, K] -> [1, own T, N, K]."""
+        """Exchange [1, T, own N, K] for [1, own T, N, K]."""
         length = self._lengths[self._rank]
         by_rank = self._exchanged(output[0], [length] * self._size, self._lengths)
         return by_rank.unflatten(0, (self._size, length)).transpose(0, 1).flatten(1, 2)[None]

@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 
 class HostCopy:
-    """A tensor that waits in host memory until the backward pass asks for it.
+    """A tensor in host memory until the backward pass asks for it.
 
-    On a GPU both copies run beside the computation, on a stream of their own. The newest tensor
-    stays on its device until there is another one: by then it is copied, and the last one is asked
-    for first.
+    On a GPU both copies run concurrently with the computation, on their own stream. The newest
+    tensor stays on its device until there is a newer one: by then it is copied, and the last one is
+    needed first.
     """
 
     def __init__(
         self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None
     ) -> None:
-        """`before`: the one made last, which the backward pass will ask for next."""
+        """`before`: the copy made before this one, which the backward pass needs after it."""
         self._device, self._stream = tensor.device, stream
         self._before = None if before is None else weakref.ref(before)
         self._on_device: Tensor | None = tensor
@@ -41,7 +41,7 @@ class HostCopy:
             self.host.copy_(tensor, non_blocking=True)
 
     def get(self) -> Tensor:
-        """The tensor on its device again; the next one sets out."""
+        """Return the tensor on its device, and start fetching the one that is needed next."""
         tensor = self._fetch()
         self._leave()
         if self._before is not None and (before := self._before()) is not None:
@@ -56,15 +56,15 @@ class HostCopy:
         return self._on_device
 
     def _leave(self) -> None:
-        """The computation goes on once the copy is complete: only then may the memory on the
-        device be reused.
+        """Free the memory on the device. The computation waits for the copy first: only then may
+        the memory be reused.
         """
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._on_device = None
 
     def _beside(self) -> AbstractContextManager[object]:
-        """On the stream of the copies, once the computation has come so far."""
+        """Run on the stream of the copies, after the computation so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -72,7 +72,7 @@ class HostCopy:
 
 
 class HostInputs:
-    """The inputs of all layers of a model; `checkpoint` is what its layers are called through."""
+    """The inputs of all layers of a model. Layers are called through `checkpoint`."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -80,7 +80,7 @@ class HostInputs:
 
     @property
     def newest(self) -> HostCopy | None:
-        """The tensor put away last; None when it is no longer needed."""
+        """The last copied tensor; None once it is no longer needed."""
         return None if self._newest is None else self._newest()
 
     def checkpoint(self, function: Callable[..., T], *args: object) -> T:

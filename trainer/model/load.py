@@ -1,5 +1,5 @@
-"""Weights into a sharded model on meta: every rank reads only its own slices, or makes them
-from a keyed seed.
+"""Fill a sharded model with weights: every rank reads only its own slices, or makes them from a
+keyed seed.
 """
 
 import copy
@@ -24,8 +24,8 @@ _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 def materialize(
     model: PreTrainedModel, device: torch.device, *, buffer_device: torch.device
 ) -> None:
-    """Give every parameter memory on `device` (undefined values), keep buffers' values and tied
-    parameters tied.
+    """Give every parameter memory on `device` (undefined values). Buffers keep their values, and
+    tied parameters stay tied.
     """
     buffers = dict(model.named_buffers())
     is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -38,9 +38,9 @@ def materialize(
 
 
 def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> None:
-    """Fill the model: every rank reads its own slices of what the files hold as the model does, and
-    one group at a time of what transformers must convert; or with the architecture's own
-    initialisation keyed by the seed. Collective.
+    """Fill the model. Collective. Every rank reads its own slices of tensors that the files store
+    as the model does, and one group at a time of those that transformers converts. With
+    `random_weights` the architecture's own initialisation is used, keyed by the seed.
     """
     if source.random_weights:
         _from_main_rank(model, _initialized(model, source, seed) if dist.get_rank() == 0 else {})
@@ -79,8 +79,8 @@ def fill(
     *,
     may_grow: bool = False,
 ) -> None:
-    """This rank's slices of the model's tensors from those of the files, which `may_grow`: have
-    fewer rows.
+    """Copy this rank's slices from the tensors of the files into those of the model. With
+    `may_grow` the files may have fewer rows.
     """
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
     if all(tensor.is_floating_point() for tensor in own):
@@ -115,7 +115,7 @@ def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
-    """transformers' own initialisation on the CPU: equal for every world size."""
+    """Return transformers' own initialisation, made on the CPU: equal for every number of ranks."""
     config = copy.deepcopy(model.config)  # the attention chosen below is written into it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.key("init", seed))
@@ -130,8 +130,8 @@ def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict
 
 
 def _from_main_rank(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Rank 0 has all tensors whole, the others receive one at a time and keep their slices: one
-    copy per run.
+    """Broadcast the tensors of rank 0 one at a time; each rank keeps its slices. Only rank 0 holds
+    a whole copy.
     """
     for name, tensor in stored_tensors(model).items():
         local, where = local_slices(tensor)

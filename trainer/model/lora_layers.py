@@ -1,7 +1,7 @@
 """Choose the layers that get LoRA adapters, and say why others cannot have one.
 
-Layers are chosen here by their full names, because peft gives some names in `target_modules`
-another meaning: see `written`.
+Layers are chosen by their full names, because peft gives some names in `target_modules` another
+meaning: see `written`.
 """
 
 import re
@@ -21,12 +21,7 @@ ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)
 _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names of the layers of one expert in files and in older versions of transformers."""
-
-_NO_EXPERTS = (
-    "it takes in experts, whose weights are stacked in one tensor; where transformers computes them "
-    "as grouped products, experts.gate_up_proj and experts.down_proj name them"
-)
+"""Names of the layers of one expert that peft may convert to stacked weights."""
 _NO_HEAD = (
     "the embeddings and the output head cannot have adapters here: the head holds the loss, and "
     "may share the embeddings' weight"
@@ -35,20 +30,22 @@ _NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapte
 
 
 def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> list[str]:
-    """The full names of the layers that `targets` names, in the model's order.
+    """Return the full names of the layers that `targets` names, in the model's order.
 
     `targets` is `all-linear`, a list of ends of names, or one regular expression of whole names.
+    The stacked weights of experts are named with their module only, as `experts.down_proj`: a
+    plain `down_proj` means dense layers and shared experts.
+
     Raises `ConfigError`, which begins with `said`, if a target names no layer, or one that cannot
     have an adapter.
     """
-    obstacles = _obstacles(model)
-    adaptable = [name for name, obstacle in obstacles.items() if not obstacle]
     stacked = expert_weights(model)
+    obstacles = _obstacles(model) | dict.fromkeys(stacked, "")
+    linear = [name for name, obstacle in obstacles.items() if not obstacle and name not in stacked]
     if targets == ALL_LINEAR:
-        return [name for name in adaptable if not is_router(name)]
-    leaves = list(dict.fromkeys(map(leaf, adaptable)))
-    examples = ", ".join(leaves[:12]) + ", …" * (len(leaves) > 12)
-    fix = f"Fix: model.target_modules=all-linear, or a list of: {examples}"
+        return [name for name in linear if not is_router(name)]
+    ends = dict.fromkeys([*map(leaf, linear), *(".".join(n.split(".")[-2:]) for n in stacked)])
+    fix = f"Fix: model.target_modules=all-linear, or a list of: {', '.join(ends)}"
     is_pattern = isinstance(targets, str)
     found: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
@@ -56,10 +53,14 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
         except re.error as error:
             raise ConfigError(f"{said}: it is no regular expression: {error}") from error
-        named = [name for name in obstacles if pattern.fullmatch(name)]
+        named = [
+            name
+            for name in obstacles
+            if pattern.fullmatch(name) and (name not in stacked or name.split(".")[-2] in target)
+        ]
         if not named:
-            hint = did_you_mean(target, leaves)
-            if target in leaves:
+            hint = did_you_mean(target, list(ends))
+            if target in ends:
                 hint = (
                     f"a string is a regular expression of whole names; "
                     f"model.target_modules=[{target}] names these layers"
@@ -67,18 +68,10 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             raise ConfigError(
                 f"{said}: '{target}' names no layer of this model{hint and f'; {hint}'}.\n{fix}"
             )
-        # down_proj is that of dense layers, experts.down_proj that of experts
-        of_experts = {name for name in named if name in stacked and name.split(".")[-2] in target}
-        found.update(of_experts)
-        if of_experts:
-            named = [name for name in named if obstacles[name] != _NO_EXPERTS]
-        # gate_proj may also name a dense MLP or a shared expert, which is then what it means
-        meant = {leaf(name) for name in named if not obstacles[name]}
         for name in named:
-            obstacle = obstacles[name]
-            if obstacle and not (obstacle == _NO_EXPERTS and leaf(name) in meant):
-                raise ConfigError(f"{said}: '{name}' cannot be adapted: {obstacle}.\n{fix}")
-        found.update(name for name in named if not obstacles[name])
+            if obstacles[name]:
+                raise ConfigError(f"{said}: '{name}' cannot be adapted: {obstacles[name]}.\n{fix}")
+        found.update(named)
     return [name for name in obstacles if name in found]
 
 
@@ -99,12 +92,13 @@ def is_router(name: str) -> bool:
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) that make peft adapt exactly the layers of these `names`.
+    """Return the (target_modules, target_parameters) with which peft adapts exactly the layers
+    `names`.
 
     For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or
-    down_proj for the experts' stacked weights, even that of a dense MLP or of a shared expert: it
-    converts adapters that were trained when each expert had layers of its own. A parameter
-    `…gate_proj.weight` is not converted, and has the same adapter.
+    down_proj for the experts' stacked weights, even if it belongs to a dense MLP or a shared
+    expert: it converts adapters that were trained when each expert had its own layers. A parameter
+    `…gate_proj.weight` is not converted and gets the same adapter.
     """
     adapted = set(names)
     left_out = {leaf(name) for name, _ in model.named_modules() if name not in adapted}
@@ -141,13 +135,10 @@ def _counted(names: Counter[str]) -> str:
 
 
 def _obstacles(model: PreTrainedModel) -> dict[str, str]:
-    """Return {module: why it cannot have an adapter, or ""}, in the model's order, with the names
-    that targets may use for layers of experts.
-    """
+    """Return {module: why it cannot have an adapter, or ""}, in the model's order."""
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        found |= dict.fromkeys(_layers_of_experts(name, module), _NO_EXPERTS)
         found |= dict.fromkeys(_read_by_kernels(name, module), _NO_MIXER)
         if name in found:
             continue
@@ -160,17 +151,6 @@ def _obstacles(model: PreTrainedModel) -> dict[str, str]:
         else:
             found[name] = ""
     return found
-
-
-def _layers_of_experts(name: str, module: nn.Module) -> list[str]:
-    """Name a module that holds the stacked weights of several experts, and its layers as they are
-    called here, in files and in older versions of transformers.
-    """
-    is_named_so = "expert" in f"{name}.{type(module).__name__}".lower()
-    if not is_named_so or not _has_matrix(module) or isinstance(module, _LINEAR):
-        return []
-    leaves = [*module._parameters, *_EXPERT_LAYERS, *(f"0.{leaf}" for leaf in _EXPERT_LAYERS)]
-    return [name, *(f"{name}.{leaf}" for leaf in leaves)]
 
 
 def _read_by_kernels(name: str, module: nn.Module) -> list[str]:

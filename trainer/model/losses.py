@@ -25,7 +25,7 @@ where the losses are cross-entropy).
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the trained loss beside its main formula."""
+    """A weighted part of the trained loss besides its main formula."""
 
     formula: Formula
     weight: float
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Loss:
-    """The trained loss: a main formula and further terms, each with its weight.
+    """The trained loss: a main formula and further weighted terms.
 
     Calling it returns what `LossAndGradient` describes.
     """
@@ -83,13 +83,13 @@ class Loss:
 
 
 def cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
-    """-log p(label)."""
+    """Return -log p(label)."""
     return -logits_CV.log_softmax(dim=-1).gather(1, labels_C[:, None])[:, 0]
 
 
 def dft(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
-    """Dynamic Fine-Tuning: -p log p(label) where the weight p = p(label) is a constant to the
-    gradient.
+    """Return the loss of Dynamic Fine-Tuning: -p log p(label), where the weight p = p(label) is a
+    constant for the gradient.
 
     Tokens that the model finds unlikely no longer dominate the update. Source: arXiv 2508.05629,
     equation 9.
@@ -116,7 +116,7 @@ def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tens
 
 
 def _softmax_minus_onehot(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
-    """Cross-entropy and its gradient, both in float32."""
+    """Return cross-entropy and its gradient, both in float32."""
     label_C1 = labels_C[:, None]
     log_probs_CV = logits_CV.float().log_softmax(dim=-1)
     losses_C = -log_probs_CV.gather(1, label_C1)[:, 0]

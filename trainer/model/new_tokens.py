@@ -1,6 +1,4 @@
-"""Tokens that a model does not have yet: its directory with a longer tokenizer, and rows for
-them in its weights.
-"""
+"""Add tokens to a model: a directory with a longer tokenizer, and rows for them in the weights."""
 
 import hashlib
 import json
@@ -24,16 +22,16 @@ from trainer.runtime.files import publish
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
-"""Rows of a vocabulary that grows: matrix products are fast at multiples of it."""
+"""A vocabulary grows to a multiple of this, for which matrix products are fast."""
 NOISE = 0.1
-"""Share of the rows' spread: new tokens begin near the average token, but not equal."""
+"""Noise as a share of the rows' spread: new tokens begin near the average token, but not equal."""
 _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, dict[str, int]]:
-    """(a directory like `path` whose tokenizer has `tokens`, the ids of those that were new).
+    """Return (a directory like `path` whose tokenizer has `tokens`, {added token: id}).
 
-    All but config and tokenizer are links to the files of `path`. Raises `ConfigError`,
+    All files except config and tokenizer are links to those of `path`. Raise `ConfigError` or
     `CannotWriteError`.
     """
     source = Path(path).resolve()
@@ -76,7 +74,7 @@ def _added(token: str) -> Any:
 
 
 def _longer(source: Path, num_tokens: int) -> str:
-    """config.json with a vocabulary of at least so many rows."""
+    """Return config.json with a vocabulary of at least `num_tokens` rows."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if "text_config" in tree:
         raise ConfigError(
@@ -89,7 +87,7 @@ def _longer(source: Path, num_tokens: int) -> str:
 
 
 def _described(source: Path, ids: dict[str, int]) -> str:
-    """tokenizer_config.json, which lists added tokens once more."""
+    """Return tokenizer_config.json, which lists added tokens too."""
     tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
         tree["added_tokens_decoder"] |= {
@@ -100,8 +98,8 @@ def _described(source: Path, ids: dict[str, int]) -> str:
 
 
 def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
-    """Named by what it holds, so that it is made once; ranks that make it at the same time make
-    the same.
+    """Make the directory, named by a hash of its contents: it is made once, and ranks that make it
+    at the same time make equal ones.
     """
     key = json.dumps([str(source), sorted(os.listdir(source)), contents], sort_keys=True)
     target = cache_dir.resolve() / "models" / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -121,10 +119,11 @@ def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
 
 @torch.no_grad()
 def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, seed: int) -> None:
-    """Rows of new tokens, and those that only fill up the vocabulary: the mean of the trained
-    tokens' rows and noise that (seed, token) decides, whatever the number of ranks. Collective.
+    """Fill the rows of new tokens, and those that only pad the vocabulary. Collective. A row is the
+    mean of the trained tokens' rows plus noise, which depends on (seed, token) and not on the
+    number of ranks.
 
-    `num_stored`: rows of the weights that were loaded.
+    `num_stored`: rows of the loaded weights.
     """
     head: Any = model.get_output_embeddings()
     first = min(*ids.values(), num_stored)
@@ -141,7 +140,7 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
         dist.all_reduce(count)
         mean = sums[0] / count
         spread = (sums[1] / count - mean.square()).clamp(min=0).sqrt()
-        # sums in another order differ in their last digits, which these do not have
+        # drops the last digits, in which sums in another order differ
         mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
         for number, text in texts.items():
             if begin <= number < begin + len(local):

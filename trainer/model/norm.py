@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 1e-6
-"""Relative, between float32 results of a module's own forward and this one, for it to be taken
-over.
+"""Largest relative difference of a module's float32 result for which its forward is replaced.
 """
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Statistics and products in float32; rounds to the input's dtype where transformers does."""
+    """Statistics and products in float32; rounded to the input's dtype where transformers rounds."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -49,10 +48,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """weight * hidden / root(mean(hidden**2) + eps) over the last dimension, in the dtype of
+    """Return weight * hidden / sqrt(mean(hidden**2) + eps) over the last dimension, in the dtype of
     `hidden_TH`.
     """
-    # torch's own kernels: one forward, two backward, where these are twenty
+    # torch's kernels: one forward and two backward, instead of twenty
     if hidden_TH.device.type == "cuda":
         return F.rms_norm(hidden_TH, weight_H.shape, weight_H, eps)
     result: Tensor = _RmsNorm.apply(hidden_TH, weight_H, eps)
@@ -60,8 +59,8 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def take_over_norms(model: nn.Module) -> int:
-    """Let every module that computes just this use it, whatever its class is called; returns
-    how many there are.
+    """Replace the forward of every module that computes this norm, whatever its class. Return how
+    many there are.
     """
     replaced = 0
     for module in model.modules():
@@ -76,8 +75,8 @@ def forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _looks_alike(module: nn.Module) -> bool:
-    """One weight, an epsilon, and a forward that takes the input alone: no gate, not even an
-    optional one.
+    """Return True for modules with one weight, an epsilon, and a forward that takes the input
+    alone: no gate, not even an optional one.
     """
     names = [name for name, _ in module.named_parameters()]
     has_input_alone = len(inspect.signature(module.forward).parameters) == 1
@@ -85,7 +84,7 @@ def _looks_alike(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any) -> bool:
-    """Asked of the module itself, with whatever else it has been set to: groups, or a one added to
+    """Return True if the module computes this norm, as it is configured: groups, or a one added to
     its weight, give other numbers. The weight is far from its initial value, where such differences
     do not show.
     """

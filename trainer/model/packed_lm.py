@@ -69,7 +69,7 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
 def build_on_meta(
     source: ModelSource, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
 ) -> PreTrainedModel:
-    """The model without weights (buffers are real), its forward replaced by `PackedBatch ->
+    """Build the model without weights (buffers are real). Its forward becomes `PackedBatch ->
     LossOutput`.
     """
     model: Any = _empty_model(source)
@@ -94,9 +94,10 @@ def build_on_meta(
 
 
 def _empty_model(source: ModelSource) -> PreTrainedModel:
+    """Build transformers' own model without memory for its parameters."""
     experts.register()
     config = copy.deepcopy(source.config)  # the model writes to it
-    # the fused one leaves out caps without a word
+    # fused attention leaves out soft caps without a warning
     is_capped = getattr(config, "attn_logit_softcapping", None)
     implementations = ["eager"] if is_capped else ["sdpa", "eager"]
     for implementation in implementations:
@@ -116,8 +117,8 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
 
 
 def _find_base_model(model: PreTrainedModel) -> None:
-    """`base_model_prefix` names a module that some classes call otherwise: it is the one that
-    holds the embeddings.
+    """Set `base_model_prefix` to the module that holds the embeddings, where a class gives another
+    name.
     """
     if model.base_model is model:
         for name, child in model.named_children():
@@ -129,7 +130,7 @@ def _find_base_model(model: PreTrainedModel) -> None:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse what the fused head would silently get wrong."""
+    """Refuse models for which the fused head would be wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise ConfigError(
@@ -144,8 +145,8 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse what sharding layer by layer or the export would get wrong. Some architectures share
-    the bias of a head when they are given one.
+    """Refuse parameters shared between layers: sharding by layer and the export would be wrong.
+    Some architectures share the bias of a head if they have one.
     """
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     num_names = len(list(model.named_parameters(remove_duplicate=False)))
@@ -157,7 +158,7 @@ def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 class _BaseOutput(list[Tensor]):
-    """Stands in for the output of a base model: hidden states alone."""
+    """Stand-in for the output of a base model: hidden states alone."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -165,7 +166,7 @@ class _BaseOutput(list[Tensor]):
 
 def _is_head_all(model: PreTrainedModel) -> bool:
     """Return True if the logits are the output head applied to the last hidden states: no scale, no
-    cap, no other layer, no shorter vocabulary. The architecture's own forward runs once with
+    cap, no other layer, no shorter vocabulary. Run the architecture's own forward once with
     stand-ins for base model and head.
     """
     head: Any = model.get_output_embeddings()
@@ -177,7 +178,7 @@ def _is_head_all(model: PreTrainedModel) -> bool:
         head.forward = lambda hidden: hidden[..., :1].expand(*hidden.shape[:-1], head.out_features)
         logits_1TV = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         return torch.equal(logits_1TV, head(hidden_1TH))
-    except Exception:  # it does more with them, whatever that is
+    except Exception:  # the architecture does more with them
         return False
     finally:
         for module in (*parts, head):
@@ -185,7 +186,7 @@ def _is_head_all(model: PreTrainedModel) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks that are sharded, compiled and recomputed one by one: the largest
+    """Return the repeated blocks that are sharded, compiled and recomputed one by one: the largest
     list of modules.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -198,9 +199,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
-    """The ranks that hold the tokens of its batches between them; None where each has all of
-    its own.
-    """
+    """Return the ranks that share the tokens of a batch; None if each rank has its own."""
     group: ProcessGroup | None = vars(model).get("sequence_group")
     return group
 
@@ -208,9 +207,7 @@ def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
 def run_plain(
     model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any
 ) -> Any:
-    """Call a forward of the architecture's own; what runs inside knows the documents that lie
-    in the batch.
-    """
+    """Call a forward of the architecture; modules inside it find the documents of the batch."""
     with attention.documents(
         DocumentLengths(batch.seqlens, sequence_group(model)) if model.is_packed else None
     ):
@@ -236,7 +233,7 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
 
 
 def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
-    """The loss of the supervised positions; the head sees only those."""
+    """Return the loss of the supervised positions, the only ones that the head computes."""
     hidden_TH = run_plain(self, self.base_model, batch).last_hidden_state[0]
     head: Any = self.get_output_embeddings()
     output: LossOutput = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])

@@ -31,7 +31,7 @@ KEPT_BYTES = 2**30
 parameters in bfloat16.
 """
 _MAX_VARIANTS = 32
-"""Compiled forms of one function: kinds of layer x with and without gradients x one token or more.
+"""Compiled variants of one function: kinds of layer x with and without gradients x one token or more.
 Above its limit (8 by default) torch.compile runs the function uncompiled."""
 
 
@@ -49,20 +49,20 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
     if config.enable_gradient_checkpointing and not (is_selective and config.compile):
         recompute_activations(model, str(config.enable_gradient_checkpointing))
     if config.compile:
-        compile_layers(model, is_selective=is_selective)  # which fuses norms by itself
+        compile_layers(model, is_selective=is_selective)  # fuses norms, too
     else:
         take_over_norms(model)
     shard(model, config, world)
 
 
 def recompute_activations(model: PreTrainedModel, how: str) -> None:
-    """Compute each layer's activations again in the backward pass; selectively, all but what
-    `_expensive` names; with offload, from inputs that waited in host memory.
+    """Recompute each layer's activations in the backward pass. `selective` keeps the results of
+    expensive operations; `offload` keeps the layer's input in host memory.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"{type(model).__name__} cannot recompute activations: set "
-            f"model.enable_gradient_checkpointing=false"
+            f"{type(model).__name__} cannot recompute activations.\n"
+            f"Fix: model.enable_gradient_checkpointing=false"
         )
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:
@@ -75,8 +75,8 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
 
 
 def _selective() -> Callable[[], attention.Contexts]:
-    """Keeps what linear layers, experts and fused attention make, for `checkpoint`. The rest
-    costs little.
+    """Return a context that keeps the results of linear layers, experts and fused attention for
+    `checkpoint`. All else is cheap to recompute.
     """
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
@@ -94,12 +94,11 @@ def _selective() -> Callable[[], attention.Contexts]:
 
 
 def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
-    """Compile each layer's forward, one graph for all since they are alike, and the loss; FSDP's
-    hooks stay outside.
+    """Compile each layer's forward and the loss. FSDP's hooks stay outside.
 
-    Shapes are dynamic from the start: every batch has another number of tokens. Selective
+    Shapes are dynamic from the start, because every batch has another number of tokens. Selective
     recomputation is part of the graph, which must then be one: around compiled code it would keep
-    memory that the code writes to again.
+    memory that the code overwrites.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
@@ -112,9 +111,7 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """One FSDP unit per decoder layer; embeddings and head are units of their own unless they
-    share a weight.
-    """
+    """Make each decoder layer an FSDP unit; also embeddings and head, unless they share a weight."""
     fsdp = config.fsdp_config
     dtype = compute_dtype(fsdp.param_dtype, world.device)
     ignored = _used_in_place(model, world, is_offloaded=fsdp.cpu_offload)
@@ -161,12 +158,12 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
 def _used_in_place(
     model: PreTrainedModel, world: World, *, is_offloaded: bool
 ) -> set[nn.Parameter]:
-    """Return the parameters that FSDP leaves alone: what is frozen, where each rank holds the whole
-    model anyway.
+    """Return the parameters that FSDP leaves alone: frozen ones, if each rank holds the whole
+    model.
 
     FSDP would copy a shard that is the whole parameter in order to gather it. A frozen parameter
-    already has the dtype it is computed in, and no gradient to reduce. Offloaded parameters do have
-    to come to the device.
+    already has its compute dtype and no gradient to reduce. Offloaded parameters must still be
+    copied to the device.
     """
     if world.num_shards > 1 or is_offloaded:
         return set()
@@ -178,7 +175,7 @@ def _used_in_place(
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
-    """Return True if all layers, gathered, take more memory than is worth a second gather."""
+    """Return True if all layers gathered together take more memory than a second gather is worth."""
     numel = sum(
         parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()
     )
@@ -186,11 +183,11 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
 
 
 def _sum_gradients(module: nn.Module, world: World) -> None:
-    """Ranks add their gradients: the loss is already divided by the global token count.
+    """Make ranks add their gradients: the loss is already divided by the global token count.
 
     FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it
-    lacks. A parameter that the documents of one rank do not use (an expert, a branch) has a
-    gradient of zero there, not none: ranks would add up other parameters than each other.
+    lacks. A parameter that the documents of one rank do not use (an expert, a branch) gets a zero
+    gradient there. Without it, ranks would add gradients of different parameters.
     """
     assert isinstance(module, FSDPModule)
     if world.size > 1:  # one rank divides by one anyway, and by a factor in a pass of its own
@@ -200,12 +197,11 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
-    """Do what a step needs only once after its last backward pass.
+    """Set what a step needs only in its last backward pass.
 
-    Replicas of the shards add their gradients: until then each keeps its own sum, in the dtype of
-    reductions, of the same parameters each time. Parameters that stay gathered between forward and
-    backward pass anyway stay so for the next micro-batch too: the fullest moment of a step has them
-    all.
+    Replicas add their gradients once; until then each keeps its own sum, in the dtype of
+    reductions. Parameters that stay gathered between forward and backward pass also stay gathered
+    for the next micro-batch: the peak of memory has them all anyway.
     """
     owner: Any = model
     assert isinstance(model, FSDPModule)
@@ -214,9 +210,9 @@ def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
 
 
 def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
-    """FSDP2 casts what it has reduced to the dtype of the parameter: a sum over micro-batches would
-    be rounded with each of them, and depend on their number. Known only once FSDP2 has looked at
-    the parameters, at its first forward.
+    """Keep reduced gradients in float32. FSDP2 casts them to the dtype of the parameter, so a sum
+    over micro-batches would be rounded with each of them. FSDP2 sets the dtype at its first
+    forward.
     """
     for module in model.modules():
         for group in (
@@ -234,8 +230,8 @@ def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:
-    """Units that stay gathered for their backward pass would stay so for good when there is none:
-    the parameters that an optimizer or a checkpoint then sees would be the gathered copies.
+    """Reshard after a forward pass without gradients. Units that stay gathered for a backward pass
+    would otherwise stay so, and the optimizer or a checkpoint would see the gathered copies.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

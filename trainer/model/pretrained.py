@@ -26,26 +26,28 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of architecture and weights. `path` is a local directory (Hub ids are resolved
-    before). Each file is read once.
+    """Source of architecture and weights. `path` is a local directory; Hub ids are resolved before.
+    Each file is read once.
     """
 
     path: str
     random_weights: bool = False
     trust_remote_code: bool = False
     new_tokens: dict[str, int] = field(default_factory=dict)
-    """Ids of tokens for which the weights have no trained rows."""
+    """{token: id} of tokens without trained rows."""
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """The architecture of the language model, which may be one part of several. Raises
-        `ConfigError` for anything but a decoder in full precision.
+        """Return the architecture of the language model, which may be one part of several. Raise
+        `ConfigError` unless it is a decoder that can be loaded.
         """
         return self._stored_config if self.whole is None else weights.text_config(self.whole)
 
     @cached_property
     def whole(self) -> PreTrainedModel | None:
-        """The class that wrote the files, on meta, if the language model is one part of several."""
+        """Return the class that wrote the files, on meta, if the language model is one part of
+        several.
+        """
         try:
             return weights.whole_model(self._stored_config)
         except ConfigError as error:
@@ -53,7 +55,7 @@ class ModelSource:
 
     @cached_property
     def text(self) -> PreTrainedModel:
-        """The language model on meta."""
+        """Return the language model on meta."""
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 self.config, trust_remote_code=self.trust_remote_code
@@ -62,12 +64,12 @@ class ModelSource:
 
     @cached_property
     def places(self) -> Places:
-        """Where the language model is in the whole."""
+        """Return where the language model is in the whole."""
         return {} if self.whole is None else weights.places_of(self.text, self.whole)
 
     @cached_property
     def weights(self) -> "SourceWeights":
-        """The tensors of the files. Raises `ConfigError` if the model cannot be made of them."""
+        """Return the tensors of the files. Raise `ConfigError` if they do not make the model."""
         files = _stored_files(Path(self.path))
         try:
             groups, others = weights.match(self.text, self.whole, files)
@@ -112,7 +114,7 @@ class SourceWeights:
         lacking = _required(model, stored_tensors(model).keys() - own)
         path = self.source.path
         if lacking:
-            way_out = "; use model.random_weights=true to start from random ones"
+            way_out = ".\nFix: model.random_weights=true starts from random ones"
             raise ConfigError(
                 f"model.partial_pretrain={path} lacks weights for {lacking[:5]}"
                 f"{way_out if self.source.whole is None else ''}"
@@ -121,12 +123,12 @@ class SourceWeights:
             if not _are_equal(self.files[name], self.files[kept]):
                 raise ConfigError(
                     f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but "
-                    f"config.json ties them; set tie_word_embeddings to false there"
+                    f"config.json ties them.\nFix: set tie_word_embeddings to false there"
                 )
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Name of a tied tensor of the files -> name of the tensor that it is another copy of."""
+        """Return {name of a tied tensor of the files: name of the tensor that it copies}."""
         by_own: dict[tuple[str, ...], str] = {}
         aliases = {}
         for group in self.groups:
@@ -138,9 +140,9 @@ class SourceWeights:
 
 
 def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
-    """The tensors of the files that are not trained, for exports to carry; None if there are none.
+    """Return the untrained tensors of the files, which exports carry; None if there are none.
 
-    Raises `ConfigError` where a tensor of the text part of several parts is not found.
+    Raise `ConfigError` if the files lack a tensor of the text part of several parts.
     """
     if source.random_weights:
         if source.whole is None:
@@ -174,9 +176,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters once each (a tied head is absent), then the buffers that belong to the
-    weights; no adapters.
-    """
+    """Return parameters once each (no tied head), then the buffers that are saved; no adapters."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
@@ -188,7 +188,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
-    """The names that transformers too would call missing, and every parameter."""
+    """Return the missing names that transformers would report, and every missing parameter."""
     report = LoadStateDictInfo(
         missing_keys=set(missing),
         unexpected_keys=set(),
@@ -212,7 +212,7 @@ def _stored_files(path: Path) -> dict[str, StoredTensor]:
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compared some rows at a time: embeddings are large, and every rank does this."""
+    """Compare some rows at a time, because every rank does this and embeddings are large."""
     parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
     return one.shape == other.shape and all(
         torch.equal(one.read(part), other.read(part)) for part in parts

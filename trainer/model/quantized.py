@@ -1,4 +1,4 @@
-"""Quantized checkpoints, read as the bfloat16 weights that they stand for.
+"""Read quantized checkpoints as bfloat16 weights.
 
 A weight is stored as codes (float8, or two 4-bit floats a byte) and as scales, each for a block of
 rows and columns. Readers of these tensors see neither: they ask for slices in bfloat16, and only
@@ -30,8 +30,6 @@ _MXFP4 = ("_blocks", "_scales")
 _MXFP4_COLUMNS = 32
 """Columns of a block in the checkpoints of gpt-oss, which hold each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
-_ROWS = 256
-"""Rows converted at once, which bounds the memory of the float32 values."""
 
 
 def weights_in(directory: Path) -> dict[str, StoredTensor]:
@@ -133,9 +131,10 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight as codes and scales. `block`: rows and columns that share a scale; `num_columns` of
-    the weight as stored; `is_mxfp4`: the codes have one more dimension, and the weight is the
-    transposed of what is stored.
+    """A weight as codes and scales.
+
+    `block`: rows and columns that share a scale. `num_columns`: of the stored weight. `is_mxfp4`:
+    the codes have one more dimension, and the weight is stored transposed.
     """
 
     codes: StoredTensor
@@ -152,7 +151,7 @@ class _Quantized:
         block_size: tuple[int, int] | None,
         place: str,
     ) -> "_Quantized":
-        """Raises `ConfigError` if the scales do not fit; `place` names the codes."""
+        """Raise `ConfigError` if the scales do not fit. `place` names the codes."""
         is_mxfp4 = len(codes.shape) == 4
         shape = codes.shape
         if is_mxfp4:
@@ -193,10 +192,7 @@ class _Quantized:
                 slice(part.start + index, part.start + index + 1)
                 for part, index in zip(outer, place, strict=True)
             ]
-            for first in range(rows.start, rows.stop, _ROWS):
-                some = slice(first, min(first + _ROWS, rows.stop))
-                values_RC = self._values(picked, some)[:, columns]
-                made[place][some.start - rows.start : some.stop - rows.start] = values_RC
+            made[place] = self._values(picked, rows)[:, columns]
         return made.transpose(-2, -1).contiguous() if self.is_mxfp4 else made
 
     def _values(self, picked: list[slice], rows: slice) -> Tensor:

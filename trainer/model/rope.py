@@ -17,8 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def length_limit(config: PretrainedConfig) -> int | None:
-    """The longest text up to which the frequencies stay as they are; None if they do not depend
-    on it.
+    """Return the longest document for which the frequencies are constant; None if they do not
+    depend on the length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     # one, or by layer type
@@ -28,8 +28,8 @@ def length_limit(config: PretrainedConfig) -> int | None:
 
 
 def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Choose the frequencies by the document's length alone, known on the host; packed ones are
-    within the limit.
+    """Choose the frequencies by the length of the document, which the host knows. Packed documents
+    are within the limit.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -47,7 +47,7 @@ def _forward(
     frequencies = getattr(self, f"{prefix}original_inv_freq").to(x.device)
     limit, length = _limit(self.config, parameters), position_ids.shape[-1]
     if limit is not None and not is_packed and length > limit:
-        # a tensor, as transformers has it: an int would be rounded differently
+        # a tensor as in transformers: an int would be rounded differently
         frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
             self.config, x.device, seq_len=torch.tensor(length), **of_layer
         )

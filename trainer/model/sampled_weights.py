@@ -26,8 +26,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = lambda: None) -> str:
-    """One sha256 for all of these files, in their order; `progress` is called after each.
-    Raises `ConfigError`.
+    """Return one sha256 of these files, in order. Call `progress` after each file. Raise
+    `ConfigError`.
     """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -56,10 +56,9 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
 
 
 def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The header of a safetensors file, and where each tensor begins and ends in the file.
+    """Return the header of a safetensors file, and where each tensor begins and ends in the file.
 
-    A header that is none is left to the loader, which names the fault: then the file is sampled as
-    one piece.
+    The loader reports a broken header; here such a file is sampled as one piece.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if length > min(size, MAX_HEADER_BYTES):
@@ -78,7 +77,7 @@ def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Evenly spread over a span, the first at its begin, the last at its end; three at least if
+    """Yield blocks spread evenly over a span, including its first and last bytes; at least three if
     it is long enough.
     """
     if end - begin <= 3 * BLOCK_BYTES:

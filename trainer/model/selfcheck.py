@@ -1,8 +1,8 @@
-"""Before training: our loss and its gradient must agree with transformers' own, and no document may
-feel its neighbour.
+"""Check before training that loss and gradient agree with transformers' own, and that packed documents
+do not influence each other.
 
 A wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits,
-or a backward pass of ours that is not that of its forward pass shows here, for any architecture.
+or a backward pass that does not match its forward pass shows here, for any architecture.
 """
 
 import re
@@ -25,8 +25,7 @@ from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
 
 LENGTHS = (13, 8)
-"""Tokens of the two documents. `tests/numerics/test_selfcheck.py` compares longer ones: beyond
-windows and limits.
+"""Tokens of the two documents.
 """
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another
@@ -44,7 +43,7 @@ those of a key's bias, are rounding alone.
 
 
 class Errors(NamedTuple):
-    """Relative differences; those of the gradients are equal on all ranks."""
+    """Relative differences. Those of the gradients are equal on all ranks."""
 
     loss: float
     gradients: dict[str, float]
@@ -60,12 +59,11 @@ def compare(
     lengths: tuple[int, ...] = LENGTHS,
     formula: Formula,
 ) -> Errors:
-    """Compare documents of `lengths`, packed where the model is, with transformers' own forward
-    pass of each alone.
+    """Compare documents of `lengths`, packed if the model is, with transformers' own forward pass
+    of each document alone.
 
-    `loss` is also the largest change of a document's logits when the document beside it is another:
-    that shows a leak far below what the rounding of bf16 lets the loss show. Collective. No
-    gradient is left behind.
+    `loss` also covers the largest change of a document's logits when its neighbour changes: this
+    shows a leak far below the rounding of bf16 losses. Collective. No gradient is left behind.
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
@@ -91,8 +89,8 @@ def compare(
 def _reference(
     model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
 ) -> tuple[float, dict[str, Tensor]]:
-    """Summed loss and its gradient from autograd of `formula` over transformers' own model, as new
-    for each document, with eager attention.
+    """Return the summed loss and its gradient, by autograd of `formula` over transformers' own
+    model with eager attention, reset for each document.
     """
     total = 0.0
     num_sharing = 1 if (group := sequence_group(model)) is None else group.size()
@@ -103,7 +101,7 @@ def _reference(
             with _forgotten(model):
                 logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
             loss = formula(logits_TV[:-1].float(), document[1:].to(device)).sum()
-            # which all of them find, and the ranks' gradients are added up
+            # every sharing rank computes the whole loss, and their gradients are added up
             (loss / num_sharing).backward()
             total += loss.item()
     return total, _take_gradients(model)
@@ -112,7 +110,7 @@ def _reference(
 def _ours(
     model: PreTrainedModel, documents: list[Tensor], device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    """Summed loss and its gradient as training computes them. Collective."""
+    """Return the summed loss and its gradient as training computes them. Collective."""
     total = 0.0
     batches = [documents] if model.is_packed else [[document] for document in documents]
     for batch in batches:
@@ -123,9 +121,9 @@ def _ours(
 
 
 def _take_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """{parameter: this rank's shard of its gradient}; none stays at its parameter.
+    """Return {parameter: this rank's shard of its gradient} and clear the gradients.
 
-    Two copies take no more memory than gradients and the optimizer's state do later.
+    Two copies take no more memory than gradients and optimizer state do later.
     """
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -142,13 +140,13 @@ def _gradient_errors(
     expected: dict[str, Tensor],
     device: torch.device,
 ) -> dict[str, float]:
-    """{kind of parameter: norm of the difference over norm of what is expected}, all ranks'
-    parts together.
+    """Return {kind of parameter: norm of the difference / norm of the expected gradient} over all
+    ranks.
     """
     kinds = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
     columns = {kind: column for column, kind in enumerate(dict.fromkeys(kinds.values()))}
     squares_2K = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
-    nothing = torch.zeros(())  # of the host, which works beside gradients of either device
+    nothing = torch.zeros(())  # on the host: works with gradients on any device
     for name, kind in kinds.items():
         theirs = expected.get(name, nothing)
         difference = ours.get(name, nothing) - theirs
@@ -163,7 +161,7 @@ def _gradient_errors(
 
 
 def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
-    """The sum over the ranks that hold a batch between them. Collective."""
+    """Return the sum over the ranks that share a batch. Collective."""
     if (group := sequence_group(model)) is not None:
         dist.all_reduce(part, group=group)
     return part
@@ -171,11 +169,10 @@ def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(model: PreTrainedModel) -> Iterator[None]:
-    """Nothing of ours: every module runs the forward of its own class, the head that of a linear
-    layer.
+    """Run every module with the forward of its class, and the head as a linear layer.
 
-    Forwards are put back by name, not on another model, since sharding hooks belong to the calls of
-    these modules.
+    Forwards are restored by name rather than on another model, because sharding hooks belong to the
+    calls of these modules.
     """
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     head = model.get_output_embeddings()
@@ -204,8 +201,8 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _forgotten(model: PreTrainedModel) -> Iterator[None]:
-    """Undo afterwards what modules without parameters keep of a forward pass, such as rotary
-    frequencies.
+    """Restore afterwards the state that modules without parameters keep of a forward pass, such as
+    rotary frequencies.
     """
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if not [*m.parameters()]]
     try:
@@ -220,8 +217,8 @@ def _forgotten(model: PreTrainedModel) -> Iterator[None]:
 def _influence(
     model: PreTrainedModel, forms: list[list[Tensor]], device: torch.device
 ) -> list[float]:
-    """Relative change of the last document's logits from the first packed form to each other one;
-    its last token, which may be another, is left out.
+    """Return the relative change of the last document's logits from the first form to each other
+    one. Its last token, which may differ, is left out.
     """
     tokens = slice(-len(forms[0][-1]), -1)
     plain: Any = model.original_forward
@@ -242,8 +239,8 @@ def _influence(
 
 
 def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
-    """Documents end to end, every token but the first of each a label; of them what this rank
-    holds.
+    """Return this rank's share of the documents end to end, with every token but the first of each
+    as a label.
     """
     input_ids_T = torch.cat(documents)
     labels_T = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in documents])

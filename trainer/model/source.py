@@ -1,4 +1,4 @@
-"""Find a model in a local directory, or download it from the Hub once. Faults are named before
+"""Find a model in a local directory, or download it from the Hub once. Errors are raised before
 torch is imported.
 """
 
@@ -24,11 +24,11 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken"
 def find_model(
     name: str, *, random_weights: bool, progress: Callable[[], None] = lambda: None
 ) -> str:
-    """The local directory of `model.partial_pretrain`, downloaded if it is a Hub id that is not
-    cached yet.
+    """Return the local directory of `model.partial_pretrain`. A Hub id that is not cached is
+    downloaded.
 
-    `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks
-    what a run needs.
+    `progress` is called as bytes arrive. Raise `ConfigError` if there is no such model, or if files
+    are missing.
     """
     patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
     return _find(name, patterns, partial(_problem, random_weights=random_weights), progress)
@@ -69,7 +69,7 @@ def require_adapters(model: ModelConfig) -> None:
 
 
 def _local(name: str) -> Path | None:
-    """The directory of that name; None for what may be a Hub id."""
+    """Return the directory of that name; None for a possible Hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -138,7 +138,7 @@ def _require(name: str, problem: str | None) -> None:
 def _cached(
     name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]
 ) -> Path | None:
-    """The copy of an earlier download, if it is whole."""
+    """Return the copy of an earlier download, if it is complete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -166,8 +166,8 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
 
 
 def _ask_hub(name: str) -> None:
-    """One short question: without a network, or for a mistyped id, the client would try for
-    half a minute.
+    """Ask the Hub for the model with a short timeout: without a network, or for a mistyped id, the
+    client would retry for half a minute.
     """
     from huggingface_hub import HfApi
 

@@ -1,5 +1,5 @@
-"""Run modules that would mix packed documents on each document by itself; the rest of their layer
-stays packed.
+"""Run modules that would mix packed documents once per document; the rest of their layer stays
+packed.
 
 A module that passes information between tokens takes a cache in transformers, because it could not
 generate without one. This identifies such modules, whatever they are called. Attention through
@@ -31,13 +31,12 @@ from trainer.model.cpu_attention import group_by_length
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
 _IS_LOOPED = "_is_looped_over_documents"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
-"""Not handed to a looped module: its own kernels might read some of them and its fallbacks
-others.
+"""Not passed to a looped module, because its kernels and its fallbacks read different ones.
 """
 
 
 def loop_over_documents(model: PreTrainedModel) -> bool:
-    """Loop modules over documents in place, where they need it. Returns True if some attention stays
+    """Loop modules over documents in place, where they need it. Return True if some attention stays
     packed; otherwise all attention is looped and uses the mask of the longest document.
     """
     looped = list(_looped(model))
@@ -56,13 +55,13 @@ def loop_over_documents(model: PreTrainedModel) -> bool:
 
 
 def looped_kinds(model: nn.Module) -> list[str]:
-    """Names of the classes that are looped."""
+    """Return the names of the looped classes."""
     return sorted({type(m).__name__ for m in model.modules() if hasattr(m, _IS_LOOPED)})
 
 
 def _looped(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules of a layer that take a cache; of attention that has such inside, or
-    counts its tokens by itself, the whole.
+    """Yield the innermost modules of a layer that take a cache. Attention that contains such a
+    module, or counts its own tokens, is looped as a whole.
     """
     inner = _inner(module)
     if (
@@ -98,10 +97,9 @@ def _code(module: nn.Module) -> types.CodeType:
 def _forward(
     self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any
 ) -> Any:
-    """Run documents of similar length side by side, padded at their ends: state is carried forward
-    alone, so padding reaches no token. Run them one by one if a mask or biases come
-    with them, or if attention is packed inside. Outputs without a row for each token are those of
-    the last call.
+    """Run documents of similar length as one batch, padded at their ends: state is carried forward
+    only, so padding reaches no token. Documents with masks or biases, or with packed attention
+    inside, run one by one. Outputs without a row for each token are those of the last call.
     """
     lengths = attention.running()
     if lengths is None:
@@ -132,14 +130,16 @@ def _forward(
 
 
 def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
-    """Split a tensor with a row for each token, [1, T, ...], by document; return all else unchanged."""
+    """Split a tensor with a row for each token, [1, T, ...], by document; return all else
+    unchanged.
+    """
     is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, sum(seqlens))
     return value[0].split(seqlens) if is_of_tokens else value
 
 
 def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
-    """[D, L, ...] of a group; of a mask or a bias over all tokens, or those of the longest
-    document, the corner.
+    """Return [D, L, ...] of a group. A mask or bias over all tokens, or over those of the longest
+    document, is cut to its corner.
     """
     if isinstance(value, tuple):
         return pad_sequence([value[index] for index in group], batch_first=True)
@@ -151,8 +151,8 @@ def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """[1, T, ...] of all documents' [L, ...]; choices among the tokens of a short one are
-    fewer: zeros behind them.
+    """Join the documents' [L, ...] to [1, T, ...]. Rows of short documents that choose among fewer
+    tokens are padded with zeros.
     """
     if rows[0].ndim > 1:
         width = max(row.shape[-1] for row in rows)
@@ -164,8 +164,8 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def _mask_of_longest(make: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
-    """The mask of one document, of which that of every shorter one is a corner: all of T x T
-    would be too large.
+    """Return the mask of the longest document. The mask of a shorter one is a corner of it; a mask
+    over all T x T tokens would be too large.
     """
     if (lengths := attention.running()) is not None:
         longest = max(lengths.seqlens)

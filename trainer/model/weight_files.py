@@ -9,8 +9,8 @@ SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """One file, else those of the index, in the order in which transformers looks for them; or
-    none. Raises `ConfigError`.
+    """Return the single file, else those of the index, in transformers' order; none if there is
+    neither. Raise `ConfigError`.
     """
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
@@ -20,8 +20,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of
-    them is not there.
+    """Return {tensor: file name} of weights in several files. Raise `ConfigError` if a file is
+    missing.
     """
     try:
         weight_map: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))[

@@ -1,8 +1,7 @@
-"""Models in transformers' files: their class, which tensors are its language model, and
-what converts them.
+"""Match the tensors of files with those of a model, and convert them.
 
-Nothing here goes by the names of models: all follows from transformers' own classes on the meta
-device and its own conversions, one group of tensors at a time.
+Nothing depends on the names of models: transformers' own classes on the meta device and its own
+conversions decide, one group of tensors at a time.
 """
 
 import copy
@@ -44,7 +43,7 @@ from trainer.model.adapter_names import Places
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `dtype` as safetensors calls it; `read` gives the part asked for."""
+    """A tensor in a file. `dtype` is safetensors' name; `read` returns slices."""
 
     file: Path
     shape: tuple[int, ...]
@@ -57,13 +56,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that holds more than is trained, to be written again with everything that it
-    holds.
+    """A checkpoint with more tensors than are trained; exports write all of them.
 
-    others: the tensors that are not trained, and pass through. Where it has several parts, of which
-    the text part is trained, `model` is the class of the whole on the meta device, and `text_names`
-    are the names of the text part's tensors in its files; a text model that comes with further
-    tensors (for multi-token prediction) has neither.
+    `others` are the untrained tensors. If the checkpoint has several parts, of which the text part
+    is trained, `model` is the class of the whole on the meta device and `text_names` are the names
+    of the text part's tensors in its files. A text model that comes with further tensors (for
+    multi-token prediction) has neither.
     """
 
     model: PreTrainedModel | None
@@ -72,7 +70,7 @@ class WholeCheckpoint:
 
     @cached_property
     def others_digest(self) -> str:
-        """SHA-256 over names, layouts and bytes of what passes through."""
+        """Return the SHA-256 of names, layouts and bytes of the untrained tensors."""
         sha256 = hashlib.sha256()
         for name, tensor in self.others.items():
             sha256.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
@@ -82,11 +80,11 @@ class WholeCheckpoint:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of the files and of the model that hold the same values: mostly one each, but for
-    fused ones as experts.
+    """Tensors of the files and of the model that hold the same values: usually one each, more for
+    fused tensors such as experts.
 
-    own: names in the model, a tied one under that which is kept; whole: the same as the class calls
-    them that wrote the files.
+    `own`: names in the model, a tied one under the name that is kept. `whole`: their names in the
+    class that wrote the files.
     """
 
     stored: tuple[str, ...]
@@ -115,13 +113,12 @@ class TensorGroup:
         if self.converter is None:
             return dict.fromkeys(self.stored, tensors[0])
         model: Any = self.model
-        model._weight_conversions = [self.converter]  # the only way in
+        model._weight_conversions = [self.converter]  # transformers reads them from this attribute
         try:
             made = revert_weight_conversion(model, dict(zip(self.whole, tensors, strict=True)))
         finally:
             del model._weight_conversions
-        # a name may have lost a prefix on its way, but the order within a pattern is what loading
-        # goes by too
+        # names may have lost a prefix, but the order within a pattern is the one of loading
         by_pattern: dict[str | None, list[Tensor]] = defaultdict(list)
         for name in sorted(made, key=dot_natural_key):
             by_pattern[self.converter.rename_source_key(name)[1]].append(made[name])
@@ -162,7 +159,7 @@ def stored_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """(this rank's memory of a parameter, where that lies in the whole tensor)."""
+    """Return (this rank's memory of a parameter, its slices of the whole tensor)."""
     if not isinstance(parameter, DTensor):
         return parameter.data, tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -175,11 +172,11 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
-    """The class that writes checkpoints of this configuration, on meta; None where that is a
-    language model alone.
+    """Return the class that writes checkpoints of this configuration, on meta; None for a plain
+    language model.
 
-    Raises `ConfigError` where nothing can be trained of it; the message goes on after the name of
-    the checkpoint.
+    Raise `ConfigError` if no part can be trained; the message continues after the name of the
+    checkpoint.
     """
     text = config.get_text_config()
     if text is config:
@@ -271,8 +268,8 @@ def match(
 
 
 def _kept_names(model: PreTrainedModel) -> dict[str, str]:
-    """Every name of a parameter -> the one it is kept under; a tied head is that of the
-    embeddings.
+    """Return {every name of a parameter: the name it is kept under}. A tied head is kept under the
+    name of the embeddings.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -291,8 +288,8 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel) -> Places:
 
 
 def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:
-    """Name in the whole model -> name in its text part. Raises `ConfigError` unless every text
-    tensor is there.
+    """Return {name in the whole model: name in its text part}. Raise `ConfigError` unless every
+    text tensor is there.
     """
     own = text.state_dict()
     if whole is None:

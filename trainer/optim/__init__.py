@@ -26,6 +26,6 @@ OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {
     "adamw": adamw,
     "muon": muon,
 }
-"""Each is made with all its state, which checkpoints save by parameter name; a new one is an
+"""Each creates all its state at once; checkpoints save it by parameter name. A new optimizer is an
 entry here.
 """

@@ -1,4 +1,4 @@
-"""AdamW with decay only where it helps."""
+"""AdamW, with weight decay for matrices only."""
 
 from collections.abc import Container
 from typing import Any
@@ -14,10 +14,10 @@ from trainer.runtime import seeding
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
-    """torch's fused one, or one in parts where moments or parameters are bfloat16, which that does
-    not take.
+    """torch's fused AdamW, or an update in parts for moments or parameters in bfloat16, which
+    torch's does not support.
 
-    Its state exists before the first step, so that there is memory to load a checkpoint into.
+    The state exists before the first step, so that a checkpoint can be loaded into it.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class AdamW(torch.optim.AdamW, Optimizer):
     def _step_rounded(
         self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]
     ) -> None:
-        """Update as the fused kernel does, in float32 and in parts; values kept in bfloat16 are
+        """Update like the fused kernel, in float32 and in parts; values kept in bfloat16 are
         rounded at random.
 
-        It uses products, sums, quotients and roots alone, each correctly rounded: no result depends
+        Only products, sums, quotients and roots are used, each correctly rounded: no result depends
         on where a shard begins.
         """
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         is_skipped = self.found_inf > 0
         state["step"].add_(1 - self.found_inf)
-        # of a first step that is left out they would be zero
+        # a skipped first step leaves the count at zero, and the corrections would be zero
         step = state["step"].double().clamp(min=1)
         correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
         keys = [

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The interface that training needs beyond torch's own.
+    """An optimizer with what training needs beyond torch's interface.
 
     `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by
-    `grad_scale`, and where `found_inf` is not 0 nothing changes, the momentum and the step counts
-    included. `rounding_key`, another at each step, chooses how results in bfloat16 are rounded.
+    `grad_scale`, and if `found_inf` is not 0 nothing changes, including momentum and step counts.
+    `rounding_key`, different in each step, determines how results in bfloat16 are rounded.
     """
 
     grad_scale: Tensor
@@ -24,8 +24,8 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Sum of squared gradient elements of this rank's shards: float64 scalar on the gradients'
-    device.
+    """Return the sum of squared gradient elements of this rank's shards: float64 scalar on the
+    gradients' device.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
@@ -35,7 +35,7 @@ def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squared elements of this rank's shards: float64 scalar on their device."""
+    """Return the sum of squared elements of this rank's shards: float64 scalar on their device."""
     norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float64)
     return torch.stack(norms).square().sum()
 
@@ -48,14 +48,12 @@ def clipped_step(
     max_norm: float,
     rounding_key: int,
 ) -> None:
-    """Update with gradients scaled by min(1, max_norm / total_norm), or not at all where
-    `is_skipped` holds.
+    """Update with gradients scaled by min(1, max_norm / total_norm), or not at all if `is_skipped`.
 
-    `total_norm` (global) and `is_skipped` are scalars equal on all ranks. Both act on the device,
-    where the gradients are read anyway: the host does not wait for the backward pass before it
-    launches the update. A step left out changes nothing, the optimizer's step counts included.
-    Gradients are left scaled. torch's own clipping adds 1e-6 to the norm, which shifts every
-    clipped update; this does not.
+    `total_norm` (global) and `is_skipped` are scalars, equal on all ranks. Both act on the device,
+    so the host does not wait for the backward pass before it launches the update. A skipped step
+    changes nothing, including the optimizer's step counts. Gradients are left scaled. torch's own
+    clipping adds 1e-6 to the norm, which shifts every clipped update; this does not.
     """
     # the host with CPU offload
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
@@ -66,5 +64,5 @@ def clipped_step(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

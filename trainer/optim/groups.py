@@ -27,9 +27,9 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 def parameter_groups(
     model: nn.Module, parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Group the parameters by rate and decay: those of the first entry of `optim.groups` that
-    matches, or `optim.weight_decay` for matrices and none for the rest. At least one group, be it
-    empty. A weight of two names, such as a tied head, is matched by either.
+    """Group the parameters by rate and decay. The first entry of `optim.groups` that matches
+    decides; without one, matrices decay by `optim.weight_decay` and the rest does not. Return at
+    least one group, which may be empty. A tied weight is matched by either of its names.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -28,11 +28,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 to between 0.7 and 1.2.
 """
 UPDATE_RMS = 0.2
-"""Root mean square of AdamW's usual updates, which Muon's are given too."""
+"""Root mean square of AdamW's usual updates; Muon's updates are scaled to it."""
 
 
 class Muon(AdamW):
-    """AdamW with further groups, whose matrices are updated by `momentum`."""
+    """AdamW plus groups of matrices that are updated by orthogonal momentum."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         ends = _ends(model)
@@ -53,7 +53,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Collective: every matrix is gathered once."""
+        """Update. Collective: every matrix is gathered once."""
         everything, self.param_groups = self.param_groups, self._of_adamw
         super().step()
         self.param_groups = everything
@@ -68,11 +68,11 @@ class Muon(AdamW):
             local(tensor).detach()
             for tensor in (parameter, self.state[parameter]["momentum_buffer"])
         ]
-        # themselves where they are float32
+        # no copies if they are float32
         weight, momentum = (target.float() for target in targets)
         local(gradient).div_(self.grad_scale)
         is_skipped = self.found_inf > 0
-        # what is not finite must not enter the momentum, not even times zero
+        # values that are not finite must not enter the momentum, not even times zero
         local(gradient).copy_(torch.where(is_skipped, momentum, local(gradient)))
         momentum.lerp_(local(gradient), 1 - group["momentum"])
         local(gradient).lerp_(momentum, group["momentum"])
@@ -86,26 +86,27 @@ class Muon(AdamW):
 
 
 def orthogonal_update(momentum: Tensor) -> Tensor:
-    """This rank's shard of the orthogonal matrix nearest to the whole one, of AdamW's usual size.
+    """Return this rank's shard of the orthogonal matrix nearest to the whole one, with the size of
+    AdamW's usual updates.
 
-    The whole matrix is gathered and every rank does the same work: the result depends on no number
-    of ranks.
+    The whole matrix is gathered and every rank does the same work, so the result does not depend on
+    the number of ranks.
     """
     whole = momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
     update = orthogonalized(whole).mul_(UPDATE_RMS * max(whole.shape[-2:]) ** 0.5)
     if not isinstance(momentum, DTensor):
         return update
-    # every rank has the whole: nothing is sent
+    # every rank has the whole matrix, so nothing is sent
     return local(
         distribute_tensor(update, momentum.device_mesh, momentum.placements, src_data_rank=None)
     )
 
 
 def orthogonalized(matrix_EAB: Tensor) -> Tensor:
-    """U V^T of U S V^T, about, by Newton-Schulz iterations.
+    """Approximate U V^T of U S V^T by Newton-Schulz iterations.
 
-    In float32: they enlarge small singular values, and their rounding, up to 500 times; in bfloat16
-    the number of ranks would show.
+    In float32: the iterations enlarge small singular values and their rounding up to 500 times; in
+    bfloat16 the result would depend on the number of ranks.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix_EAB.shape[-2] > matrix_EAB.shape[-1]
@@ -118,7 +119,9 @@ def orthogonalized(matrix_EAB: Tensor) -> Tensor:
 
 
 def _ends(model: nn.Module) -> set[nn.Parameter]:
-    """Embeddings and output head: their rows are tokens, not a map between hidden spaces."""
+    """Return the weights of embeddings and output head: their rows are tokens, not a map between
+    hidden spaces.
+    """
     modules: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     return {module.weight for module in (*modules, head) if module is not None}

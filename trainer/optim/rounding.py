@@ -1,4 +1,4 @@
-"""Float32 results kept as bfloat16: rounded up or down at random, right on average.
+"""Stochastic rounding of float32 results to bfloat16: up or down at random, right on average.
 
 Rounding to nearest loses every change below half a unit of the last place (1/512 of the value): a
 weight at a small learning rate, and a second moment with beta2 = 0.999, would stand still (P.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 CHUNK_NUMEL = 2**22
-"""Elements that are updated at once: float32 copies of a whole parameter would take what is
-saved.
+"""Elements updated at once: float32 copies of a whole parameter would take the memory that bfloat16
+saves.
 """
 _NOISE_BITS = 16
 """The bits of a float32 that a bfloat16 lacks."""
@@ -26,24 +26,24 @@ _MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
 
 
 def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
-    """Write float32 `values` into `target`; into a bfloat16 one rounded with the noise of `key`.
+    """Write float32 `values` into `target`; into a bfloat16 one, rounded with the noise of `key`.
 
-    Both are flat; `first` is the index of their first element in the whole tensor.
+    Both are flat. `first` is the index of their first element in the whole tensor.
     """
     target.copy_(values if target.dtype == values.dtype else rounded(values, key, first))
 
 
 def rounded(values: Tensor, key: int, first: int) -> Tensor:
-    """Flat float32 as bfloat16: up with the probability of the part that is cut off."""
+    """Round flat float32 values to bfloat16: up with the probability of the part that is cut off."""
     noise = _hash(len(values), key, first, values.device).bitwise_and_(2**_NOISE_BITS - 1)
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**_NOISE_BITS))
-    # noise could carry a NaN of all ones over into zero
+    # noise could overflow a NaN of all ones into zero
     return torch.where(values.isnan(), values, bits.view(torch.float32)).bfloat16()
 
 
 def first_element(tensor: Tensor) -> int:
-    """Index in the whole tensor of the first element of this rank's shard, as FSDP2 shards: by
-    rows, rounded up.
+    """Return the index in the whole tensor of the first element of this rank's shard. FSDP2 shards
+    by rows, rounded up.
     """
     if not isinstance(tensor, DTensor):
         return 0
@@ -56,15 +56,17 @@ def first_element(tensor: Tensor) -> int:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Flat views of tensors of one shape, part by part, with the index at which the part begins."""
+    """Yield flat views of tensors of one shape, part by part, with the index at which the part
+    begins.
+    """
     flat = [tensor.view(-1) for tensor in tensors]
     for start in range(0, len(flat[0]), CHUNK_NUMEL):
         yield start, tuple(tensor[start : start + CHUNK_NUMEL] for tensor in flat)
 
 
 def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
-    """Int32 of which every bit depends on all bits of the key and of the index modulo 2^32;
-    sums and products wrap.
+    """Return int32 values of which every bit depends on all bits of the key and of the index modulo
+    2^32. Sums and products wrap.
     """
     golden, odd, even = (_signed(multiplier) for multiplier in _MULTIPLIERS)
     x = torch.arange(numel, dtype=torch.int32, device=device)
@@ -75,12 +77,12 @@ def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
 
 
 def _xor_shifted(x: Tensor, count: int) -> Tensor:
-    """x ^ (x >> count) of unsigned numbers: what a shift of int32 brings in from the left is
-    cut off.
+    """Return x ^ (x >> count) of unsigned numbers: the sign bits that a shift of int32 brings in
+    are cut off.
     """
     return x.bitwise_xor_((x >> count).bitwise_and_(2 ** (32 - count) - 1))
 
 
 def _signed(value: int) -> int:
-    """The low 32 bits as an int32."""
+    """Return the low 32 bits as an int32."""
     return ((value + 2**31) % 2**32) - 2**31

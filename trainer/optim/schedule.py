@@ -1,5 +1,4 @@
-"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what
-really runs.
+"""The learning rate as a pure function of the step: a resume needs no state.
 
 Imports no torch, so that a mistyped name of a schedule fails at once.
 """
@@ -42,8 +41,8 @@ to the rate as a share of the peak, before `min_lr_ratio`}."""
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """`lr_at(step)` for step 1 .. total_steps. The first step already learns, the last one still
-    does: the decay would reach `min_lr_ratio` one step later.
+    """The rate `lr_at(step)` for steps 1 to `total_steps`. The first and the last step both learn:
+    the decay would reach `min_lr_ratio` one step later.
     """
 
     kind: str
@@ -73,8 +72,8 @@ class LrSchedule:
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
     def apply(self, optimizer: "Optimizer", *, step: int, factor: float) -> float:
-        """Set the rate of every group for `step`, lowered by `factor`, and return it. A group's
-        `lr_scale` multiplies its own.
+        """Set the rate of every group for `step`, multiplied by `factor` and the group's
+        `lr_scale`. Return the rate without `lr_scale`.
         """
         lr = factor * self.lr_at(step)
         for group in optimizer.param_groups:
@@ -82,7 +81,7 @@ class LrSchedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every field. A run computes its rate from its own configuration and step; a
-        resume compares these.
+        """Return every field. A run computes its rate from its own configuration; a resume compares
+        these.
         """
         return asdict(self)

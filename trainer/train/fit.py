@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def fit(run: Run) -> int:
-    """Train until the last step, a stop signal or divergence; the exit code tells which."""
+    """Train until the last step, a stop signal or divergence. Return the exit code."""
     with run.stop.deferred():
         while (exit_code := _train(run)) is None:
             logger.info("continuing at step %d", run.batches.step + 1)
-        # what became known after the last row, of the save and the validation that ended the run
+        # durations of the save and the validation that ended the run are known after the last row
         step = run.batches.step
         if rest := {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}:
             run.log(rest, step, kind="end")
@@ -33,7 +33,7 @@ def fit(run: Run) -> int:
 
 
 def _train(run: Run) -> int | None:
-    """Make steps until the run ends, and return its exit code; None after a rollback."""
+    """Run steps until the run ends, and return its exit code; None after a rollback."""
     run.meter.clock.begin()
     if (exit_code := _settle_debts(run)) is not None:
         return exit_code
@@ -61,15 +61,13 @@ def _train(run: Run) -> int | None:
 
 
 def _settle_debts(run: Run) -> int | None:
-    """Make up for a validation that the loaded checkpoint owes; return the exit code if the run
-    ends here.
-    """
+    """Run a validation that the loaded checkpoint owes. Return the exit code if the run ends here."""
     step = run.batches.step
     if run.loop.owes_validation:
         validate(run, step)
         if run.loop.owes_validation:
             return _stopped(run, step)
-        # which step is the best one may have changed
+        # the best step may have changed
         run.checkpoints.settle(step, run.guard.history)
     if run.loop.has_stopped_early:
         logger.info("this run has ended early, at step %d", step)
@@ -78,7 +76,7 @@ def _settle_debts(run: Run) -> int | None:
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
-    """Validate and save where that is due; return the exit code if the run ends here."""
+    """Validate and save if due. Return the exit code if the run ends here."""
     is_last = step >= run.cadence.total_steps
     if is_last or is_due(run.cadence.test_freq, step):
         is_last |= validate(run, step).is_stop
@@ -98,7 +96,7 @@ def _stopped(run: Run, step: int) -> int:
 
 def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
     """Save the state after the step of `row`. `is_required`: the run ends with this save."""
-    # a save in flight, and all tries of one the run ends with
+    # a save in the background, and all attempts of the last one
     run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
     run.checkpoints.save(
         run.batches.position,
@@ -111,8 +109,7 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
 
 
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
-    """Go back to the newest good checkpoint well before step `onset`, and pass over the batches
-    around it.
+    """Load the newest good checkpoint well before step `onset`, and skip the batches around it.
 
     Collective. Return False if there is none. A crash at any point leaves a run that continues.
     """

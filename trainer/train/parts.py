@@ -1,6 +1,6 @@
-"""The seam by behaviour: what a part may do in a step, and the parts of every run.
+"""Parts: objects that act in every step, and those of every run.
 
-`trainer.train.run.PARTS` lists them; a part of your own is an entry there.
+`trainer.train.run.PARTS` lists them. Add your own part there.
 """
 
 import math
@@ -43,11 +43,11 @@ class StepResult:
 
 
 class Part:
-    """Something that takes its turn in every step. It overrides the methods it needs, listed here
-    in the order in which a step calls them.
+    """An object that acts in every step. It overrides the methods it needs, listed here in the
+    order in which a step calls them.
 
-    What `state_dict` returns is saved with each checkpoint under the part's name, and comes back in
-    a resume and a rollback.
+    The result of `state_dict` is saved with each checkpoint under the part's name, and loaded by a
+    resume or a rollback.
     """
 
     is_sharded: ClassVar[bool] = False
@@ -59,45 +59,45 @@ class Part:
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
     ) -> Tensor | None:
-        """Act between the forward and the backward pass of a micro-batch. A scalar that is returned
-        is added to the trained loss.
+        """Act between the forward and the backward pass of a micro-batch. A returned scalar is
+        added to the trained loss.
         """
         return None
 
     def sums(self, batch: StepBatch) -> Values:
         """Return scalars and tensors that are added up over ranks in the step's one reduction,
-        before the update. The names and shapes are equal on all ranks. A scalar that has the name
-        of a metric is logged.
+        before the update. Names and shapes are equal on all ranks. A scalar with the name of a
+        metric is logged.
         """
         return {}
 
     def by_rank(self) -> Values:
-        """Return scalars of this rank, which all ranks are told in the same reduction."""
+        """Return scalars of this rank; the same reduction gives them to all ranks."""
         return {}
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
-        """Act after the update, while the sums are still on the device. Scalars that are returned
-        are read along with them.
+        """Act after the update, while the sums are still on the device. Returned scalars are read
+        together with the sums.
         """
         return {}
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
-        """Return metrics that are equal on all ranks bit by bit."""
+        """Return metrics that are bit-equal on all ranks."""
         return {}
 
     def after_step(self, step: StepResult) -> None:
         """Act on the totals and signals of a step; add metrics to its row."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart has to keep."""
+        """Return the state that a restart needs."""
         return {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over a saved state."""
+        """Load a saved state."""
 
 
 class RouterLoad(Routers, Part):
-    """The auxiliary loss of a mixture of experts, and how evenly its experts are loaded."""
+    """The auxiliary loss of a mixture of experts, and the load of its experts."""
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
@@ -113,7 +113,7 @@ class RouterLoad(Routers, Part):
 
 
 class SourceLosses(Part):
-    """The loss of each source of the training data, where there are several."""
+    """The loss of each source of training data, if there are several."""
 
     _sums: Tensor | None = None
 
@@ -137,7 +137,7 @@ class SourceLosses(Part):
 
 
 class LossTerms(Part):
-    """The terms of the trained loss beside its main formula, by name."""
+    """The terms of the trained loss besides its main formula, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         own: Any = model
@@ -234,9 +234,7 @@ class Supervision(Part):
 
 
 class Norms(Part):
-    """Every 50 steps the norm of the parameters, and that of the gradient of each block, both
-    before the update.
-    """
+    """The norm of the parameters and of each block's gradient before the update, every 50 steps."""
 
     def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
         self._blocks, self._num_replicas = blocks, num_replicas

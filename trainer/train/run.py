@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cadence:
-    """When things happen, in steps counted from 1; a frequency of -1 means only at the end."""
+    """When validations and saves happen, in steps counted from 1; a frequency of -1 means only at
+    the end.
+    """
 
     total_steps: int
     save_freq: int
@@ -80,32 +82,34 @@ class Run:
     stop: StopRequest
     heartbeat: Heartbeat
     checkpoints: CheckpointManager = field(init=False)
-    """It saves and loads the others, and so comes last."""
+    """It saves and loads the others, so it is set last."""
     is_stopping: bool = field(default=False, init=False)
     """True if any rank was asked to stop, as of their last reduction."""
     is_save_requested: bool = field(default=False, init=False)
     parts: dict[str, Part] = field(init=False)
-    """They take their turn in every step, in this order."""
+    """They act in every step, in this order."""
 
     def __post_init__(self) -> None:
         self.parts = {name: make(self) for name, make in PARTS.items()}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters; walking the modules in every step would hold up the host."""
+        """Return the trained parameters. Cached, because walking the modules in every step would
+        delay the host.
+        """
         return list(chain.from_iterable(self.blocks.values()))
 
     @cached_property
     def blocks(self) -> dict[str, list[nn.Parameter]]:
-        """The trained parameters by block."""
+        """Return the trained parameters by block."""
         return blocks_of(self.model)
 
     def stateful_parts(self) -> dict[str, Stateful]:
-        """Return all that is saved, loaded and rolled back, by name.
+        """Return everything that is saved, loaded and rolled back, by name.
 
         State has to be equal on all ranks, which each save checks; otherwise the class sets
-        `state_of` (`trainer.runtime.progress`) or `is_sharded`. A checkpoint from before a part was there
-        leaves it as it begins.
+        `state_of` (`trainer.runtime.progress`) or `is_sharded`. A part that a checkpoint lacks
+        keeps its initial state.
         """
         return {
             "model": ModelShards(self.model),
@@ -136,14 +140,14 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,
 }
-"""The parts of every run, in the order of their turns, each made from the run. The meter ends the
-step's time. A part of your own is an entry here, made before the run is built, on every rank.
+"""{name: function from the run to its part}, in the order in which parts act. The meter comes last,
+because it ends the step's time. Add your own part before the run is built, on every rank.
 """
 
 
 class RateState:
-    """The rate follows the step and the configuration: what is saved tells readers, and a
-    resume what has changed.
+    """The saved learning rate. A run computes the rate from its step and configuration; a resume
+    warns if the schedule has changed.
     """
 
     def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:

@@ -17,7 +17,7 @@ from trainer.train.run import Run
 
 
 def training_step(run: Run, batch: StepBatch) -> StepResult:
-    """Make step `batch.step`. Between the batch and the one wait at its end everything is
+    """Run step `batch.step`. Everything between the batch and the one wait at the end is
     asynchronous.
     """
     clock, parts = run.meter.clock, run.parts.values()
@@ -69,7 +69,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 
 
 def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
-    """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global
+    """Accumulate the gradients of this rank's micro-batches, of the mean loss over the whole global
     batch.
 
     Return the name of the sum whose gradient is taken, and this rank's sums, float64 on the device:
@@ -107,8 +107,8 @@ def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
 
 
 def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
-    """Return a boolean scalar on the device: loss or norm is not finite, or beyond the limits of
-    this step.
+    """Return a boolean scalar on the device: True if loss or norm is not finite or beyond the
+    limits of this step.
     """
     is_finite = loss.isfinite() & grad_norm.isfinite()
     is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)

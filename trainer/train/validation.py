@@ -23,12 +23,12 @@ NUM_SUMS = 5
 
 
 class Validation:
-    """One pass over the validation samples, all ranks together."""
+    """One pass of all ranks over the validation samples."""
 
     def __init__(
         self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
     ) -> None:
-        """`sources`: names of the sources, where there are several."""
+        """`sources`: names of the sources, if there are several."""
         self._world, self._length_facts = world, length_facts
         self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
         num_sums = NUM_SUMS + len(sources)
@@ -38,12 +38,12 @@ class Validation:
         self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
-        """Take loss and hit of every supervised position of this rank's micro-batch (on its
-        device). Collective.
+        """Add loss and hits of every supervised position of this rank's micro-batch, on its device.
+        Collective.
         """
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         whole_2D = torch.stack([sums_D, counts_D])
-        # each rank adds its part of a document that lies on several ranks
+        # ranks that share a document add up its parts
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
         squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
@@ -54,7 +54,7 @@ class Validation:
             self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
-        """Add up over ranks; return whether any rank was asked to stop. Collective."""
+        """Add up over ranks. Return whether any rank was asked to stop. Collective."""
         local: Values = {"sums": self._local, "num_stop_requests": is_stopping}
         totals = reduce_packet(self._world, sums=local).read()
         self._local.zero_()
