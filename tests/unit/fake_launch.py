@@ -14,21 +14,22 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from trainer.launch import supervise
-from trainer.launch.watchdog import Watchdog
+from trainer.launch import supervise, watchdog
 from trainer.runtime.status import new_status
 supervise.POLL_S = 0.1
+watchdog.PEERS_S = float(os.environ.get("PEERS_S", watchdog.PEERS_S))
 with new_status(2) as status:
     env = {**os.environ, "SFT_STATUS": status.address}
-    watchdog = Watchdog(status, run_dir=Path("run"), has_peers=False)
+    dog = watchdog.Watchdog(status, run_dir=Path("run"), has_peers=False)
     command = [sys.executable, "agent.py"]
-    sys.exit(supervise.supervise(command, env=env, status=status, watchdog=watchdog))
+    sys.exit(supervise.supervise(command, env=env, status=status, watchdog=dog))
 """
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
 third = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 Path("third.pid").write_text(str(third.pid))
+Path("agent.pid").write_text(str(os.getpid()))
 ranks = [subprocess.Popen([sys.executable, "rank.py"], env={**os.environ, "LOCAL_RANK": str(r)}) for r in range(2)]
 codes = [rank.wait() for rank in ranks]
 third.kill()

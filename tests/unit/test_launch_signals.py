@@ -106,6 +106,15 @@ def test_a_signal_before_any_rank_stops_the_agent(tmp_path):
         assert run.end()[0] == 75 and not is_alive(agent_pid)
 
 
+def test_a_stopped_agent_does_not_keep_a_run_whose_ranks_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEERS_S", "1")
+    with launched(tmp_path, rank=RANK) as run:
+        run.rank_pids()
+        os.kill(run.pid("agent"), signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == (75, "")
+
+
 def test_nohup_keeps_sighup_from_launcher_and_ranks(tmp_path):
     with launched(tmp_path, rank=RANK, before=("nohup",)) as run:
         run.rank_pids()

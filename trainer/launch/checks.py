@@ -100,15 +100,6 @@ def _of_config(requirement: Callable[[Config], object]) -> Check:
     return check
 
 
-def files(launch: Launch) -> Iterator[Checked]:
-    found = preflight.find_files(launch.config)
-    for side, sources in (("train", found.train), ("validation", found.validation)):
-        sizes = [path.stat().st_size for _, paths in sources for path in paths]
-        if sizes:
-            noun = "file" if len(sizes) == 1 else "files"
-            yield Checked("ok", f"{side}: {len(sizes)} {noun}, {readable(sum(sizes))}")
-
-
 def cores(launch: Launch) -> Iterator[Checked]:
     """A GPU rank needs cores for its loader and its saves. SLURM gives a task one by default."""
     num_cores = len(os.sched_getaffinity(0))
@@ -195,7 +186,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
 
 OF_CONFIG: dict[str, Check] = {
     **{name: _of_config(requirement) for name, requirement in preflight.CHECKS.items()},
-    "files": files,
+    "files": _of_config(preflight.find_files),
     "run directory": _of_config(preflight.require_usable),
 }
 """Every start runs these first, then those of the machine."""
