@@ -64,8 +64,6 @@ ALLOWED_WAITS = {
     "trainer/model/expert_exchange.py:ExpertExchange.send": "the number of rows that other ranks send "
     "is the shape of what follows",
     "trainer/train/packet.py:Packet.read": "the one wait of a training or a validation step",
-    "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before "
-    "the first step",
 }
 ALLOWED_LOADS = {
     "trainer/tools/evaluate/program_runner.py": "runs what a model wrote against tests: that is its "

@@ -1,11 +1,10 @@
-"""Runs on several machines (namespaces of this one) that are cut off, killed, late, alone, and
-another number of them.
+"""Runs on several machines (namespaces of this one) that are cut off, killed, late or alone.
 
 `python tests/faults/several_machines.py` writes benchmarks/results/several_machines.json. Every
-start is the real command under the real launcher on a small model. Each case strikes a run; every
-machine must leave within the run's limits with exit code 0 or 75 (a machine that is killed says
-nothing); the same command on machines in order must then end with 0, with the losses of an
-undisturbed run: in every bit on as many ranks, within 1e-6 on another number.
+start is the real command under the real launcher on a small model. Each case strikes a run. Every
+machine must leave within the run's limits with exit code 0 or 75 (a killed machine says nothing).
+The same command on healthy machines must then end with 0 and the losses of an undisturbed run: in
+every bit on as many ranks, within 1e-6 on another number.
 """
 
 import argparse
@@ -52,12 +51,12 @@ WORDS = (
 )
 TORCHRUN = ("torchrun", "--standalone", "--max-restarts=2")
 KILLED = "killed"
-EXPECTED = (0, 75, KILLED)
+Codes = dict[str, int | str]
 
 
 @dataclass
 class Cluster:
-    """A run on some machines: where it is, and one process of the launcher each."""
+    """A run on some machines, with one process of the launcher on each."""
 
     hosts: list[Host]
     run_dir: Path
@@ -68,9 +67,7 @@ class Cluster:
     killed: set[str] = field(default_factory=set)
 
     def start(self, host: Host) -> None:
-        """The launcher on one machine, as a user starts it: the others under the name of the
-        first.
-        """
+        """Start the launcher on one machine. All machines know the name of the first."""
         env = {
             **os.environ,
             "NNODES": str(len(self.hosts)),
@@ -87,39 +84,35 @@ class Cluster:
             command = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}", "-m", "trainer"]
         command += [*self.words, f"trainer.default_local_dir={self.run_dir}"]
         with self.log(host).open("ab") as log:
-            self.launchers[host.name] = host.start(
-                command, cwd=self.run_dir.parent, env=env, log=log
-            )
+            launcher = host.start(command, cwd=self.run_dir.parent, env=env, log=log)
+        self.launchers[host.name] = launcher
 
     def log(self, host: Host) -> Path:
         return self.run_dir.with_suffix(f".{host.name}.log")
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not any(row["step"] >= step for row in rows(self.run_dir)):
-            assert time.monotonic() < deadline, f"no step {step}:\n{self.outputs()}"
+        while max(losses_of(self.run_dir), default=0) < step:
+            logs = [self.log(host).read_text(errors="replace") for host in self.hosts]
+            assert time.monotonic() < deadline, "\n".join([f"no step {step}:", *logs])
             time.sleep(0.01)
 
     def kill(self, host: Host) -> None:
         self.killed.add(host.name)
         host.kill()
 
-    def codes(self) -> dict[str, int | str]:
-        """Exit code of each machine's launcher. Raises `TimeoutExpired`."""
+    def codes(self) -> Codes:
+        """Exit code of each machine's launcher, or the end of its log if it hangs."""
         deadline = time.monotonic() + LIMIT_S
-        codes = {
-            name: process.wait(max(0.1, deadline - time.monotonic()))
-            for name, process in self.launchers.items()
-        }
-        return {name: KILLED if name in self.killed else code for name, code in codes.items()}
-
-    def outputs(self) -> str:
-        return "\n".join(
-            f"{host.name}:\n{self.log(host).read_text(errors='replace')}" for host in self.hosts
-        )
-
-
-Strike = Callable[[Cluster], None]
+        codes: Codes = {}
+        for host in self.hosts:
+            if (launcher := self.launchers.get(host.name)) is None:
+                continue
+            try:
+                codes[host.name] = launcher.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                codes[host.name] = f"hangs: {self.log(host).read_text()[-3000:]}"
+        return codes | dict.fromkeys(self.killed, KILLED)
 
 
 def cut_off(cluster: Cluster) -> None:
@@ -127,7 +120,7 @@ def cut_off(cluster: Cluster) -> None:
 
 
 def cut_off_for_a_moment(cluster: Cluster) -> None:
-    """Shorter than the limit: the connections live on."""
+    """Shorter than the limit: the connections stay."""
     cluster.hosts[-1].cut_off()
     time.sleep(3.0)
     cluster.hosts[-1].plug_in()
@@ -138,7 +131,7 @@ def kill_last(cluster: Cluster) -> None:
 
 
 def kill_first(cluster: Cluster) -> None:
-    """The one where the ranks meet, which decides for all."""
+    """The machine where the ranks meet, which decides for all."""
     cluster.kill(cluster.hosts[0])
 
 
@@ -148,27 +141,25 @@ def stop_one(cluster: Cluster) -> None:
 
 
 def kill_rank(cluster: Cluster) -> None:
-    """Of ranks that torchrun started."""
+    """Kill a rank that torchrun started."""
     _signal_oldest(cluster.hosts[-1], signal.SIGKILL, "python[^ ]* -u -m trainer ")
 
 
 def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
-    """The oldest process of a machine with such a command line: not the loader workers that it
-    forks.
-    """
+    """Signal the oldest process with such a command line, not the loader workers it forks."""
     subprocess.run(host.entering("pkill", f"-{number.value}", "-o", "-f", pattern), check=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`strike` a run on some machines, and go on with `then`: machines, ranks on each.
+    """`strike` a run on some machines, then continue on `then`: machines, ranks on each.
 
-    `num_late` machines never come, the last ones or, below 0, the first. `has_torchrun`: as users
-    of torchrun start it.
+    The last `num_late` machines never come; below 0, the first. `has_torchrun`: started as users of
+    torchrun do.
     """
 
     name: str
-    strike: Strike | None
+    strike: Callable[[Cluster], None] | None = None
     num_hosts: int = 2
     num_ranks: int = 2
     num_late: int = 0
@@ -177,7 +168,7 @@ class Case:
 
 
 CASES = (
-    Case("undisturbed", None),
+    Case("undisturbed"),
     Case("cut off", cut_off),
     Case("cut off for 3 s", cut_off_for_a_moment),
     Case("last machine killed, comes back", kill_last),
@@ -185,100 +176,71 @@ CASES = (
     Case("a machine killed, on with the other", kill_last, then=(1, 4)),
     Case("a machine killed, on with three", kill_last, then=(3, 1)),
     Case("one machine is told to stop", stop_one),
-    Case(
-        "a rank killed under torchrun --max-restarts",
-        kill_rank,
-        1,
-        4,
-        then=(1, 4),
-        has_torchrun=True,
-    ),
-    Case("a machine never comes", None, num_late=1),
-    Case("the first machine never comes", None, num_late=-1),
+    Case("a rank killed under torchrun --max-restarts", kill_rank, 1, 4, 0, (1, 4), True),
+    Case("a machine never comes", num_late=1),
+    Case("the first machine never comes", num_late=-1),
 )
 
 
 class Campaign:
-    """Cases one after the other; the first that nothing disturbs is what the others are
-    compared with.
-    """
+    """Runs cases one after the other. The first undisturbed one is what others are compared with."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.words = (*tiny_model(root), *WORDS, f"trainer.total_training_steps={TOTAL_STEPS}")
+        self.words = (*tiny_model(root), *WORDS)
         self.straight: Path | None = None
+        self._num_runs = 0
 
     def run(self, case: Case) -> dict[str, Any]:
-        """What came of a case: codes and seconds of the struck start and of the one after it,
-        and what is wrong.
-        """
-        run_dir = self.root / f"run{len(list(self.root.glob('*.host0.log')))}"
-        codes, struck_s = self._start(run_dir, case.num_hosts, case.num_ranks, case)
+        """Codes and seconds of the struck start, codes of the start after it, and what is wrong."""
+        run_dir = self.root / f"run{self._num_runs}"
+        self._num_runs += 1
+        codes, struck_s = self._start(run_dir, case)
         result: dict[str, Any] = {"codes": codes, "seconds": round(struck_s, 1)}
-        faults = [
-            f"exit code {code} of {name}" for name, code in codes.items() if code not in EXPECTED
-        ]
+        faults = [f"{name}: {code}" for name, code in codes.items() if code not in (0, 75, KILLED)]
         if set(codes.values()) != {0}:
-            then, _ = self._start(run_dir, *case.then, None)
-            result |= {"then": then, "machines": case.then[0]}
-            faults += [
-                f"then exit code {code} of {name}" for name, code in then.items() if code != 0
-            ]
+            num_hosts, num_ranks = case.then
+            then, _ = self._start(run_dir, Case("then", None, num_hosts, num_ranks))
+            result |= {"then": then, "machines": num_hosts}
+            faults += [f"then {name}: {code}" for name, code in then.items() if code != 0]
         if case.strike is None and case.num_late == 0:
             self.straight = run_dir
-        if not faults and self.straight:
-            faults += self._differences(
-                run_dir, is_same_size=math.prod(case.then) == case.num_hosts * case.num_ranks
-            )
+        if not faults and self.straight is not None:
+            is_same_size = math.prod(case.then) == case.num_hosts * case.num_ranks
+            faults += _differences(self.straight, run_dir, is_same_size=is_same_size)
         return {**result, "faults": faults}
 
-    def _start(
-        self, run_dir: Path, num_hosts: int, num_ranks: int, case: Case | None
-    ) -> tuple[dict[str, int | str], float]:
-        """Exit codes, and the seconds from the strike, or from the start where there is none,
-        to the end.
-        """
-        with network(num_hosts, hosts_dir=self.root) as hosts:
-            cluster = Cluster(
-                hosts, run_dir, num_ranks, self.words, bool(case and case.has_torchrun)
-            )
-            num_late = case.num_late if case else 0
-            present = hosts[max(0, -num_late) : num_hosts - max(0, num_late)]
-            for host in present:
+    def _start(self, run_dir: Path, case: Case) -> tuple[Codes, float]:
+        """Codes, and the seconds from the strike, or from the start without one, to the end."""
+        with network(case.num_hosts, hosts_dir=self.root) as hosts:
+            cluster = Cluster(hosts, run_dir, case.num_ranks, self.words, case.has_torchrun)
+            for host in hosts[max(0, -case.num_late) : case.num_hosts - max(0, case.num_late)]:
                 cluster.start(host)
-            if case and case.strike:
+            if case.strike is not None:
                 cluster.wait_for_step(STRIKE_AT)
                 case.strike(cluster)
             begun = time.monotonic()
-            try:
-                return cluster.codes(), time.monotonic() - begun
-            except subprocess.TimeoutExpired:
-                return {
-                    host.name: f"hangs: {cluster.log(host).read_text()[-3000:]}" for host in present
-                }, LIMIT_S
-
-    def _differences(self, run_dir: Path, *, is_same_size: bool) -> list[str]:
-        assert self.straight is not None
-        for hang in run_dir.glob("hang_*"):
-            shutil.rmtree(hang)  # stacks of the struck start
-        if is_same_size:
-            return list(compare_runs(self.straight, run_dir, steps=TOTAL_STEPS).differences)
-        losses, expected = losses_of(run_dir), losses_of(self.straight)
-        return [
-            f"step {step}: loss {losses.get(step)}, undisturbed {loss}"
-            for step, loss in expected.items()
-            if abs(losses.get(step, float("inf")) - loss) > 1e-6
-        ]
+            return cluster.codes(), time.monotonic() - begun
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
+def _differences(straight: Path, run_dir: Path, *, is_same_size: bool) -> list[str]:
+    for hang in run_dir.glob("hang_*"):
+        shutil.rmtree(hang)  # stacks of the struck start
+    if is_same_size:
+        return list(compare_runs(straight, run_dir, steps=TOTAL_STEPS).differences)
+    losses = losses_of(run_dir)
+    return [
+        f"step {step}: loss {losses.get(step)}, undisturbed {loss}"
+        for step, loss in losses_of(straight).items()
+        if abs(losses.get(step, math.inf) - loss) > 1e-6
+    ]
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Of each step the newest attempt."""
-    return {int(row["step"]): row["train/loss"] for row in rows(run_dir) if "train/loss" in row}
+    """The loss of each step, from the newest attempt."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return {int(row["step"]): row["train/loss"] for row in rows if "train/loss" in row}
 
 
 def main(argv: list[str]) -> int:
@@ -294,12 +256,9 @@ def main(argv: list[str]) -> int:
         for case in CASES:
             results[case.name] = campaign.run(case)
             print(case.name, json.dumps(results[case.name]), flush=True)
-    result = {
-        "limits": {"dist_timeout_s": DIST_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S},
-        "cases": results,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    write_result(arguments.output, result)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    limits = {"dist_timeout_s": DIST_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S}
+    write_result(arguments.output, {"limits": limits, "cases": results, "versions": versions})
     return int(any(case["faults"] for case in results.values()))
 
 

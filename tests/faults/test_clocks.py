@@ -1,4 +1,4 @@
-"""Case 22: wrong clocks, time zones and modification times change nothing about what is kept
+"""Case 22: wrong clocks, dates, time zones and modification times change nothing about what is kept
 and continued.
 """
 
@@ -31,15 +31,16 @@ FIRST_S, LAST_S = 0, 4 * 10**9
 """1970 to 2096."""
 
 kernel = rotation.kernel
+Scramble = Callable[[Path], None]
 
 
 @dataclass
 class WatchedRun(FakeRun):
-    """Says after each event what it did and what stands in the directory; `before_event` may
-    set the clocks.
+    """Records what each event did and what the directory holds then. `before_event` may set the
+    clocks.
     """
 
-    before_event: Callable[[Path], None] = lambda run_dir: None
+    before_event: Scramble = lambda run_dir: None
     seen: list[tuple[Any, ...]] = field(default_factory=list)
 
     def save(self) -> None:
@@ -56,24 +57,25 @@ class WatchedRun(FakeRun):
             result = event()
         finally:
             pointer = layout.read_pointer(self.run_dir).raw
-            self.seen.append(
-                (event.__name__, self.step, result, pointer, sorted(os.listdir(self.run_dir)))
-            )
+            names = sorted(os.listdir(self.run_dir))
+            self.seen.append((event.__name__, self.step, result, pointer, names))
         return result
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """Sets every clock and modification time anew at each call."""
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scramble]:
+    """Sets every clock and modification time at each call."""
     chance = random.Random(0)
 
+    def any_time_s() -> int:
+        return chance.randint(FIRST_S, LAST_S)
+
     def scramble(run_dir: Path) -> None:
-        for directory, _, files in os.walk(run_dir):
-            for path in (directory, *(os.path.join(directory, name) for name in files)):
-                os.utime(path, (chance.randint(FIRST_S, LAST_S), chance.randint(FIRST_S, LAST_S)))
-        now_s = float(chance.randint(FIRST_S, LAST_S))
-        monkeypatch.setattr(time, "time", lambda: now_s)
-        monkeypatch.setattr(time, "time_ns", lambda: int(now_s * 1e9))
+        for path in (run_dir, *run_dir.rglob("*")):
+            os.utime(path, (any_time_s(), any_time_s()))
+        now_s = any_time_s()
+        monkeypatch.setattr(time, "time", lambda: float(now_s))
+        monkeypatch.setattr(time, "time_ns", lambda: now_s * 10**9)
         monkeypatch.setenv("TZ", chance.choice(TIME_ZONES))
         time.tzset()
 
@@ -83,9 +85,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
 
 
 def history_of(
-    seed: int, run_dir: Path, kernel: rotation.Kernel, before_event: Callable[[Path], None]
+    seed: int, run_dir: Path, kernel: rotation.Kernel, before_event: Scramble
 ) -> list[tuple[Any, ...]]:
-    """The same for the same seed: the random parts of names are counted."""
+    """Equal for equal seeds: the random parts of names are counted."""
     numbers = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
@@ -98,31 +100,27 @@ def history_of(
 
 
 def test_random_histories_are_the_same_under_any_clock(memory_dir, kernel, clocks):
-    num_events = 0
+    run_dir, num_events = memory_dir / "run", 0
     for seed in range(NUM_HISTORIES):
-        expected = history_of(seed, memory_dir / "run", kernel, lambda run_dir: None)
-        assert history_of(seed, memory_dir / "run", kernel, clocks) == expected, f"seed {seed}"
+        expected = history_of(seed, run_dir, kernel, lambda run_dir: None)
+        assert history_of(seed, run_dir, kernel, clocks) == expected, f"seed {seed}"
         num_events += len(expected)
     assert num_events > 4 * NUM_HISTORIES
 
 
 def test_the_date_in_a_manifest_is_for_people(memory_dir, clocks, monkeypatch):
-    intact = checkpoint_fakes.manifest_of
-    monkeypatch.setattr(
-        checkpoint_fakes,
-        "manifest_of",
-        lambda step, files: replace(
-            intact(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z"
-        ),
-    )
+    manifest_of = checkpoint_fakes.manifest_of
+
+    def dated(step: int, files: Any) -> Any:
+        return replace(manifest_of(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z")
+
+    monkeypatch.setattr(checkpoint_fakes, "manifest_of", dated)
     save(memory_dir, 10, 20, 30)
-    for _ in range(20):
-        clocks(memory_dir)
-        (memory_dir / layout.POINTER).unlink(missing_ok=True)
-        assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
-        assert [
-            path.name for path in retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())
-        ] == ["global_step_10"]
+    clocks(memory_dir)
+    (memory_dir / layout.POINTER).unlink()
+    assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
+    deleted = retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())
+    assert [path.name for path in deleted] == ["global_step_10"]
 
 
 def test_a_lock_does_not_age(memory_dir, clocks):

@@ -1,13 +1,14 @@
-"""Every exit code, with loader workers alive: the run leaves soon after its cause and gives
-back what it holds.
+"""Every exit code, with loader workers alive: the run leaves soon after its cause and gives back
+what it holds.
 """
 
 import errno
-import functools
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from trainer.checkpoint.lock import LOCK
 from trainer.tracking import events_file
 
 LEFT_WITHIN_S = 30.0
+SLOW = ("trainer.total_training_steps=400", "trainer.save_freq=200", "trainer.test_freq=-1")
+IN_TRAINING = "trainer.checkpoint.async_save=false"
+Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return (
-        *tiny_model(tmp_path_factory.mktemp("exits")),
-        "data.num_workers=1",
-        "trainer.total_training_steps=4",
-    )
+    model = tiny_model(tmp_path_factory.mktemp("exits"))
+    return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
 
 
 def wait_for(text: str, attempt: Attempt, timeout_s: float = 60.0) -> None:
@@ -39,14 +40,10 @@ def wait_for(text: str, attempt: Attempt, timeout_s: float = 60.0) -> None:
 
 
 def assert_given_back(run_dir: Path, code: int) -> None:
-    """The lock is empty, and the log says the exit code that the process returned."""
+    """The lock is empty, and the log has the exit code that the process returned."""
     assert (run_dir / LOCK).read_bytes() == b""
     events = events_file.read_events(run_dir / events_file.FILE_NAME)
     assert events and events[-1]["kind"] == "end" and events[-1]["exit_code"] == code, events[-1:]
-
-
-# every code of the table
-# ----------------------------------------------------------------------------------------------
 
 
 def crash_in_third_step() -> None:
@@ -62,40 +59,40 @@ def crash_in_third_step() -> None:
     fit.training_step = training_step
 
 
-def refuse(number: int, *, kind: str, name: str) -> None:
-    """From now on this kind of file operation fails, as on a full or a read-only disk."""
+def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = False) -> None:
+    """From now on these kinds of file operations fail, as on a full or a read-only disk. Unless it is
+    patient, the run retries at once.
+    """
 
     def observe(operation: fsio.Operation) -> None:
-        if operation.kind in kind.split() and name in str(operation.path):
+        if operation.kind in kinds.split() and name in str(operation.path):
             raise OSError(number, "simulated", str(operation.path))
 
     fsio.observer = observe
+    if not is_patient:
+        be_impatient()
 
 
-def impatient(before: Callable[[], None] | None = None) -> None:
+def be_impatient() -> None:
     manager.REQUIRED_RETRY_AFTER_S = (0.1, 0.1)
     manager.CheckpointManager.__init__.__kwdefaults__["retry_after_s"] = (0.0, 0.0)
-    if before is not None:
-        before()
 
 
-FULL_DISK = functools.partial(
-    impatient, functools.partial(refuse, errno.ENOSPC, kind="write", name=".staging_global")
+FULL_DISK = partial(refuse, errno.ENOSPC, "write", ".staging_global")
+NO_INODES = partial(refuse, errno.ENOSPC, "mkdir")
+READ_ONLY = partial(refuse, errno.EROFS, "mkdir create rename unlink")
+FOR_A_SECOND = (
+    "trainer.max_time=1s",
+    "trainer.total_training_steps=100000",
+    "optim.lr_warmup_steps_ratio=0",
 )
-CODES: dict[int, tuple[tuple[str, ...], Callable[[], None] | None]] = {
+CODES: dict[int, tuple[tuple[str, ...], Before | None]] = {
     0: ((), None),
     1: ((), crash_in_third_step),
     2: (("trainer.guard.rules=[nonsense]",), None),
     65: (("data.val_files={rows}",), None),
     73: ((), FULL_DISK),
-    75: (
-        (
-            "trainer.max_time=1s",
-            "trainer.total_training_steps=100000",
-            "optim.lr_warmup_steps_ratio=0",
-        ),
-        None,
-    ),
+    75: (FOR_A_SECOND, None),
     76: (("trainer.guard.rules=[{metric: train/loss, above: 0, do: stop}]",), None),
 }
 
@@ -104,13 +101,11 @@ CODES: dict[int, tuple[tuple[str, ...], Callable[[], None] | None]] = {
 @pytest.mark.parametrize("code", CODES)
 def test_every_exit_code_with_a_loader_worker(words, tmp_path, code, num_ranks):
     changes, before = CODES[code]
-    (tmp_path / "rows.jsonl").write_text('{"messages": 3}\n')
-    changes = tuple(change.replace("{rows}", str(tmp_path / "rows.jsonl")) for change in changes)
-    run_dir = tmp_path / "run"
-    place = f"trainer.default_local_dir={run_dir}"
-    with started(
-        num_ranks, *words, place, *changes, log=tmp_path / "log", before=before
-    ) as attempt:
+    rows, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text('{"messages": 3}\n')
+    changes = tuple(change.replace("{rows}", str(rows)) for change in changes)
+    words = (*words, f"trainer.default_local_dir={run_dir}", *changes)
+    with started(num_ranks, *words, log=tmp_path / "log", before=before) as attempt:
         assert attempt.wait(90) == code, attempt.output
         assert ("Traceback" in attempt.output) == (code == 1), attempt.output
     if code not in (2, 65):  # refused before the run directory is touched
@@ -118,65 +113,58 @@ def test_every_exit_code_with_a_loader_worker(words, tmp_path, code, num_ranks):
         assert (run_dir / "report.html").exists() == (code in (0, 76))
 
 
-# a save that the run ends with fails
-# ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ending:
+    """`before` goes wrong in every rank. With `disturb`, the run directory is disturbed in a step and
+    the run is told to stop.
+    """
 
-SLOW = ("trainer.total_training_steps=400", "trainer.save_freq=200", "trainer.test_freq=-1")
-SYNC = "trainer.checkpoint.async_save=false"
+    code: int
+    before: Before
+    changes: tuple[str, ...] = ()
+    disturb: Callable[[Path], object] | None = None
+
+
+def leave_it(run_dir: Path) -> None: ...
 
 
 def rename_away(run_dir: Path) -> None:
     run_dir.rename(run_dir.with_name("elsewhere"))
 
 
-def leave_it(run_dir: Path) -> None:
-    pass
-
-
-NO_INODES = functools.partial(
-    impatient, functools.partial(refuse, errno.ENOSPC, kind="mkdir", name="global")
-)
-READ_ONLY = functools.partial(
-    impatient,
-    functools.partial(refuse, errno.EROFS, kind="mkdir create rename unlink", name="global"),
-)
-ENDINGS: dict[
-    str, tuple[tuple[str, ...], Callable[[], None], Callable[[Path], None] | None, int]
-] = {
-    "last save, full disk": ((), FULL_DISK, None, 73),
-    "last save, no inodes": ((), NO_INODES, None, 73),
-    "last save, read-only disk": ((), READ_ONLY, None, 73),
-    "three in a row, in the way of training": (("trainer.save_freq=1", SYNC), FULL_DISK, None, 75),
-    "three in a row, behind training": (("trainer.save_freq=1", *SLOW[:1]), FULL_DISK, None, 75),
-    "save on SIGTERM": ((*SLOW, SYNC), FULL_DISK, leave_it, 73),
-    "save on SIGTERM after one that failed behind training": (
-        (*SLOW, "trainer.save_freq=2"),
-        functools.partial(refuse, errno.ENOSPC, kind="write", name=".staging_global_step_2."),
-        leave_it,
-        75,
+EVERY_STEP = "trainer.save_freq=1"
+SECOND_SAVE = partial(refuse, errno.ENOSPC, "write", ".staging_global_step_2.", is_patient=True)
+ENDINGS = {
+    "last save, full disk": Ending(73, FULL_DISK),
+    "last save, no inodes": Ending(73, NO_INODES),
+    "last save, read-only disk": Ending(73, READ_ONLY),
+    "three in a row, in the way of training": Ending(75, FULL_DISK, (EVERY_STEP, IN_TRAINING)),
+    "three in a row, in the background": Ending(75, FULL_DISK, (EVERY_STEP, SLOW[0])),
+    "save on SIGTERM": Ending(73, FULL_DISK, (*SLOW, IN_TRAINING), leave_it),
+    "save on SIGTERM after a failed one in the background": Ending(
+        75, SECOND_SAVE, (*SLOW, "trainer.save_freq=2"), leave_it
     ),
-    "run directory deleted": (SLOW, impatient, shutil.rmtree, 73),
-    "run directory renamed": (SLOW, impatient, rename_away, 73),
+    "run directory deleted": Ending(73, be_impatient, SLOW, shutil.rmtree),
+    "run directory renamed": Ending(73, be_impatient, SLOW, rename_away),
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_run_whose_save_fails_ends(words, tmp_path, ending):
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_run_whose_save_fails_ends(words, tmp_path, name):
     """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker
     ignores SIGTERM.
     """
-    changes, before, disturb, code = ENDINGS[ending]
-    run_dir = tmp_path / "run"
-    place = f"trainer.default_local_dir={run_dir}"
-    with started(2, *words, place, *changes, log=tmp_path / "log", before=before) as attempt:
+    ending, run_dir = ENDINGS[name], tmp_path / "run"
+    words = (*words, f"trainer.default_local_dir={run_dir}", *ending.changes)
+    with started(2, *words, log=tmp_path / "log", before=ending.before) as attempt:
         wait_for("step 2/", attempt)
-        if disturb is not None:
-            disturb(run_dir)
+        if ending.disturb is not None:
+            ending.disturb(run_dir)
             attempt.send(signal.SIGTERM)
-        assert attempt.wait(LEFT_WITHIN_S) == code, attempt.output
+        assert attempt.wait(LEFT_WITHIN_S) == ending.code, attempt.output
         assert "Traceback" not in attempt.output
-        if "run directory" in ending:
-            assert f"{run_dir} was deleted or renamed while this run" in attempt.output
-    if "run directory" not in ending:
-        assert_given_back(run_dir, code)
-        assert not list(run_dir.glob(".staging*"))
+        if ending.before is be_impatient:
+            assert f"{run_dir} was deleted or renamed" in attempt.output
+            return
+    assert_given_back(run_dir, ending.code)
+    assert not list(run_dir.glob(".staging*"))

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import resource
 import shlex
 import shutil
 import socket
@@ -43,7 +42,7 @@ class Scene:
     """A good machine and recipe, in the working directory; its methods plant faults."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.limits = patch, {resource.RLIMIT_NOFILE: 65536}
+        self.patch = patch
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
         for name in [
@@ -52,9 +51,7 @@ class Scene:
             if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))
         ]:
             patch.delenv(name)
-        patch.setattr(
-            machine.resource, "getrlimit", lambda kind: (self.limits.get(kind, 8 << 20), GIB)
-        )
+        patch.setattr(machine.resource, "getrlimit", lambda kind: (8 << 20, GIB))
         patch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
         patch.setattr(machine, "RDMA_DEVICES", Path("rdma"))
         self.free()
@@ -67,9 +64,6 @@ class Scene:
         self.patch.setattr(
             fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes
         )
-
-    def limit(self, kind: int, number: int) -> None:
-        self.limits[kind] = number
 
     def cards(
         self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900
@@ -154,12 +148,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         lambda s: (s.cards(), s.free(shared_bytes=64 << 20)),
         "?/dev/shm",
         "--shm-size=1g",
-    ),
-    "few open files": (
-        "",
-        lambda s: s.limit(resource.RLIMIT_NOFILE, 256),
-        "?limits",
-        "ulimit -n 65536",
     ),
     "locked memory": (
         "",

@@ -1,6 +1,4 @@
-"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, files
-that are no JSON.
-"""
+"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, odd files."""
 
 import json
 import math
@@ -15,38 +13,31 @@ from trainer.errors import CannotWriteError
 from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 
-def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path):
+def steps(path: Path) -> list[int]:
+    return [row["step"] for _, row in JsonLines(path)]
+
+
+def test_a_line_is_read_once_when_it_is_whole_and_at_its_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines, places = JsonLines(path), []
     assert list(lines) == []
+    nested, torn = "[" * 100_000, '{"step": 1, "l'
     with path.open("w") as file:
         for text, expected in (
-            ('{"a": 1}\n{"a"', [1]),
+            ('{"step": 1}\n{"step"', [1]),
             (": 2", []),
-            ('}\nnot json\n[1]\n{"a": 3}\n', [2, 3]),
+            ('}\nnot json\n[1]\n{"step": 3}\n', [2, 3]),
+            (f'{nested}\n{torn}{{"step": 4}}\n\n{{"step": 5}}\n{{"step": 6', [4, 5]),
         ):
             file.write(text)
             file.flush()
             found = list(lines)
-            assert [row["a"] for _, row in found] == expected
+            assert [row["step"] for _, row in found] == expected
             places += found
     content = path.read_bytes()
-    assert [json.loads(content[offset:].splitlines()[0]) for offset, _ in places] == [
-        row for _, row in places
-    ]
-
-
-def test_damaged_lines_end_no_reading_and_a_whole_one_behind_a_torn_one_is_read_at_its_place(
-    tmp_path,
-):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"[" * 100_000 + b'\n{"step": 1, "l{"step": 2}\n\n{"step": 3}\n{"step": 4')
-    lines = JsonLines(path)
-    found = list(lines)
-    assert ([row["step"] for _, row in found], lines.num_unparsed) == ([2, 3], 2)
-    assert [json.loads(path.read_bytes()[offset:].splitlines()[0]) for offset, _ in found] == [
-        row for _, row in found
-    ]
+    for offset, row in places:
+        assert json.loads(content[offset:].splitlines()[0]) == row
+    assert lines.num_unparsed == 4
 
 
 @dataclass(frozen=True)
@@ -56,49 +47,30 @@ class Point:
 
 
 def test_what_json_lacks_is_written_strictly():
-    value = {
-        1: (math.nan, -math.inf, 0.5),
-        "point": Point(math.inf, Path("a/b")),
-        "on": True,
-        "none": None,
-    }
-    named = {
-        "1": ["nan", "-inf", 0.5],
-        "point": {"x": "inf", "path": "a/b"},
-        "on": True,
-        "none": None,
-    }
+    value = {1: (math.nan, -math.inf, 0.5), "point": Point(math.inf, Path("a/b")), "on": True}
+    named = {"1": ["nan", "-inf", 0.5], "point": {"x": "inf", "path": "a/b"}, "on": True}
     assert strict(value) == named
     assert strict(value, nonfinite=lambda _: None)["1"] == [None, None, 0.5]
-    assert (
-        json.dumps(strict([np.float32(0.5), np.int64(3), np.float64("nan")]), allow_nan=False)
-        == '[0.5, 3, "nan"]'
-    )
+    numbers = strict([np.float32(0.5), np.int64(3), np.float64("nan")])
+    assert json.dumps(numbers, allow_nan=False) == '[0.5, 3, "nan"]'
 
 
-def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path):
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"st')
+def test_the_owner_of_a_file_cuts_a_torn_line_durably_and_a_guest_leaves_it(tmp_path, monkeypatch):
+    """To a guest a line looks torn that the owner is writing. The cut is durable before lines take
+    its place.
+    """
+    path, synced = tmp_path / "rows.jsonl", []
+    torn = b'{"step": 1}\n{"st'
+    path.write_bytes(torn)
     file = AppendFile(path, is_guest=True)
     file.append({"step": 2})
     file.close()
-    assert path.read_bytes() == b'{"step": 1}\n{"st{"step":2}\n'
-    (tmp_path / "torn.jsonl").write_bytes(b'{"step": 1}\n{"st')
-    AppendFile(tmp_path / "torn.jsonl").close()
-    assert (tmp_path / "torn.jsonl").read_bytes() == b'{"step": 1}\n'
-
-
-def test_the_cut_of_a_torn_line_is_durable_before_lines_take_its_place(tmp_path, monkeypatch):
-    path, synced = tmp_path / "rows.jsonl", []
-    path.write_bytes(b'{"step": 1}\n{"st')
+    assert path.read_bytes() == torn + b'{"step":2}\n'
+    path.write_bytes(torn)
     monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
     file = AppendFile(path)
     assert synced == [b'{"step": 1}\n']
     file.close()
-
-
-def steps(path: Path) -> list[int]:
-    return [row["step"] for _, row in JsonLines(path)]
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
@@ -115,7 +87,6 @@ def test_rows_go_on_at_the_path_when_the_file_is_moved_away(tmp_path, caplog, is
 
 
 def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):
-    (tmp_path / "run").mkdir()
     file = AppendFile(tmp_path / "run" / "rows.jsonl")
     file.append({"step": 1})
     (tmp_path / "run").rename(tmp_path / "renamed")
@@ -127,14 +98,13 @@ def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):
 def test_no_row_is_written_through_a_link_or_into_what_is_no_file(tmp_path, caplog):
     path, target = tmp_path / "rows.jsonl", tmp_path / "target"
     target.write_text("precious")
-    path.symlink_to(target)
-    with pytest.raises(CannotWriteError, match=r"rows.jsonl.*Fix: move .*rows.jsonl away"):
-        AppendFile(path)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(CannotWriteError, match=r"is not a regular file.*Fix: move"):
-        AppendFile(path)
-    path.unlink()
+    for make in (lambda: path.symlink_to(target), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(
+            CannotWriteError, match=r"(?s)rows.jsonl.*Fix: .*move .*rows.jsonl away"
+        ):
+            AppendFile(path)
+        path.unlink()
     file = AppendFile(path)
     file.append({"step": 1})
     path.rename(tmp_path / "moved")

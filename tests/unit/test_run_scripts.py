@@ -8,72 +8,53 @@ from pathlib import Path
 from trainer.launch import requirements
 
 ROOT = Path(requirements.__file__).parents[2]
-COPIED = (
-    "run_sft.sh",
-    "run_tests.sh",
-    "pyproject.toml",
-    "constraints.txt",
-    "trainer/launch/environment.sh",
-)
-# Stands for every interpreter: notes its calls, makes virtual environments, has the dependencies
-# never or always.
+COPIED = ("run_sft.sh", "pyproject.toml", "constraints.txt", "trainer/launch/environment.sh")
 FAKE_PYTHON = """#!/bin/bash
-echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{log}
+echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{directory}/calls
 case "$*" in
-    "-m trainer.launch.requirements"*) exit {lacks_requirements} ;;
+    "-m trainer.launch.requirements"*) [ -e {directory}/complete ] ;;
     "-m venv"*) mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
-    "-c import sys, venv"*) exit {is_old} ;;
-    "-m pip"*) [ ! -e {broken_network} ] ;;
+    "-c import sys, venv"*) [ ! -e {directory}/old ] ;;
+    "-m pip"*) [ ! -e {directory}/offline ] ;;
 esac
 """
+"""Stands for every interpreter: it notes its calls and makes virtual environments."""
+LAUNCH = "-m trainer.launch 2 optim.lr=1"
 
 
 class Checkout:
-    """A copy of the scripts, with a false `python3` first on the path."""
+    """A copy of the scripts, with a false `python3` first on the path. A test tells it about the
+    machine by files: complete, old, offline.
+    """
 
-    def __init__(
-        self, directory: Path, *, lacks_requirements: bool = True, is_old: bool = False
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.root = directory / "repo"
-        self.caller = directory / "elsewhere"
-        self.log = directory / "calls"
-        self.broken_network = directory / "broken"
+        self.venv = self.root / ".venv"
         for name in COPIED:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         python = directory / "system" / "bin" / "python3"
         python.parent.mkdir(parents=True)
-        python.write_text(
-            FAKE_PYTHON.format(
-                log=self.log,
-                lacks_requirements=int(lacks_requirements),
-                is_old=int(is_old),
-                broken_network=self.broken_network,
-            )
-        )
+        python.write_text(FAKE_PYTHON.format(directory=directory))
         python.chmod(0o755)
-        self.env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(directory)}
-        self.caller.mkdir()
+        (directory / "elsewhere").mkdir()
 
-    def run(
-        self, script: str, *words: str, **env: str
-    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """The result and the interpreter calls, as `environment arguments`, without the
-        question for requirements.
+    def run(self, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """The result, and the interpreter calls as `environment arguments`, without the question
+        for requirements.
         """
-        self.log.write_text("")
+        (log := self.directory / "calls").write_text("")
+        path = f"{self.directory}/system/bin:/usr/bin:/bin"
         result = subprocess.run(
-            ["bash", self.root / script, *words],
-            env=self.env | env,
-            cwd=self.caller,
+            ["bash", self.root / "run_sft.sh", "2", "optim.lr=1"],
+            env={"PATH": path, "HOME": str(self.directory), **env},
+            cwd=self.directory / "elsewhere",
             capture_output=True,
             text=True,
         )
-        calls = self.log.read_text().replace(f"{self.root}", "ROOT").splitlines()
+        calls = log.read_text().replace(f"{self.root}", "ROOT").splitlines()
         return result, [call for call in calls if "requirements" not in call]
-
-
-LAUNCH = ".venv -m trainer.launch 2 optim.lr=1"
 
 
 def installed(calls: list[str]) -> list[str]:
@@ -81,77 +62,56 @@ def installed(calls: list[str]) -> list[str]:
 
 
 def test_the_active_environment_is_used_as_it_is(tmp_path):
-    checkout = Checkout(tmp_path, lacks_requirements=False)
-    result, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
-    assert calls == ["system -m trainer.launch 2 optim.lr=1"]
-    assert (result.stdout, result.stderr) == ("", "")
-    assert not (checkout.root / ".venv").exists()
-
-
-def test_the_second_call_installs_nothing(tmp_path):
     checkout = Checkout(tmp_path)
-    first, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
-    assert first.returncode == 0, first.stderr
-    assert "setting up" in first.stdout
-    assert installed(calls) == ["torch", "-e ROOT"]
-    assert calls[-1] == LAUNCH
-    second, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
-    assert calls == [LAUNCH]
-    assert second.stdout == ""
+    (tmp_path / "complete").touch()
+    result, calls = checkout.run()
+    assert (calls, result.stdout, result.stderr) == ([f"system {LAUNCH}"], "", "")
+    assert not checkout.venv.exists()
 
 
-def test_an_interrupted_installation_starts_over(tmp_path):
+def test_the_first_call_installs_also_after_an_interruption_and_the_second_nothing(tmp_path):
     checkout = Checkout(tmp_path)
-    checkout.broken_network.touch()
-    result, calls = checkout.run("run_sft.sh", "2")
-    assert result.returncode != 0
-    (half_installed := checkout.root / ".venv" / "half-installed").touch()
-    assert not any("trainer.launch" in call for call in calls)
-    checkout.broken_network.unlink()
-    result, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
-    assert result.returncode == 0
-    assert not half_installed.exists()
-    assert "system -m venv ROOT/.venv" in calls
-    assert installed(calls) == ["torch", "-e ROOT"]
-    assert checkout.run("run_sft.sh", "2", "optim.lr=1")[1] == [LAUNCH]
+    (tmp_path / "offline").touch()
+    result, calls = checkout.run()
+    assert result.returncode != 0 and not any("trainer.launch" in call for call in calls)
+    (half_installed := checkout.venv / "half-installed").touch()
+    (tmp_path / "offline").unlink()
+    result, calls = checkout.run()
+    assert result.returncode == 0 and "setting up" in result.stdout, result.stderr
+    assert "system -m venv ROOT/.venv" in calls and not half_installed.exists()
+    assert installed(calls) == ["torch", "-e ROOT"] and calls[-1] == f".venv {LAUNCH}"
+    result, calls = checkout.run()
+    assert (calls, result.stdout) == ([f".venv {LAUNCH}"], "")
 
 
-def test_an_environment_of_someone_else_is_never_changed(tmp_path):
+def test_an_environment_of_someone_else_is_never_changed_and_used_if_it_is_complete(tmp_path):
     checkout = Checkout(tmp_path)
-    mine = checkout.root / ".venv" / "mine"
-    mine.parent.mkdir()
-    mine.touch()
-    result, calls = checkout.run("run_sft.sh", "2")
-    assert result.returncode == 2
-    assert "was not made by this script" in result.stderr
-    assert calls == [] and list(mine.parent.iterdir()) == [mine]
-
-
-def test_an_environment_of_someone_else_is_used_when_it_is_complete(tmp_path):
-    checkout = Checkout(tmp_path)
-    python = checkout.root / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\necho ".venv $*" >>{checkout.log}\n')
+    checkout.venv.mkdir()
+    result, calls = checkout.run()
+    assert result.returncode == 2 and "was not made by this script" in result.stderr
+    assert calls == [] and list(checkout.venv.iterdir()) == []
+    python = checkout.venv / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/bash\necho ".venv $*" >>{tmp_path}/calls\n')
     python.chmod(0o755)
-    assert checkout.run("run_sft.sh", "2", "optim.lr=1")[1] == [LAUNCH]
-    assert list((checkout.root / ".venv").rglob("*")) == [python.parent, python]
+    assert checkout.run()[1] == [f".venv {LAUNCH}"]
+    assert list(checkout.venv.rglob("*")) == [python.parent, python]
 
 
 def test_an_old_python_is_refused_with_a_way_out(tmp_path):
-    checkout = Checkout(tmp_path, is_old=True)
-    result, _ = checkout.run("run_sft.sh", PYTHON="python3")
+    checkout = Checkout(tmp_path)
+    (tmp_path / "old").touch()
+    result, _ = checkout.run(PYTHON="python3")
     assert result.returncode == 2
-    assert result.stderr.startswith("ERROR: no Python >= 3.11")
-    assert "PYTHON" in result.stderr
+    assert result.stderr.startswith("ERROR: no Python >= 3.11") and "PYTHON" in result.stderr
 
 
 def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
-    """Neither where the command is called nor in front in PYTHONPATH."""
+    """Neither in the caller's directory nor first in PYTHONPATH."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
-    command = ["bash", ROOT / "run_sft.sh", "2", "data.train_batchsize=8"]
     result = subprocess.run(
-        command,
+        ["bash", ROOT / "run_sft.sh", "2", "data.train_batchsize=8"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -163,8 +123,7 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
 
 def test_absent_and_other_versions_are_unmet(tmp_path, monkeypatch):
     project = '[project]\ndependencies = ["rich>=13", "rich<2", "no-such-thing"]\n'
-    (tmp_path / "pyproject.toml").write_text(
-        project + '[project.optional-dependencies]\nx = ["nope>=1"]\n'
-    )
+    extra = '[project.optional-dependencies]\nx = ["nope>=1"]\n'
+    (tmp_path / "pyproject.toml").write_text(project + extra)
     monkeypatch.setattr(requirements, "PYPROJECT", tmp_path / "pyproject.toml")
     assert requirements.unmet_requirements("x") == ["rich<2", "no-such-thing", "nope>=1"]

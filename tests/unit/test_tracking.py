@@ -236,7 +236,7 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
 
 
-def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
+def test_rows_that_no_disk_took_are_counted_at_the_end_and_named_at_the_next_start(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
@@ -249,9 +249,8 @@ def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
     tracking.finish(0)
     lost = sorted(set(range(1, 41)) - {step for step, _ in losses(tmp_path)})
     assert lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
-    steps = f"steps 11-{lost[-3]}, 39-40, which"
-    assert f"metrics.jsonl lacks {len(lost)} rows of {steps} could not be written" in caplog.text
-    assert lost_rows(tmp_path, 40).endswith(f"{steps} are lost")
+    assert f"metrics.jsonl lacks {len(lost)} rows that could not be written" in caplog.text
+    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, 39-40, which are lost")
     rollback = Rollback(39, 40, 38, 39, 40, "", [])
     (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
     assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over"

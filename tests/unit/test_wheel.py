@@ -1,6 +1,5 @@
 """An installed package has all that a checkout has."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,73 +10,61 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OF_A_CHECKOUT = {"trainer/launch/environment.sh"}
-"""Sourced by the scripts beside the package."""
+OF_A_CHECKOUT = {"launch/environment.sh"}
+"""Sourced by the scripts next to the package."""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of a wheel built from the working tree, where no checkout is near."""
+    """The content of a wheel built from the working tree, far from any checkout."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in ("trainer", "conf"):
-        shutil.copytree(
-            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(source.parent)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=60
-    )
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(target)!r})"
+    command = [sys.executable, "-c", build]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    (wheel,) = source.parent.glob("*.whl")
+    (wheel,) = target.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
-        assert "fsdp-sft = fsdp_sft:main" in file.read(entry_points(file)).decode()
         file.extractall(target)
     return target
 
 
-def entry_points(file: zipfile.ZipFile) -> str:
-    return next(name for name in file.namelist() if name.endswith("entry_points.txt"))
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """A directory with a foreign package of the same name."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
+    return tmp_path
+
+
+def call(program: str, *words: str, cwd: Path, path: list[Path]) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_a_wheel_holds_every_file_of_the_package(site):
-    installed, own = ({str(path) for path in files_below(root)} for root in (site, ROOT))
-    assert own - installed == OF_A_CHECKOUT
+    def files(root: Path) -> set[str]:
+        walked = os.walk(root / "trainer", followlinks=True)
+        found = [Path(directory, name) for directory, _, names in walked for name in names]
+        return {str(path.relative_to(root / "trainer")) for path in found if path.suffix != ".pyc"}
+
+    assert files(ROOT) - files(site) == OF_A_CHECKOUT
+    (entries,) = site.glob("*.dist-info/entry_points.txt")
+    assert "fsdp-sft = fsdp_sft:main" in entries.read_text()
 
 
-def files_below(root: Path) -> list[Path]:
-    """Relative to `root`; links are followed."""
-    walked = os.walk(root / "trainer", followlinks=True)
-    found = [
-        Path(directory, name).relative_to(root) for directory, _, names in walked for name in names
-    ]
-    return [path for path in found if path.suffix != ".pyc"]
-
-
-def test_a_foreign_package_of_the_same_name_is_named(site, tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from fsdp_sft import main; sys.exit(main())",
-        "checkpoint",
-        "--help",
-    ]
-
-    def call(*path: Path) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-        )
-
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
-    done = call(tmp_path, site)
+def test_a_foreign_package_of_the_same_name_is_named(site, cwd):
+    program = "import sys; from fsdp_sft import main; sys.exit(main())"
+    words = ("checkpoint", "--help")
+    done = call(program, *words, cwd=cwd, path=[cwd, site])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        f"ERROR: Python finds {tmp_path}/trainer/__init__.py as 'trainer' in front of"
-    )
-    done = call(site, tmp_path)
+    assert f"{cwd}/trainer/__init__.py" in done.stderr
+    done = call(program, *words, cwd=cwd, path=[site, cwd])
     assert done.returncode == 0 and "verify" in done.stdout, done.stderr
 
 
@@ -96,28 +83,15 @@ try:
 except ConfigError as error:
     assert "did you mean 'optim.lr'" in str(error), error
 """
+RECIPE = """
+optim: {{lr: 0.001, lr_warmup_steps_ratio: 0, lr_scheduler: constant}}
+trainer: {{total_training_steps: 1, default_local_dir: {cwd}/runs}}
+"""
 
 
-def test_an_installed_package_trains_the_recipe_of_the_working_directory(site, tmp_path):
-    """Beside a folder of the same name, by the console's command, from a file that nobody has
-    to name.
-    """
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('a foreign package')")
-    recipe = (
-        f"optim: {{lr: 0.001, lr_warmup_steps_ratio: 0, lr_scheduler: constant}}\ntrainer: {{total_training_steps: 1, \
-default_local_dir: {tmp_path / 'runs'}}}\n"
-    )
-    (tmp_path / "sft.local.yaml").write_text(recipe)
-    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRIES],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def test_an_installed_package_trains_the_recipe_of_the_working_directory(site, cwd):
+    """From a file that nobody has to name."""
+    (cwd / "sft.local.yaml").write_text(RECIPE.format(cwd=cwd))
+    done = call(TRIES, cwd=cwd, path=[site])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("note: recipe sft.local.yaml") == 2  # once for each call
-    assert json.loads((tmp_path / "runs" / "run.json").read_text())

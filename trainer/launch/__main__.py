@@ -1,7 +1,7 @@
-"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return
-the exit code.
+"""The launcher, called by `run_sft.sh`: checks configuration and machine, starts the ranks, and
+returns the exit code of the run.
 
-Floor 5; imports no torch, so that a mistyped key fails at once.
+It imports no torch, so that a mistyped key fails at once.
 """
 
 import os
@@ -23,7 +23,6 @@ from trainer.errors import (
     CannotWriteError,
     DataError,
 )
-from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import (
     NodeLayout,
@@ -48,38 +47,46 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("ERROR: the current directory was removed: `cd` to one that exists", file=sys.stderr)
+        print(
+            "ERROR: the current directory was removed. Fix: cd to one that exists", file=sys.stderr
+        )
         return EXIT_USAGE
     if argv and re.fullmatch("[a-z][a-z-]*", argv[0]):
         from trainer.cli.__main__ import main as run_command
 
         return run_command(argv, is_program=is_program)
-    # from here on they wait for `supervise`
-    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # `supervise` receives them
     try:
-        arguments = parse_arguments(argv)
-        from trainer.__main__ import main as run_here
-        from trainer.train.start.compose import load_config
-
-        if {"--help", "-h", "--cfg"} & set(arguments.overrides):
-            return run_here(arguments.overrides)
-        config = load_config(arguments.overrides)
-        from trainer.launch import checks
-        from trainer.train.start.preflight import already_complete
-
-        checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
-        layout = node_layout(os.environ)
-        num_gpus = gpus_for_run(config.trainer.device)
-        num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
-        launch = checks.Launch(config, num_ranks, num_gpus, layout)
-        if layout.num_nodes == 1 and (message := already_complete(config)):
-            print(message)
-            return EXIT_DONE
-        with mirrored(config, layout) as refusal:
-            code = _train(launch, arguments.overrides) if refusal is None else refusal
+        return _launch(argv)
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return code_of(error)
+
+
+def _launch(argv: list[str]) -> int:
+    """Check and train. Return the exit code. Raises the errors of a run that cannot start."""
+    from trainer.__main__ import main as run_here
+    from trainer.train.start.compose import load_config
+
+    arguments = parse_arguments(argv)
+    if {"--help", "-h", "--cfg"} & set(arguments.overrides):
+        return run_here(arguments.overrides)
+    config = load_config(arguments.overrides)
+    from trainer.launch import checks
+    from trainer.train.start.preflight import already_complete
+
+    checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
+    layout = node_layout(os.environ)
+    num_gpus = gpus_for_run(config.trainer.device)
+    num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
+    if layout.num_nodes == 1 and (message := already_complete(config)):
+        print(message)
+        return EXIT_DONE
+    with mirrored(config, layout) as code:
+        if code is None:
+            launch = checks.Launch(config, num_ranks, num_gpus, layout)
+            checks.run_checks(checks.OF_MACHINE, launch)
+            code = _train(launch, arguments.overrides)
     if code == EXIT_RESUMABLE:
         # of several machines only the first may see the run directory
         is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()
@@ -89,48 +96,44 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
 
 
 def _train(launch: "Launch", overrides: list[str]) -> int:
-    """Start the ranks and return the exit code of the run. Raises what a run that cannot start
-    would end with.
-    """
-    from trainer.launch import checks
-
+    """Start the ranks and return the exit code of the run."""
     config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
-    checks.run_checks(checks.OF_MACHINE, launch)
-    if layout.num_nodes > 1:
-        print(
-            labelled(
-                "machine",
-                f"{layout.node_rank} of {layout.num_nodes}, meeting at "
-                f"{layout.master_addr}:{layout.master_port}",
-            ),
-            flush=True,
-        )
+    has_peers = layout.num_nodes > 1
+    if has_peers:
+        place = f"{layout.node_rank} of {layout.num_nodes}"
+        meeting = f"{layout.master_addr}:{layout.master_port}"
+        print(labelled("machine", f"{place}, meeting at {meeting}"), flush=True)
     devices = "GPUs" if launch.num_gpus else "CPU"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    # not on stdout: a rank tells if that is broken
+    # to stderr: if stdout is broken, a rank reports that
     print(labelled("start", f"{ranks} on {devices}"), file=sys.stderr, flush=True)
+    run_dir = Path(config.trainer.default_local_dir)
     with new_status(num_ranks) as status:
-        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status=status)
-        run_dir = Path(config.trainer.default_local_dir)
-        watchdog = Watchdog(status, run_dir=run_dir, has_peers=layout.num_nodes > 1)
-        timeout_s = config.trainer.dist_timeout_s
-        command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
-        code = supervise(command, env=env, status=status, watchdog=watchdog)
+        code = supervise(
+            agent_command(num_ranks, layout, overrides, timeout_s=config.trainer.dist_timeout_s),
+            env=rank_environment(os.environ, layout, num_ranks=num_ranks, status=status),
+            status=status,
+            watchdog=Watchdog(status, run_dir=run_dir, has_peers=has_peers),
+        )
     has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
-    if code != ABORTED:
-        return code
-    if layout.num_nodes > 1 or has_nccl_peers:
-        return exit_code_after_abort(run_dir, layout.node_rank)
-    return EXIT_CRASH
+    if code == ABORTED and (has_peers or has_nccl_peers):
+        print(
+            "a rank was aborted before it could report an error, as when NCCL loses another "
+            "machine or a collective times out",
+            file=sys.stderr,
+            flush=True,
+        )
+        return EXIT_RESUMABLE
+    return EXIT_CRASH if code == ABORTED else code
 
 
 def agent_command(
     num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int
 ) -> list[str]:
-    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host
-    never meet.
+    """Return the command line of torchrun's agent. `timeout_s`: how long it waits for the other
+    machines.
 
-    `timeout_s`: how long it waits for the other machines.
+    On a single machine the agent picks a free port, so that runs on one host never meet.
     """
     if layout.num_nodes == 1:
         meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -138,18 +141,18 @@ def agent_command(
     else:
         meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
         meeting += [f"--master-port={layout.master_port}", f"--rdzv-conf=timeout={timeout_s}"]
-    options = [
+    return [
+        *(sys.executable, "-m", "trainer.launch.agent"),
         f"--nnodes={layout.num_nodes}",
         f"--nproc-per-node={num_ranks}",
         "--max-restarts=0",
         *meeting,
+        "--signals-to-handle=",  # the launcher stops the ranks
+        f"--log-dir={os.devnull}",  # it would leave files in TMPDIR
+        *("-m", "trainer", *overrides),
     ]
-    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in
-    # TMPDIR
-    options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
-    return [sys.executable, "-m", "trainer.launch.agent", *options, "-m", "trainer", *overrides]
 
 
 if __name__ == "__main__":
-    keep_streams_safe(says_so=False)  # the rank that writes most tells of a broken stdout
+    keep_streams_safe(says_so=False)  # the rank that writes most reports a broken stdout
     sys.exit(main(sys.argv[1:], is_program=True))

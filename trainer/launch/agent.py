@@ -1,6 +1,6 @@
-"""torchrun's agent, which starts the ranks: a process of its own, below the launcher.
+"""torchrun's agent: the process below the launcher that starts the ranks.
 
-Every start waits for it: beside torch it imports next to nothing.
+Every start waits for this process, so it imports little besides torch.
 """
 
 import logging
@@ -17,10 +17,10 @@ from trainer.runtime.status import ABORTED, LOST_RANK
 
 
 def run_agent(argv: list[str]) -> int:
-    """Run torchrun without its own messages: the last thing a user reads is the error of the rank.
+    """Run torchrun without its own messages, so that the rank's error is the last line a user reads.
 
-    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted
-    would kill them.
+    Schedulers signal every process of a job. The agent ignores stop signals, because it would kill
+    the ranks while they save.
     """
     for number in heeded_signals():
         signal.signal(number, lambda *_: None)
@@ -34,30 +34,28 @@ def run_agent(argv: list[str]) -> int:
     try:
         run.run(arguments)
     except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            # SIGTERM is how the agent stops the rest
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                killer = name_signal(-failure.exitcode)
+        stopped_by_agent = -signal.SIGTERM
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, code in codes.items():
+            if code < 0 and code != stopped_by_agent:
                 print(
-                    f"ERROR: rank {rank} was killed by {killer}; continue with the same command",
+                    f"ERROR: rank {rank} was killed by {name_signal(-code)}. Fix: continue with "
+                    f"the same command",
                     file=sys.stderr,
                 )
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return ABORTED if codes - {LOST_RANK, -signal.SIGTERM} == {-signal.SIGABRT} else EXIT_CRASH
-    except DistError as error:  # only the meeting of the machines raises it
+        causes = set(codes.values()) - {LOST_RANK, stopped_by_agent}
+        return ABORTED if causes == {-signal.SIGABRT} else EXIT_CRASH
+    except DistError as error:  # only the rendezvous raises it
+        code = EXIT_RESUMABLE
+        reason = str(error).partition("\n")[0]  # torch's stack follows
+        what = f"the machines did not meet: {reason}"
+        fix = "start the same command on each, with the same NNODES, MASTER_ADDR and MASTER_PORT"
         if "EADDRINUSE" in str(error):
-            report_exit_code(EXIT_USAGE)
-            print(
-                f"ERROR: MASTER_PORT={arguments.master_port} is already in use on this machine, "
-                f"the first of the run. Fix: set MASTER_PORT to a free port, the same on all "
-                f"machines",
-                file=sys.stderr,
-            )
-            return EXIT_USAGE
-        report_exit_code(EXIT_RESUMABLE)
-        reason = str(error).partition("\n")[0]  # below it are torch's own frames
-        fix = "start the same command on each, with the NNODES, MASTER_ADDR and MASTER_PORT of all"
-        print(f"ERROR: the machines did not meet: {reason}; {fix}", file=sys.stderr)
+            code = EXIT_USAGE
+            what = f"MASTER_PORT={arguments.master_port} is already in use on the first machine"
+            fix = "set MASTER_PORT to a free port, the same on all machines"
+        report_exit_code(code)
+        print(f"ERROR: {what}. Fix: {fix}", file=sys.stderr)
     return EXIT_DONE
 
 

@@ -1,8 +1,7 @@
-"""Checks of a configuration and a machine before a run: one list, for every start, `doctor` and
-`plan`.
+"""Checks of a configuration and a machine. Every start, `doctor` and `plan` use them.
 
-A check is a function of a `Launch` that yields findings. One that yields nothing has found nothing
-wrong; one that raises has found what a start would raise. No torch, except in `architecture`.
+A check is a function of a `Launch` that returns findings: none if nothing is wrong. It raises what a
+start would raise. Only `architecture` imports torch.
 """
 
 import os
@@ -11,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,20 +32,16 @@ if TYPE_CHECKING:
     from trainer.model.pretrained import ModelSource
 
 CORES_PER_GPU_RANK = 4
-MIN_OPEN_FILES = 1024
-"""Linux's default limit of a process."""
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
-"""NCCL's documentation gives a container this much; Docker's 64 MiB are too small for its buffers."""
+"""NCCL's documentation gives a container this much. Docker's default of 64 MiB is too small."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One finding. fail: the run would not do what it is asked for. skip: it cannot be checked
-    here.
-
-    `fix` is empty where `what` already contains it.
+    """One finding. fail: the run would not do what the user asked for. skip: this machine cannot
+    check it. `fix` is empty if `what` contains it.
     """
 
     level: Literal["ok", "warn", "fail", "skip"]
@@ -61,7 +55,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Launch:
-    """A start on this machine. `problem`: why that number of ranks is impossible."""
+    """A start on this machine. `problem`: why this number of ranks is impossible."""
 
     config: Config
     num_ranks: int
@@ -84,41 +78,30 @@ def launch_of(config: Config, asked: int | None) -> Launch:
 
 
 def run_checks(checks: Mapping[str, Check], launch: Launch) -> None:
-    """Run checks for a start: print warnings on stderr, raise the first failure. Raises
-    `ConfigError`, `DataError`, `CannotWriteError`.
+    """Run checks for a start: print warnings to stderr, raise the first failure.
+
+    Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     for check in checks.values():
         for found in check(launch):
             if found.level == "fail":
-                raise ConfigError(f"{found.what}: {found.fix}")
+                raise ConfigError(f"{found.what}. Fix: {found.fix}")
             if found.level == "warn":
-                print(f"WARNING: {found.what}: {found.fix}", file=sys.stderr)
+                print(f"WARNING: {found.what}. Fix: {found.fix}", file=sys.stderr)
 
 
-def _of_config(name: str, launch: Launch) -> Iterator[Checked]:
-    preflight.CHECKS[name](launch.config)
-    return iter(())
+def _of_config(requirement: Callable[[Config], object]) -> Check:
+    """Return the check of a function that raises what is wrong with a configuration."""
 
+    def check(launch: Launch) -> Iterator[Checked]:
+        requirement(launch.config)
+        return iter(())
 
-def files(launch: Launch) -> Iterator[Checked]:
-    found = preflight.find_files(launch.config)
-    for side, sources in (("train", found.train), ("validation", found.validation)):
-        sizes = [path.stat().st_size for _, paths in sources for path in paths]
-        if sizes:
-            noun = "file" if len(sizes) == 1 else "files"
-            yield Checked("ok", f"{side}: {len(sizes)} {noun}, {readable(sum(sizes))}")
-
-
-def run_directory(launch: Launch) -> Iterator[Checked]:
-    """Check that the directory is no other run's, can be resumed from, and can be written."""
-    preflight.require_usable(launch.config)
-    return iter(())
+    return check
 
 
 def cores(launch: Launch) -> Iterator[Checked]:
-    """Count cores: a rank on a GPU needs some for its loader and its saves, and SLURM gives a task
-    one by default.
-    """
+    """A GPU rank needs cores for its loader and its saves. SLURM gives a task one by default."""
     num_cores = len(os.sched_getaffinity(0))
     wanted = CORES_PER_GPU_RANK * launch.num_ranks
     if launch.num_gpus and num_cores < wanted:
@@ -137,10 +120,6 @@ def shared_memory(launch: Launch) -> Iterator[Checked]:
 
 
 def limits(launch: Launch) -> Iterator[Checked]:
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_files != resource.RLIM_INFINITY and num_files < MIN_OPEN_FILES:
-        what = f"this process may open only {num_files} files: many data files or ranks need more"
-        yield Checked("warn", what, "ulimit -n 65536 (docker run --ulimit nofile=65536)")
     locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = launch.num_gpus > 0 and any(RDMA_DEVICES.glob("*"))
     if has_rdma and locked_bytes != resource.RLIM_INFINITY:
@@ -152,30 +131,19 @@ def network(launch: Launch) -> Iterator[Checked]:
     interfaces = list(psutil.net_if_addrs())
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(key, "")
-        is_used = launch.num_gpus or not key.startswith("NCCL")
-        if not is_used or not wanted or wanted.startswith("^"):  # ^: every interface but these
+        is_unused = key.startswith("NCCL") and not launch.num_gpus
+        if not wanted or wanted.startswith("^") or is_unused:  # ^: all interfaces except these
             continue
-        if interfaces and not any(_names(wanted, name, key) for name in interfaces):
-            names = ", ".join(interfaces)
-            what = f"{key}={wanted} names no network interface here; there are {names}"
+        # NCCL takes prefixes, and `=name` for a whole name
+        prefixes = tuple(word.removeprefix("=") for word in wanted.split(","))
+        if not any(name.startswith(prefixes) for name in interfaces):
+            what = f"{key}={wanted} names no network interface here ({', '.join(interfaces)})"
             yield Checked("fail", what, f"unset {key}, or name one of them")
-    if launch.layout.num_nodes > 1:
-        yield from _way_to(launch.layout)
-
-
-def _names(wanted: str, interface: str, key: str) -> bool:
-    """Return whether a list of names has the interface: for NCCL a name is a prefix, and `=name` a
-    whole name.
-    """
-    words = wanted.split(",")
-    is_prefix = key.startswith("NCCL") and interface.startswith(tuple(words))
-    return is_prefix or interface in (word.removeprefix("=") for word in words)
-
-
-def _way_to(layout: NodeLayout) -> Iterator[Checked]:
-    master = layout.master_addr
+    if launch.layout.num_nodes == 1:
+        return
+    master = launch.layout.master_addr
     try:
-        socket.getaddrinfo(master, layout.master_port)
+        socket.getaddrinfo(master, launch.layout.master_port)
     except OSError as error:
         what = f"MASTER_ADDR={master} is not known here: {error.strerror or error}"
         fix = "give the first machine's name or address, unless it is still starting"
@@ -188,40 +156,40 @@ def _way_to(layout: NodeLayout) -> Iterator[Checked]:
 
 
 def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterator[Checked]:
-    """Read config.json: whether the model can be trained, packed or not, and what engines may
-    refuse.
+    """Read config.json: can the model be trained, packed or not, and will engines refuse it?
 
-    `source`: where config.json is, if there need be no tokenizer.
+    `source`: the place of config.json if the model has no tokenizer.
     """
     from trainer.model import packed_lm
     from trainer.train.start.inputs import require_trainable, source_without_weights
 
-    config = launch.config
-    source = source or source_without_weights(config)
-    reason = require_trainable(config, source).reason
+    source = source or source_without_weights(launch.config)
+    reason = require_trainable(launch.config, source).reason
     found = source.config
     name = ", ".join(getattr(found, "architectures", None) or [found.model_type])
     how = "packed" if reason is None else f"one by one (slower): {reason}"
     yield Checked("ok", f"{name}: documents run {how}")
     longest = getattr(found, "max_position_embeddings", None)
-    key, asked = "data.max_length", config.data.max_length
+    asked = launch.config.data.max_length
     if isinstance(longest, int) and asked > longest:
-        what = f"{key}={asked}, but config.json has {longest} positions: engines serve no more"
-        fix = f"{key}={longest}, or a config.json with the scaling that it is to be served with"
+        what = f"data.max_length={asked}, but config.json has {longest} positions: engines serve no more"
+        fix = f"data.max_length={longest}, or a config.json with the scaling for longer documents"
         yield Checked("warn", what, fix)
     if getattr(found, "auto_map", None):
-        what = "code comes with the model (auto_map in config.json): engines must be told to run it"
+        what = (
+            "the model comes with code (auto_map in config.json), which engines refuse by default"
+        )
         yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")
     for note in packed_lm.notes(found):
         yield Checked("ok", note)
 
 
 OF_CONFIG: dict[str, Check] = {
-    **{name: partial(_of_config, name) for name in preflight.CHECKS},
-    "files": files,
-    "run directory": run_directory,
+    **{name: _of_config(requirement) for name, requirement in preflight.CHECKS.items()},
+    "files": _of_config(preflight.find_files),
+    "run directory": _of_config(preflight.require_usable),
 }
-"""Every start runs these first, and then those of the machine."""
+"""Every start runs these first, then those of the machine."""
 OF_MACHINE: dict[str, Check] = {
     "cores": cores,
     "/dev/shm": shared_memory,

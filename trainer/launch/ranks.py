@@ -1,13 +1,12 @@
-"""The number of ranks here, the place of this machine among several, its network interface, and the
-environment of the ranks.
+"""The number of ranks on this machine, its place among several machines, its network interface, and
+the environment of the ranks.
 
-No torch: only a machine that may have a GPU asks torch, in another process.
+Nothing here imports torch. Only a machine that may have a GPU asks torch, in another process.
 """
 
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,13 +31,16 @@ import torch
 number, reason = 0, f"torch {torch.__version__} is built without CUDA"
 if torch.backends.cuda.is_built():
     try:
-        torch.cuda.init()  # first: the count alone is the driver's, also of cards that torch cannot use
+        torch.cuda.init()  # first: the driver alone also counts cards that torch cannot use
         number = torch.cuda.device_count()
     except Exception as error:
         reason = str(error).splitlines()[0]
 print(json.dumps([number, reason]))
 """
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+LOOPBACK = {"127.0.0.1", "::1"}
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses reserved for documentation: the route to them is the default route."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The place of this machine among several; a single machine needs no address."""
+    """The place of this machine among several. A single machine needs no address."""
 
     num_nodes: int = 1
     node_rank: int = 0
@@ -58,8 +60,7 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split a command line into the number of ranks, if given, and overrides that include the
-    recipe.
+    """Split a command line into the number of ranks, if given, and overrides with the recipe.
 
     Raises `ConfigError`.
     """
@@ -76,8 +77,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
-    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `ConfigError` for more
-    ranks than GPUs.
+    """Return the number of ranks to start here; `num_gpus` is 0 for a run on CPUs.
+
+    Raises `ConfigError` for more ranks than GPUs.
     """
     if asked is not None and 0 < num_gpus < asked:
         raise ConfigError(
@@ -88,10 +90,10 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
 
 
 def gpus_for_run(device: str) -> int:
-    """The GPUs that a run with `trainer.device` trains on; 0 for a run on CPUs.
+    """Return the number of GPUs that a run with `trainer.device` uses; 0 for a run on CPUs.
 
-    Without a driver torch is asked only for `cuda`, because importing it takes seconds. Raises
-    `ConfigError` when torch sees no card although `device` is cuda or NVIDIA's driver is there.
+    Without a driver, torch is asked only for `cuda`, because importing it takes seconds. Raises
+    `ConfigError` if torch sees no card although `device` is cuda or NVIDIA's driver is there.
     """
     has_driver = any(Path(driver).exists() for driver in GPU_DRIVERS)
     if device == "cpu" or (device == AUTO and not has_driver):
@@ -99,7 +101,7 @@ def gpus_for_run(device: str) -> int:
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError(
-            f"{sys.executable} cannot import torch (its error stands above): repair this "
+            f"{sys.executable} cannot import torch (its error is above). Fix: repair this "
             f"environment"
         )
     number, reason = json.loads(done.stdout.splitlines()[-1])
@@ -112,60 +114,44 @@ def gpus_for_run(device: str) -> int:
 
 
 def node_layout(env: Mapping[str, str]) -> NodeLayout:
-    """This machine's place, from `NNODES` and its companions or from SLURM. Raises `ConfigError`.
+    """Return this machine's place, from `NNODES` and its companions or from SLURM's variables.
 
-    Under SLURM the port follows from the job id; two multi-machine runs inside one job need
-    `MASTER_PORT`.
+    Under SLURM the port follows from the job id: two multi-machine runs inside one job need
+    `MASTER_PORT`. Raises `ConfigError`.
     """
-    if "NNODES" in env:
-        names, port = ("NNODES", "NODE_RANK"), DEFAULT_MASTER_PORT
-    else:
-        names, port = ("SLURM_NNODES", "SLURM_NODEID"), 0
-    num_nodes = _whole(env, names[0], minimum=1) if names[0] in env else 1
+    is_slurm = "NNODES" not in env
+    size, rank = ("SLURM_NNODES", "SLURM_NODEID") if is_slurm else ("NNODES", "NODE_RANK")
+    num_nodes = _whole(env, size, minimum=1) if size in env else 1
     if num_nodes == 1:
         return NodeLayout()
-    node_rank = _whole(env, names[1])
-    if "NNODES" in env:
-        host = _needed(env, "MASTER_ADDR")
-    elif env.get("SLURM_LOCALID", "0") != "0":
-        raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
-    else:
-        host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
-        port = SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)]
+    node_rank = _whole(env, rank)
     if node_rank >= num_nodes:
-        raise ConfigError(
-            f"{names[1]}={node_rank}, but {names[0]}={num_nodes}: machines count from 0"
-        )
+        raise ConfigError(f"{rank}={node_rank}, but {size}={num_nodes}: machines count from 0")
+    if is_slurm and env.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+    port = DEFAULT_MASTER_PORT
     if "MASTER_PORT" in env:
         port = _whole(env, "MASTER_PORT", minimum=1)
-    return NodeLayout(num_nodes, node_rank, host, port)
+    elif is_slurm:
+        port = SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)]
+    if is_slurm and not env.get("MASTER_ADDR"):
+        return NodeLayout(num_nodes, node_rank, first_host(_text(env, "SLURM_JOB_NODELIST")), port)
+    return NodeLayout(num_nodes, node_rank, _text(env, "MASTER_ADDR"), port)
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises
-    `ConfigError`.
-    """
-    if shutil.which("scontrol"):
-        command = ["scontrol", "show", "hostnames", nodelist]
-        shown = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if shown.returncode == 0 and shown.stdout.strip():
-            return shown.stdout.split()[0]
-    match = re.match(r"([^\[\],]+)(?:\[(\d+)[^\[\]]*\])?([^\[\],]*)(?:,|$)", nodelist)
-    if match is None:
-        raise ConfigError(
-            f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine"
-        )
-    return "".join(part or "" for part in match.groups())
+    """Return the first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`."""
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", nodelist).partition(",")[0]
 
 
-def _needed(env: Mapping[str, str], name: str) -> str:
+def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise ConfigError(f"{name} is not set: a run on several machines needs it{SEE_HELP}")
     return env[name]
 
 
 def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
-    text = _needed(env, name)
+    text = _text(env, name)
     if not text.isdecimal() or int(text) < minimum:
         raise ConfigError(f"{name} must be a whole number of at least {minimum}, got '{text}'")
     return int(text)
@@ -174,13 +160,13 @@ def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
 def rank_environment(
     env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status
 ) -> dict[str, str]:
-    """Environment of the ranks; what the user has set stays."""
+    """Return the environment of the ranks. Variables that the user has set stay."""
     added = {
         # torchrun would give each rank one thread
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
-        # `-m` would look in the folder of the caller first, which may hold a package of this name
+        # else `-m` looks in the caller's directory first, which may hold a package `trainer`
         "PYTHONSAFEPATH": "1",
-        # the run says what a lost rank means; torch's warnings of it are stacks of C++
+        # the run itself explains a lost rank; torch's warnings about it are C++ stacks
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
@@ -188,17 +174,12 @@ def rank_environment(
     return {**added, **env, VARIABLE: status.address}
 
 
-ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses kept for documentation: the route to them is the default route."""
-LOOPBACK = {"127.0.0.1", "::1"}
-
-
 def gloo_interface(master_addr: str) -> dict[str, str]:
-    """`GLOO_SOCKET_IFNAME` for the ranks, or nothing when no route tells.
+    """Return `GLOO_SOCKET_IFNAME` for the ranks, or {} if no route determines it.
 
-    gloo would listen where the name of this machine leads, and on Debian and in containers that is
-    127.0.1.1, which no other machine reaches. On the first machine its own address may lead there
-    too; then the default route tells, or that there is only one interface to take.
+    By default gloo listens on the address of this machine's name. On Debian and in containers that
+    is 127.0.1.1, which no other machine reaches. On the first machine `master_addr` may lead there
+    too; then the default route decides, or the only interface.
     """
     interfaces = _outward_interfaces()
     for host in (master_addr, *ANYWHERE):
@@ -210,28 +191,21 @@ def gloo_interface(master_addr: str) -> dict[str, str]:
 
 
 def _own_addresses_to(host: str) -> Iterator[str]:
-    """Yield the addresses of this machine from which the kernel would reach a host. Sends
-    nothing.
+    """Yield the addresses of this machine from which the kernel would reach a host. Nothing is
+    sent.
     """
-    try:
-        resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return
-    for family, kind, protocol, _, address in resolved:
-        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-            probe.connect(address)
+    for family in (AF_INET, AF_INET6):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
             yield probe.getsockname()[0]
 
 
 def _outward_interfaces() -> dict[str, str]:
-    """Interface by address, without the loopback."""
+    """Return {address: interface}, without the loopback."""
     found: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
-        addresses = {
-            entry.address.partition("%")[0]
-            for entry in entries
-            if entry.family in (AF_INET, AF_INET6)
-        }
+        internet = [entry.address for entry in entries if entry.family in (AF_INET, AF_INET6)]
+        addresses = {address.partition("%")[0] for address in internet}
         if not addresses & LOOPBACK:
             found |= dict.fromkeys(addresses, name)
     return found

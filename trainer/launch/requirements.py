@@ -1,7 +1,7 @@
-"""Find out if this interpreter has the package's dependencies.
+"""Check that this interpreter has the package's dependencies.
 
-`environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0
-when all are met.
+`environment.sh` calls `python -m trainer.launch.requirements [extra]` before it makes an
+environment. The exit code is 0 if all requirements are met.
 """
 
 import importlib.metadata
@@ -13,14 +13,15 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def unmet_requirements(extra: str | None = None) -> list[str]:
-    """The requirements, of `extra` too, that are absent or of another version."""
-    if PYPROJECT.is_file():
-        project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-        wanted = project["dependencies"]
-        wanted += project["optional-dependencies"][extra] if extra else []
-    else:  # installed from a wheel
-        known = importlib.metadata.requires("fsdp-sft") or []
-        wanted = [text for text in known if "extra ==" not in text]
+    """Return the requirements, including those of `extra`, that are missing or have another
+    version.
+    """
+    if not PYPROJECT.is_file():
+        return []  # pip installed the package with its dependencies
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"]
+    if extra:
+        wanted += project["optional-dependencies"][extra]
     return [text for text in wanted if not _is_met(text)]
 
 
@@ -30,8 +31,7 @@ def _is_met(text: str) -> bool:
         from packaging.version import Version
 
         requirement = Requirement(text)
-        # GPU images carry builds such as 2.13.0a0+...: what counts is the release they were made
-        # from.
+        # GPU images carry builds such as 2.13.0a0+…; the release they were made from counts
         installed = Version(importlib.metadata.version(requirement.name)).base_version
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
         return False

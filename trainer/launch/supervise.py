@@ -1,10 +1,10 @@
-"""Runs torchrun's agent to its end or a hang: stop signals on their way to the ranks, exit codes on
-theirs.
+"""Runs torchrun's agent to its end or to a hang, passes stop signals to the ranks, and finds the
+exit code of the run.
 
-Three generations of processes: the launcher, torchrun's agent in a session of its own, and the
+There are three generations of processes: the launcher, torchrun's agent in its own session, and the
 ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds
-every failure into 1 and kills ranks 30 s after a signal; so ranks write their pid and exit code
-into the launcher's status, and signals go to them directly.
+every failure into exit code 1 and kills ranks 30 s after a signal. Therefore the ranks write their
+pid and exit code into the launcher's status, and the launcher signals them directly.
 """
 
 import functools
@@ -27,53 +27,52 @@ POLL_S = 1.0
 def supervise(
     command: Sequence[str], *, env: Mapping[str, str], status: Status, watchdog: Watchdog
 ) -> int:
-    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return
-    the run's exit code.
+    """Run the agent to its end or to a hang. Pass each stop signal to the ranks once.
+
+    Return the exit code of the run, or `ABORTED`.
     """
-    forwarded = heeded_signals()
-    awaited = {*forwarded, signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    stop_signals = heeded_signals()
+    awaited = {*stop_signals, signal.SIGCHLD}
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
-        if signal.sigpending() & forwarded:
+        if signal.sigpending() & stop_signals:
             return EXIT_RESUMABLE
-        child_setup = functools.partial(_set_up_agent, os.getpid(), awaited)
-        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=child_setup)
+        set_up = functools.partial(_set_up_agent, os.getpid(), awaited)
+        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=set_up)
         was_signalled = False
         while agent.poll() is None:
             received = signal.sigtimedwait(awaited, POLL_S)
             if watchdog.finds_hang():
                 watchdog.end_run(agent)
                 return killed_exit_code(status.exit_code())
-            if watchdog.finds_agent_waiting():
+            if watchdog.finds_idle_agent():
                 watchdog.kill(agent)
-                return run_exit_code(
-                    status.exit_code(), agent_code=EXIT_DONE, was_signalled=was_signalled
-                )
-            # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its
-            # time ran out
-            if received is None or received.si_signo not in forwarded:
+                reported = status.exit_code()
+                return EXIT_CRASH if reported is None else reported
+            # Python 3.11 returns an arbitrary number when SIGCONT interrupts an expired wait
+            if received is None or received.si_signo not in stop_signals:
                 continue
             was_signalled = True
             if not _signal_ranks(status, received.si_signo):
                 watchdog.kill(agent)
                 return killed_exit_code(status.exit_code())
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     reported = status.exit_code()
     if reported is None and agent.returncode < 0:
         killer = name_signal(-agent.returncode)
         print(
-            f"ERROR: the ranks were killed by {killer}; continue with the same command",
+            f"ERROR: the ranks were killed by {killer}. Fix: continue with the same command",
             file=sys.stderr,
         )
     return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
 
 
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
-    """Return what the ranks reported, unless they reported an orderly end that the agent did not see.
+    """Return the exit code that the ranks reported, if the agent agrees.
 
-    Then one rank was lost, or left at once on a signal, and another only believed in an orderly
-    end. `ABORTED` stays: what it means depends on the run.
+    If the agent saw a failure but the ranks reported an orderly end, one rank was lost or left at
+    once on a signal. `ABORTED` is returned as it is: its meaning depends on the run.
     """
     if reported not in (None, EXIT_DONE, EXIT_RESUMABLE):
         return reported
@@ -85,22 +84,20 @@ def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool)
 
 
 def killed_exit_code(reported: int | None) -> int:
-    """The exit code of a run that the launcher killed: resumable, unless a rank had reported a
-    failure that the rest follows from.
+    """Return the exit code of a run that the launcher killed: resumable, unless a rank had reported
+    a failure, which is then the cause.
     """
     return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
 
 
 def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
-    """Die with the launcher, and undo the launcher's way of receiving signals. Runs in the new
-    process.
-    """
+    """Let the new process die with the launcher and receive signals again."""
     die_with_parent(launcher_pid, code=EXIT_CRASH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
 def _signal_ranks(status: Status, number: int) -> bool:
-    """Send a signal to every registered rank; False when there is none yet."""
+    """Send a signal to every registered rank. Return False if there is none yet."""
     beats = status.beats().values()
     for beat in beats:
         with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks.
+"""Ends a run whose ranks make no progress, and keeps the stacks of all ranks.
 
-It works in the launcher, from outside of the ranks: a rank may be stopped by a signal, or hold the
-interpreter inside C code. Every launcher watches the ranks of its own machine; those that wait for
-a hung rank elsewhere fall silent too.
+The watchdog runs in the launcher, because a hung rank may be stopped by a signal or hold the
+interpreter inside C code. Every launcher watches the ranks of its own machine: ranks that wait for
+a hung rank elsewhere become silent too.
 """
 
 import itertools
@@ -12,31 +12,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from trainer.runtime.processes import STOPPED, begun, status_of
+from trainer.runtime.processes import begun, status_of
 from trainer.runtime.status import Beat, Status
 
 MAX_GAP_S = 5.0
-"""Longest silence counted between two polls: when the launcher itself was suspended, the ranks
-had no chance either.
+"""Longest silence counted between two polls. If the launcher itself was suspended, the ranks
+probably were too.
 """
 STACKS_S = 2.0
-"""A rank has written its stacks by then, in many small pieces."""
+"""Time that a rank gets to write its stacks."""
 COPY_S = 10.0
+"""Time limit for writing into the run directory: a dead file system may be what hangs."""
 PEERS_S = 10.0
-"""Ranks with peers elsewhere live on for this long, so that every launcher sees its own ranks silent
-and not yet broken. An agent outlives its ranks as long, so that ranks elsewhere find the store in
-which they meet.
+"""Ranks with peers on other machines live this long after a hang is found, so that the other
+launchers see silence and not a broken connection. An agent may outlive its ranks by the same time.
 """
 GONE_S = 5.0
 CONDITIONS = {
-    "": "ended",
     psutil.STATUS_STOPPED: "stopped by a signal",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
     psutil.STATUS_DISK_SLEEP: "waiting in the kernel for a disk or a driver",
@@ -45,7 +44,7 @@ CONDITIONS = {
 
 @dataclass
 class Rank:
-    """A rank of this machine: its process, its last beat, and how long ago the launcher saw it."""
+    """A rank of this machine, its last beat, and the seconds since the launcher saw it change."""
 
     number: int
     process: psutil.Process
@@ -61,11 +60,6 @@ class Rank:
         return self.silent_s > self.beat.limit_s and self.is_alive
 
     @property
-    def suspicion(self) -> tuple[bool, float]:
-        """Sorts the likely cause to the front: a stopped rank, then the oldest last beat."""
-        return status_of(self.process) not in STOPPED, self.beat.at_s
-
-    @property
     def condition(self) -> str:
         status = status_of(self.process)
         return CONDITIONS.get(status, status)
@@ -77,7 +71,7 @@ class Rank:
 
 
 class Watchdog:
-    """Polled by the launcher: `finds_hang` every second, and once that is true `end_run`."""
+    """The launcher polls `finds_hang` and `finds_idle_agent` every second."""
 
     def __init__(self, status: Status, *, run_dir: Path, has_peers: bool) -> None:
         self.status = status
@@ -89,7 +83,7 @@ class Watchdog:
 
     def finds_hang(self) -> bool:
         """Return True if a living rank has been silent for longer than its phase allows, by the
-        launcher's own clock.
+        launcher's clock.
         """
         now = time.monotonic()
         passed_s = min(now - self._polled_at, MAX_GAP_S)
@@ -105,89 +99,87 @@ class Watchdog:
                 rank.beat, rank.silent_s = beat, 0.0
         return any(rank.is_hung for rank in self._ranks.values())
 
-    def end_run(self, agent: subprocess.Popen) -> None:
-        """Keep the stacks, say which rank hangs, and kill the agent with every process below it.
+    def finds_idle_agent(self) -> bool:
+        """Return True if all ranks here ended `PEERS_S` ago and the agent did not: it is stopped, or
+        gives other machines five more minutes.
+        """
+        if not self._ranks or any(rank.is_alive for rank in self._ranks.values()):
+            self._ended_at = math.inf
+            return False
+        self._ended_at = min(self._ended_at, time.monotonic())
+        return time.monotonic() > self._ended_at + PEERS_S
 
-        Done within half a minute, and without an error of its own, even when the run directory is
-        what hangs.
+    def end_run(self, agent: subprocess.Popen) -> None:
+        """Keep the stacks, print which rank hangs, and kill the agent with all its descendants.
+
+        This takes at most half a minute and raises nothing, even if the run directory hangs.
         """
         found_at = time.monotonic()
         try:
-            with suppress(OSError):  # of stderr: nobody may be left to read it
+            with suppress(OSError):  # stderr may be closed
                 self._report()
             if self.has_peers:
                 time.sleep(max(0.0, found_at + PEERS_S - time.monotonic()))
         finally:
             self.kill(agent)
 
-    def finds_agent_waiting(self) -> bool:
-        """Return True if the ranks here ended in order a while ago: the agent gives other machines
-        five minutes more.
-        """
-        ranks = self._ranks.values()
-        if not self.has_peers or not ranks or any(rank.is_alive for rank in ranks):
-            self._ended_at = math.inf
-            return False
-        self._ended_at = min(self._ended_at, time.monotonic())
-        return time.monotonic() > self._ended_at + PEERS_S
-
     def kill(self, agent: subprocess.Popen) -> None:
-        """End the agent and every process below it."""
+        """End the agent and all its descendants."""
         processes = {rank.process for rank in self._ranks.values()}
         with suppress(psutil.Error):
             processes.update(psutil.Process(agent.pid).children(recursive=True))
-        agent.kill()  # first: it would report every killed rank as an error of its own
+        agent.kill()  # first: it would report every killed rank as an error
         _send(processes, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             agent.wait(GONE_S)
-        deadline = time.monotonic() + GONE_S
-        while any(map(status_of, processes)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        psutil.wait_procs(processes, timeout=GONE_S)
 
     def _report(self) -> None:
-        """The stacks into the run directory, one error with the state of every rank on stderr.
+        """Write the stacks into the run directory, and the state of every rank to stderr.
+
         Raises `OSError`.
         """
         living = [rank for rank in self._ranks.values() if rank.is_alive]
-        ranks = sorted(living, key=lambda rank: rank.suspicion)
-        # before a signal changes what they do
-        lines = {rank.number: str(rank) for rank in ranks}
+        # the likely cause first: a stopped rank, then the one with the oldest beat
+        ranks = sorted(living, key=lambda rank: ("stopped" not in rank.condition, rank.beat.at_s))
+        lines = [str(rank) for rank in ranks]  # before SIGUSR2 changes the conditions
         stacks = self._collect_stacks(ranks)
         files = {
-            f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()
+            f"rank_{rank.number}.txt": f"{line}\n\n{text}"
+            for rank, line, text in zip(ranks, lines, stacks, strict=True)
         }
         try:
-            # with a time limit, because a dead file system may be what hangs
-            place = f"in {begun(lambda: _write_hang_dir(self.run_dir, files)).result(COPY_S)}"
+            writing = begun(lambda: _write_hang_dir(self.run_dir, files))
+            place = f"in {writing.result(COPY_S)}"
         except OSError as error:
             print("\n".join(files.values()), file=sys.stderr)
             reason = str(error) or f"no answer within {COPY_S:g} s"
             place = f"above, because nothing can be written to {self.run_dir}: {reason}"
-        listing = "\n".join(f"  {line}" for line in lines.values())
+        listing = "\n".join(f"  {line}" for line in lines)
         print(
-            f"ERROR: the run hangs: no progress for longer than a phase allows; all ranks of "
-            f"{socket.gethostname()} are killed, continue with the same command. Likely cause "
-            f"first:\n{listing}\n  stacks: {place}",
+            f"ERROR: the run hangs: no progress for longer than a phase allows. The launcher kills "
+            f"all ranks of {socket.gethostname()}. Fix: continue with the same command. Likely "
+            f"cause first:\n{listing}\n  stacks: {place}",
             file=sys.stderr,
             flush=True,
         )
 
-    def _collect_stacks(self, ranks: list[Rank]) -> dict[int, str]:
-        """Stacks of all threads by number of the rank, or why there are none."""
-        # a user may have asked for stacks before
-        earlier = {rank.number: len(self.status.stacks(rank.number)) for rank in ranks}
+    def _collect_stacks(self, ranks: list[Rank]) -> list[str]:
+        """Return the stacks of all threads of each rank, or why there are none."""
+        # a user may have asked for stacks earlier
+        sizes = [len(self.status.stacks(rank.number)) for rank in ranks]
         _send([rank.process for rank in ranks], signal.SIGUSR2)
         time.sleep(STACKS_S)
-        found = {}
-        for rank in ranks:
-            stacks = self.status.stacks(rank.number)[earlier[rank.number] :]
-            found[rank.number] = stacks.decode(errors="replace") or f"no stack: {rank.condition}\n"
-        return found
+        return [
+            self.status.stacks(rank.number)[size:].decode(errors="replace")
+            or f"no stack: {rank.condition}\n"
+            for rank, size in zip(ranks, sizes, strict=True)
+        ]
 
 
 def _write_hang_dir(run_dir: Path, files: Mapping[str, str]) -> Path:
-    """The files in `hang_<n>`, n the next free number; making the directory claims it against
-    other machines.
+    """Write the files into a new directory `hang_<n>`. Its creation claims the number, because
+    other machines may write theirs at the same time.
     """
     for number in itertools.count(1):
         place = run_dir / f"hang_{number}"
@@ -199,7 +191,7 @@ def _write_hang_dir(run_dir: Path, files: Mapping[str, str]) -> Path:
     return place
 
 
-def _send(processes: Collection[psutil.Process], number: int) -> None:
+def _send(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,37 +26,36 @@ except ImportError:
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
-"""The launcher gives up first when ranks do not meet in time: it knows their stacks, and that
-the run is resumable.
+"""The launcher gives up before the process group does when ranks do not meet in time: it has their
+stacks and ends the run resumable.
 """
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this rank. A rank is a process with its device; a data rank takes its own part of
-    each global batch.
+    """The place of this rank. A rank is a process with its device. A data rank trains its own part of
+    each global batch: one rank, or `sequence_size` neighbours that split the positions of its
+    samples.
 
-    A data rank is one rank, or `sequence_size` neighbours that hold the positions of its samples
-    between them. Parameters and checkpoints know nothing of that: they lie over all ranks. No two
-    ranks find the loss of the same
-    token: what is counted is added up over all.
+    Parameters and checkpoints do not depend on data ranks: they are sharded over all ranks. Each
+    token's loss is computed on one rank, and counts are summed over all.
     """
 
     device: torch.device
     mesh: DeviceMesh
-    """All ranks, as parameters lie on them: `ddp` copies them, `fsdp` shards them."""
+    """All ranks, as parameters are spread over them: `ddp` replicates, `fsdp` shards."""
     rank: int
     size: int
     num_shards: int
-    """Into how many parts the parameters are split."""
+    """Number of parts into which the parameters are split."""
     sequence_size: int = 1
     sequence_group: dist.ProcessGroup | None = None
-    """The ranks of this data rank; None where it is one."""
+    """The ranks of this data rank; None if it is one rank."""
     expert_mesh: DeviceMesh | None = None
-    """All ranks as experts lie on them, ("replica", "expert", "expert_shard"): the ranks of "expert"
-    hold all experts between them, and those of "expert_shard" the same ones. None where every rank
-    gathers all experts.
+    """All ranks as ("replica", "expert", "expert_shard"). The ranks along "expert" hold different
+    experts, those along "expert_shard" parts of the same ones. None if every rank gathers all
+    experts.
     """
 
     @property
@@ -65,7 +64,7 @@ class World:
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """{name of a dimension of the mesh: its size}."""
+        """{name of a mesh dimension: its size}."""
         return {name: self.mesh[name].size() for name in self.mesh.mesh_dim_names or ()}
 
     @property
@@ -83,19 +82,20 @@ class World:
 
     @property
     def sequence_rank(self) -> int:
-        """The share of the positions that this rank holds."""
+        """Index of the share of the positions that this rank holds."""
         return self.rank % self.sequence_size
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA when there is one. Raises `ConfigError` when CUDA is asked for and
-    absent.
+    """Return this rank's device. `auto` means CUDA if there is one.
+
+    Raises `ConfigError` if CUDA is asked for and missing.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu" or (name == AUTO and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu or auto"
+            "trainer.device=cuda, but torch sees no CUDA device. Fix: trainer.device=cpu or auto"
         )
     return torch.device("cuda", local_rank())
 
@@ -105,8 +105,8 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float32: emulation is up to 100
-    times slower.
+    """Return the data type of a key. `auto` is bfloat16 if the hardware multiplies it, else float32:
+    emulation is up to 100 times slower.
     """
     if name != AUTO:
         dtype: torch.dtype = getattr(torch, name)
@@ -128,10 +128,10 @@ def start(
     expert_size: int = 1,
     facts: Mapping[str, str] | None = None,
 ) -> World:
-    """Join the process group, build the mesh, and see that every rank answers on its device.
+    """Join the process group, build the mesh, and check that every rank answers on its device.
 
-    `facts`: what must be equal on all ranks, by name (`run.agreement`).
-    Collective: every rank calls it once. Raises `ConfigError`.
+    `facts`: {name: value} that must be equal on all ranks (`train/start/agreement.py`).
+    Collective; each process calls it once. Raises `ConfigError`.
     """
     rank, size = rank_and_size()
     dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
@@ -152,39 +152,35 @@ def start(
     groups = [*world.mesh.get_all_groups(), world.sequence_group]
     if world.expert_mesh is not None:
         groups += world.expert_mesh.get_all_groups()
-    # else groups of single dimensions have torch's own half hour
+    # else groups of single dimensions keep torch's default of half an hour
     for group in filter(None, groups):
         set_timeout(timeout, group)
     return world
 
 
 def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
-    """Name and size of each dimension of the mesh, outermost first. Raises `ConfigError`."""
+    """Return {name of a mesh dimension: its size}, outermost first. Raises `ConfigError`."""
     if fsdp_size in (-1, size):
         return {"fsdp": size}
-    if size % fsdp_size:
-        raise ConfigError(
-            f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run"
-        )
+    _require_divisor("model.fsdp_config.fsdp_size", fsdp_size, size, "ranks of this run")
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
 def require_divided(size: int, sequence_size: int) -> None:
-    """Raises `ConfigError` for ranks that do not make whole data ranks."""
-    if size % sequence_size:
-        raise ConfigError(
-            f"model.ulysses_sequence_parallel_size={sequence_size} does not divide the {size} "
-            f"ranks of this run"
-        )
+    """Raise `ConfigError` unless the ranks make whole data ranks."""
+    key = "model.ulysses_sequence_parallel_size"
+    _require_divisor(key, sequence_size, size, "ranks of this run")
 
 
 def require_groups_of_experts(num_shards: int, expert_size: int) -> None:
-    """Raises `ConfigError` unless the ranks that shard a model make whole groups of experts."""
-    if num_shards % expert_size:
-        raise ConfigError(
-            f"model.expert_parallel_size={expert_size} does not divide the {num_shards} ranks that "
-            f"shard the model"
-        )
+    """Raise `ConfigError` unless the ranks that shard a model make whole groups of experts."""
+    key = "model.expert_parallel_size"
+    _require_divisor(key, expert_size, num_shards, "ranks that shard the model")
+
+
+def _require_divisor(key: str, value: int, size: int, ranks: str) -> None:
+    if size % value:
+        raise ConfigError(f"{key}={value} does not divide the {size} {ranks}")
 
 
 def make_world(
@@ -194,8 +190,9 @@ def make_world(
     sequence_size: int = 1,
     expert_size: int = 1,
 ) -> World:
-    """The mesh of these dimensions over the ranks that have met. Collective. Raises
-    `ConfigError`.
+    """Build the mesh of these dimensions over the ranks that have met. Collective.
+
+    Raises `ConfigError`.
     """
     num_ranks, num_shards = dist.get_world_size(), dimensions["fsdp"]
     require_divided(num_ranks, sequence_size)
@@ -206,14 +203,15 @@ def make_world(
         sizes = num_ranks // num_shards, expert_size, num_shards // expert_size
         names = "replica", "expert", "expert_shard"
         expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(
+        device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
+    )
     return World(
         device=device,
-        mesh=init_device_mesh(
-            device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
-        ),
+        mesh=mesh,
         rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        num_shards=dimensions["fsdp"],
+        size=num_ranks,
+        num_shards=num_shards,
         sequence_size=sequence_size,
         sequence_group=dist.new_subgroups(sequence_size)[0] if sequence_size > 1 else None,
         expert_mesh=expert_mesh,
@@ -223,17 +221,18 @@ def make_world(
 def _require_all(
     device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str] | None = None
 ) -> None:
-    """A first sum over all ranks on the device; no two of them may share a card, all have the same
-    facts.
+    """Check that no two ranks share a card, that all have the same facts, and that a first sum over
+    the devices is right.
 
-    Raises `ConfigError`, on every rank the same. Collective.
+    Collective. Raises the same `ConfigError` on every rank.
     """
     found: list[tuple[str, str | None, dict[str, str]]] = [("", None, {})] * size
     dist.all_gather_object(found, (socket.gethostname(), card, dict(facts or {})))
     (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
         raise ConfigError(
-            f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card"
+            f"{count} ranks use the same card of {host}, {shared}. Fix: start at most one rank per "
+            f"card"
         )
     _require_equal([(host, own) for host, _, own in found])
     total = torch.ones((), device=device)
@@ -245,12 +244,12 @@ def _require_all(
 
 
 def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise `ConfigError` unless the facts of all ranks (host, facts) are equal."""
+    """Raise `ConfigError` unless the facts of all ranks, given as (host, facts), are equal."""
     lines = []
     for name in dict.fromkeys(name for _, facts in found for name in facts):
-        ranks_of: dict[tuple[str, str], list[int]] = {}
+        ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, (host, facts) in enumerate(found):
-            ranks_of.setdefault((facts.get(name, "none"), host), []).append(rank)
+            ranks_of[facts.get(name, "none"), host].append(rank)
         if len({value for value, _ in ranks_of}) > 1:
             places = [
                 f"{value} on {host} (rank{'s' if len(ranks) > 1 else ''} {as_ranges(ranks)})"
@@ -269,8 +268,9 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
 def on_main(
     action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]
 ) -> T:
-    """The main rank's result on every rank, or its error; `describe` words a failure of the
-    disk. Collective.
+    """Run `action` on the main rank and return its result, or raise its error, on every rank.
+
+    `describe` converts other errors of the disk. Collective.
     """
     outcome: list[Any] = [None, None]
     if world.is_main:
@@ -288,10 +288,9 @@ def on_main(
 
 
 def await_main(world: World, event: str, *, timeout_s: float) -> None:
-    """The main rank says that it has come so far; the others wait for that, no longer than
-    `timeout_s`.
+    """Announce an event on the main rank. The other ranks wait for it, at most `timeout_s`.
 
-    No collective: it works between ranks of which some may be gone.
+    This is no collective: it works even if some ranks are gone.
     """
     store = dist.distributed_c10d._get_default_store()
     if world.is_main:
@@ -307,8 +306,10 @@ def stop() -> None:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens; below those that Linux gives to connections,
-    one of which may get it before it is used.
+    """Return a port of this machine on which nobody listens.
+
+    It is below the ports that Linux gives to outgoing connections: one of those could take it before
+    it is used.
     """
     while True:
         port = secrets.choice(range(10000, 32768))

@@ -1,10 +1,10 @@
-"""`evaluations.jsonl` of a run: what was scored of which checkpoint.
+"""Reads `evaluations.jsonl` of a run: the scores of its checkpoints.
 
-One object a line. Kind "sample": `name` and `step` of the evaluation, its `key`, `index`, `prompt`,
-`answer`, `completion`, `score`, `reason`. Kind "summary", once all its samples are there or for a
-result from elsewhere: `name` (as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the
-checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was made. Of each name
-and step the last summary counts.
+Each line is one object. Kind "sample": `name` and `step` of the evaluation, and `key`, `index`,
+`prompt`, `answer`, `completion`, `score`, `reason`. Kind "summary" follows after all samples, or
+stands for a result from elsewhere: `name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest`
+of the checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was made. The
+last summary of a name and step counts.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ EXEC = "exec"
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Samples and summaries in the order written, torn and foreign lines passed over; none
-    without the file.
+    """Return samples and summaries in the order written, without torn and foreign lines; [] without
+    the file.
     """
     return [
         row
@@ -34,16 +34,15 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
     """Return the summaries that count: {name: {step: row}}, by rising step."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    summaries = [row for row in read_evaluations(run_dir) if row["kind"] == SUMMARY]
-    for row in sorted(summaries, key=lambda row: row["step"]):
-        if isinstance(row.get("mean"), int | float):
+    for row in sorted(read_evaluations(run_dir), key=lambda row: row["step"]):
+        if row["kind"] == SUMMARY and isinstance(row.get("mean"), int | float):
             found.setdefault(str(row.get("name")), {})[row["step"]] = row
     return found
 
 
 def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None:
-    """Return the name of the evaluation that decides which checkpoint is best: the only one, or the
-    only one of programs.
+    """Return the evaluation that decides about the best checkpoint: the only one of programs, else
+    the only one.
     """
     programs = [
         name

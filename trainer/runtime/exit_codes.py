@@ -33,26 +33,27 @@ DOCUMENTED: dict[type[Exception], int] = {
 
 
 def code_of(error: BaseException, codes: Mapping[type[Exception], int] = DOCUMENTED) -> int:
-    """Return the exit code of an error of a kind that `codes` has."""
+    """Return the exit code of an error whose type is in `codes`."""
     return next(code for kind, code in codes.items() if isinstance(error, kind))
 
 
 def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
-    """(exit code, message for the user) of a run that ends with an error."""
+    """Return (exit code, message for the user) of a run that ends with an error."""
     if isinstance(error, tuple(DOCUMENTED)):
         return code_of(error), str(error)
-    # Stopped: another rank left at once on the same signal, and this one missed it in a collective.
-    # Or another rank lost a machine, and this one lost both.
-    code = EXIT_RESUMABLE if stop.is_set or reported_exit_code() == EXIT_RESUMABLE else EXIT_CRASH
+    # The run was asked to stop, and this rank missed it in a collective while another left at once;
+    # or another rank lost a machine, and this one lost both.
+    is_resumable = stop.is_set or reported_exit_code() == EXIT_RESUMABLE
+    code = EXIT_RESUMABLE if is_resumable else EXIT_CRASH
     if _PROCESS_LOST.search(str(error)):
-        return code, f"{error}; continue with the same command"
-    if lost := lost_ranks():  # torchrun stops the other ranks; the agent says what became of it
+        return code, f"{error}. Fix: continue with the same command"
+    if lost := lost_ranks():  # torchrun stops the other ranks, and the agent prints the cause
         message = "of this machine is gone, and the others cannot go on without it"
-        code = LOST_RANK if code == EXIT_CRASH else code
-        return code, f"rank {lost[0]} {message}: {error}"
+        return code if is_resumable else LOST_RANK, f"rank {lost[0]} {message}: {error}"
     if stop.is_set:
         return code, f"stopped by {stop.reason} before the next step boundary: {error}"
-    if ranks_on_machine() < rank_and_size()[1] and _CONNECTION_LOST.search(repr(error)):
+    has_other_machines = ranks_on_machine() < rank_and_size()[1]
+    if has_other_machines and _CONNECTION_LOST.search(repr(error)):
         message = "another machine of this run failed or is out of reach (see its own output)"
         return EXIT_RESUMABLE, f"{message}: {error}"
     return code, "".join(traceback.format_exception(error))

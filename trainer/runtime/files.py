@@ -1,5 +1,5 @@
-"""Files and directories that appear whole or not at all; locks. Checkpoints
-have their `fsio`.
+"""Files and directories that appear whole or not at all, and locks. Checkpoints use
+`checkpoint/fsio.py`.
 """
 
 import errno
@@ -14,26 +14,35 @@ from typing import BinaryIO
 
 SMALL_FILE_BYTES = 2**28
 """More than any manifest, configuration or pointer has."""
+POLL_S = 0.2
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of network file systems without locks."""
 
 
-def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, int], int]:
-    """An `opener` for `open` that refuses all but regular files, at once: a FIFO without a writer
-    would block.
+def regular_opener(
+    flags: int, *, follow_links: bool = True, limit_bytes: int | None = None
+) -> Callable[[str, int], int]:
+    """Return an `opener` for `open` that accepts only regular files of at most `limit_bytes`. It
+    never blocks, as a FIFO without a writer would.
 
-    What it opens raises `OSError` for directories, FIFOs, devices and sockets, and for links unless
-    they are followed.
+    It raises `OSError` for directories, FIFOs, devices and sockets, and for links unless they are
+    followed.
     """
     extra = flags | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
 
     def opener(path: str, mode_flags: int) -> int:
         descriptor = os.open(path, mode_flags | extra, 0o644)
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
+        state = os.fstat(descriptor)
+        if stat.S_ISDIR(state.st_mode):
+            number, text = errno.EISDIR, os.strerror(errno.EISDIR)
+        elif not stat.S_ISREG(state.st_mode):
+            number, text = errno.EINVAL, "is not a regular file"
+        elif limit_bytes is not None and state.st_size > limit_bytes:
+            number, text = errno.EFBIG, f"has {state.st_size} bytes; at most {limit_bytes} are read"
+        else:
             return descriptor
         os.close(descriptor)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        raise OSError(number, text, str(path))
 
     return opener
 
@@ -41,25 +50,16 @@ def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, i
 def open_regular(
     path: Path, *, limit_bytes: int | None = None, follow_links: bool = True
 ) -> BinaryIO:
-    """A regular file of at most `limit_bytes`, open for reading. Raises `OSError` for anything
-    else.
-    """
-    file = open(path, "rb", opener=regular_opener(0, follow_links=follow_links))  # noqa: SIM115  the caller closes it
-    size_bytes = os.fstat(file.fileno()).st_size
-    if limit_bytes is not None and size_bytes > limit_bytes:
-        file.close()
-        raise OSError(
-            errno.EFBIG, f"has {size_bytes} bytes; at most {limit_bytes} are read", str(path)
-        )
-    return file
+    """Open a regular file of at most `limit_bytes` for reading. Raises `OSError` for anything else."""
+    return open(
+        path, "rb", opener=regular_opener(0, follow_links=follow_links, limit_bytes=limit_bytes)
+    )
 
 
 def read_regular(
     path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_links: bool = True
 ) -> bytes:
-    """The content of a small regular file. Raises `OSError` for anything else, without waiting
-    for it.
-    """
+    """Return the content of a small regular file. Raises `OSError` for anything else, at once."""
     with open_regular(path, limit_bytes=limit_bytes, follow_links=follow_links) as file:
         return file.read(limit_bytes)
 
@@ -67,9 +67,9 @@ def read_regular(
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace `path` by `text`: a reader sees the old or the new content, never a part.
 
-    Durable, the same holds for the machine after a power loss. A file has one writer: what a kill
-    leaves in `<path>.tmp` the next write removes; one that fails leaves nothing. A link of that
-    name is removed, never followed. Raises `OSError`.
+    If durable, the same holds after a power loss. A file has one writer: the next write removes what
+    a kill leaves in `<path>.tmp`; a failed write leaves nothing. A link of that name is removed,
+    never followed. Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
     partial.unlink(missing_ok=True)
@@ -89,8 +89,8 @@ def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
 
 
 def publish(staging: Path, directory: Path) -> bool:
-    """Give a finished directory its name, once all in it would survive a power loss; False if
-    another was first.
+    """Rename a finished directory after syncing everything in it. Return False if another process
+    published it first.
 
     Raises `OSError`.
     """
@@ -116,17 +116,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-POLL_S = 0.2
-NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of network file systems without locks."""
-
-
 @contextmanager
 def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Hold the lock file `path`, made if absent; False where the file system has no locks.
+    """Hold the lock file `path`, created if missing. Yields False if the file system has no locks.
 
-    `on_wait` is called again and again while another process holds it. Raises `OSError` when it
-    cannot be opened.
+    Calls `on_wait` repeatedly while another process holds it. Raises `OSError` if the file cannot be
+    opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -137,8 +132,8 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Take the lock on an open file or directory: None while another holds it, False where the file
-    system has none.
+    """Lock an open file or directory. Return None while another process holds the lock, False if the
+    file system has no locks.
 
     Raises `OSError` for anything else.
     """
@@ -154,13 +149,13 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing.
+    """Return the bytes of a file or of all files below a directory, without following links.
 
-    No link is followed, not even `path` itself.
+    Files that vanish meanwhile do not count.
     """
     files = [path]
     if path.is_dir() and not path.is_symlink():
-        files = [Path(directory) / name for directory, _, names in os.walk(path) for name in names]
+        files = [Path(directory, name) for directory, _, names in os.walk(path) for name in names]
     total = 0
     for file in files:
         with suppress(FileNotFoundError):

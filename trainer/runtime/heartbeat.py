@@ -1,7 +1,7 @@
-"""A rank's sign of life for the launcher's watchdog, and whether a run lives in a directory.
+"""A rank's sign of life for the launcher's watchdog, and whether a run trains in a directory.
 
 Each beat overwrites the record in the rank's file of the launcher's status. The launcher reads it
-from outside, so that a rank that is stopped, or deep inside C code, cannot hide its silence.
+from outside, so that a rank that is stopped, or inside C code, cannot hide its silence.
 """
 
 import contextlib
@@ -18,78 +18,75 @@ from trainer.runtime.json_lines import read_object
 from trainer.runtime.processes import born_at, is_alive
 from trainer.runtime.status import Beat, launcher_status, write_beat
 
+LOCK = ".train.lock"
+"""The record of the process that trains. It is empty after the run gave the lock back; a killed run
+leaves it.
+"""
 REPORT_DIRECTORY = "heartbeat"
 REPORT_EVERY_S = 30.0
+SILENT_S = 3 * REPORT_EVERY_S
 
 
 class Heartbeat:
-    """Tells the launcher that this rank makes progress, and how long it may be silent in what it
-    does now.
+    """Shows the launcher that this rank makes progress, and how long it may be silent now.
 
-    For the main thread only: a beat from a thread of its own would hide that the main thread hangs.
-    Without a launcher nobody watches. The first beat registers the rank: from then on the launcher
-    may send it signals.
+    Use it in the main thread only: a beat from another thread would hide that the main thread hangs.
+    The first beat registers the rank: from then on the launcher may send it signals. Without a
+    launcher nobody watches.
     """
 
     def __init__(self) -> None:
         status = launcher_status()
+        self.step = 0
         self._file = None if status is None else status.open_rank(local_rank())
         self._report: Path | None = None
-        self._next_report_s, self.step = 0.0, 0
+        self._next_report_s = 0.0
         self.enter("start", limit_s=None)
 
     def report_to(self, run_dir: Path) -> None:
-        """Begin to write `heartbeat/rank_<rank>.json` there, for people: step, phase and time, every
-        30 s.
+        """Begin to write `heartbeat/rank_<rank>.json` there every 30 s: step, phase and time, for
+        people.
         """
         self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank_and_size()[0]}.json"
-        self._write_report(self._report)
+        self.beat()
 
     def enter(self, phase: str, *, limit_s: float | None) -> None:
-        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None:
-        it is not watched.
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None: it
+        is not watched.
 
-        Ranks wait for each other, and a rank that waits is silent too: all ranks enter a phase
-        together, also one in which a single rank works.
+        All ranks enter a phase together, even if only one works in it: ranks that wait for it are
+        silent too.
         """
         self._phase_name = phase
         self._limit_s = math.inf if limit_s is None else limit_s
         self.beat()
 
     def beat(self) -> None:
-        """Progress within the phase: one write of 56 bytes into memory, cheap enough for every
+        """Record progress within the phase. It writes 56 bytes to memory, cheap enough for every
         micro-batch.
         """
         now = time.monotonic()
         if self._report is not None and now >= self._next_report_s:
+            self._next_report_s = now + REPORT_EVERY_S
             self._write_report(self._report)
         if self._file is not None:
             write_beat(self._file, Beat(os.getpid(), now, self._limit_s, self._phase_name))
 
     def _write_report(self, path: Path) -> None:
-        """A file that cannot be written is left out: nobody but a person misses it."""
-        self._next_report_s = time.monotonic() + REPORT_EVERY_S
         content = {
             "rank": rank_and_size()[0],
             "step": self.step,
             "phase": self._phase_name,
             "ts": round(time.time(), 3),
         }
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # only a person would miss the file
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, json.dumps(content) + "\n", is_durable=False)
 
 
-LOCK = ".train.lock"
-"""The record of the process that trains; empty once the run has given the lock back, and kept by a
-run that was killed.
-"""
-SILENT_S = 3 * REPORT_EVERY_S
-
-
 def is_live(run_dir: Path) -> bool:
-    """Return True while a run trains there: known on this machine by the process, from another one
-    by the newest heartbeat.
+    """Return True while a run trains there. A run on this machine is known by its process, one on
+    another machine by the newest heartbeat.
     """
     record = read_object(run_dir / LOCK)
     if record.get("host") == socket.gethostname():
@@ -100,13 +97,11 @@ def is_live(run_dir: Path) -> bool:
 
 
 def trainer_pid(run_dir: Path) -> int | None:
-    """The process of this machine that trains there; None where there is none, or it runs
-    elsewhere.
-    """
+    """Return the process of this machine that trains there; None if there is none here."""
     record = read_object(run_dir / LOCK)
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return None
-    # else another process has its number by now
+    # else another process has its number now
     is_holder = record.get("born") in (None, born_at(pid))
     return pid if is_holder and is_alive(pid) else None

@@ -1,4 +1,4 @@
-"""Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr."""
+"""Lines on the terminal: information on stdout from rank 0, warnings and errors on stderr."""
 
 import contextlib
 import io
@@ -9,17 +9,20 @@ import time
 import warnings
 from typing import IO, Any, TextIO
 
+LABEL_WIDTH = 12
+"""Columns of the labels at the start of a run."""
+PROGRESS_INTERVAL_S = 10.0
+
 
 class SafeStream:
-    """A standard stream whose loss costs its text alone: a pipe without reader, a full disk, a
-    closed terminal.
+    """A standard stream that a broken pipe, a full disk or a closed terminal does not turn into an
+    error.
 
-    The first write that fails lets the descriptor lead to /dev/null from then on, also for
-    libraries and children.
+    After the first failed write the descriptor leads to /dev/null, also for libraries and children.
     """
 
-    def __init__(self, stream: IO[str], *, name: str, says_so: bool) -> None:
-        self._stream, self._name, self._says_so = stream, name, says_so
+    def __init__(self, stream: IO[str], *, says_so: bool) -> None:
+        self._stream, self._says_so = stream, says_so
 
     def write(self, text: str) -> int:
         try:
@@ -35,13 +38,12 @@ class SafeStream:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
-        self._stream.flush()  # what it still holds can go now
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), self._stream.fileno())
+        self._stream.flush()  # drops what is buffered
         if self._says_so:
             say(
-                f"{self._name} can no longer be written ({error.strerror}): nothing is shown there "
+                f"stdout can no longer be written ({error.strerror}): nothing is shown there "
                 f"from now on\n"
             )
 
@@ -50,20 +52,17 @@ class SafeStream:
 
 
 def escape_unprintable() -> None:
-    """Show characters that the terminal's encoding lacks as escapes: a Latin-1 locale has no
-    `│`.
-    """
+    """Show characters that the terminal's encoding lacks as escapes: Latin-1 has no `│`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def keep_streams_safe(*, says_so: bool = True) -> None:
-    """Lead closed standard streams to /dev/null, and make broken ones harmless. Call it first in a
-    process.
+    """Make broken standard streams harmless and open closed ones on /dev/null.
 
-    A file opened later would get the free number, and receive what is meant for the terminal.
-    With `says_so` the loss of stdout is told on stderr.
+    Call this first in a process: a file that is opened earlier could get the free number and receive
+    what is meant for the terminal. With `says_so`, stderr reports the loss of stdout.
     """
     escape_unprintable()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -74,22 +73,14 @@ def keep_streams_safe(*, says_so: bool = True) -> None:
             os.set_inheritable(number, True)
         stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
         if number:
-            is_told = says_so and name == "stdout"
-            stream = SafeStream(stream, name=name, says_so=is_told)
+            stream = SafeStream(stream, says_so=says_so and name == "stdout")
         setattr(sys, name, stream)
 
 
 def say(text: str) -> None:
-    """Straight to stderr, also from a signal handler; if nobody can read it, it is lost."""
+    """Write to stderr, also from a signal handler. If nobody can read it, it is lost."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
-
-
-LABEL_WIDTH = 12
-"""Columns of the labels at the start of a run."""
-PROGRESS_INTERVAL_S = 10.0
-COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
-RESET = "\x1b[0m"
 
 
 def labelled(label: str, text: str) -> str:
@@ -98,8 +89,9 @@ def labelled(label: str, text: str) -> str:
 
 
 class ProgressLines:
-    """Prints how far slow work has come: at first, then every 10 s. On stderr, so that commands
-    whose output is read by programs can do such work.
+    """Prints the progress of slow work at once and then every 10 s.
+
+    The lines go to stderr, because programs may read the stdout of a command.
     """
 
     def __init__(self, label: str, beginning: str) -> None:
@@ -112,7 +104,7 @@ class ProgressLines:
         return time.monotonic() - self._started_s
 
     def tell(self, text: str) -> None:
-        """Print a line if it is time for one."""
+        """Print a line if the last one is old enough."""
         if time.monotonic() - self._shown_s > PROGRESS_INTERVAL_S:
             self._shown_s = time.monotonic()
             self._print(text)
@@ -121,19 +113,8 @@ class ProgressLines:
         print(labelled(self._label, text), file=sys.stderr, flush=True)
 
 
-class _Formatter(logging.Formatter):
-    """Warnings and errors begin with their level, which a terminal shows in colour."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
-        if record.levelno < logging.WARNING:
-            return message
-        color = COLORS.get(record.levelno, "") if sys.stderr.isatty() else ""
-        return f"{color}{record.levelname}:{RESET * bool(color)} {message}"
-
-
-class _Stdout(logging.StreamHandler):
-    """Writes to what `sys.stdout` is now: a progress bar replaces it to keep lines above itself."""
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to the present `sys.stdout`: a progress bar replaces it to keep lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -144,19 +125,15 @@ class _Stdout(logging.StreamHandler):
 
 
 def configure(rank: int) -> None:
-    """Send `trainer.*` to the terminal. Other ranks than 0 speak only in errors, and say who
-    they are.
-    """
+    """Send `trainer.*` to the terminal. Ranks other than 0 print only errors, with their number."""
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    out = _Stdout()
+    out, err = _StdoutHandler(), logging.StreamHandler(sys.stderr)
     out.addFilter(lambda record: record.levelno < logging.WARNING)
-    err = logging.StreamHandler(sys.stderr)
     err.setLevel(logging.WARNING)
+    out.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    err.setFormatter(logging.Formatter(f"%(levelname)s: {prefix}%(message)s"))
     root = logging.getLogger("trainer")
-    root.handlers.clear()
-    for handler in (out, err):
-        handler.setFormatter(_Formatter(prefix + "%(message)s"))
-        root.addHandler(handler)
+    root.handlers = [out, err]
     root.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     root.propagate = False
     # torchdata 0.11 calls this on every start; nobody can act on it

@@ -1,7 +1,4 @@
-"""Processes of this machine: what one does, that it ends with its parent, another interpreter.
-
-And work in a thread that may never end.
-"""
+"""Processes of this machine, and work in a thread that may never end."""
 
 import contextlib
 import ctypes
@@ -18,12 +15,10 @@ import psutil
 
 T = TypeVar("T")
 
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
 
 def status_of(process: psutil.Process) -> str:
-    """Return psutil's status of the process; '' when it has ended, reaped or not, or when its number
-    belongs to another process by now.
+    """Return psutil's status of the process; '' if it has ended, reaped or not, or if another
+    process has its number now.
     """
     try:
         status = str(process.status()) if process.is_running() else ""
@@ -40,9 +35,11 @@ def is_alive(pid: int) -> bool:
 
 
 def born_at(pid: int) -> int | None:
-    """Clock ticks from the boot of the machine to the start of a process: with its number, which
-    others are given once it has ended, and after a restart of a container soon, that tells it from
-    them. None where nothing says it.
+    """Return the clock ticks from the boot of the machine to the start of a process; None if
+    unknown.
+
+    A pid is used again later, and soon after a restart of a container. Both numbers together
+    identify a process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8")
@@ -52,24 +49,26 @@ def born_at(pid: int) -> int | None:
 
 
 def die_with_parent(parent_pid: int, *, code: int) -> None:
-    """Have this process killed when its parent ends, however that ends; leave with `code` if it
-    has ended already.
+    """Have this process killed when its parent ends in any way. Leave with `code` if the parent has
+    ended already.
     """
     pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):  # no Linux
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(code)
 
 
 def name_signal(number: int) -> str:
-    """The name of the signal that killed a process, with the likely reason."""
+    """Return the name of the signal that killed a process, with the likely reason."""
     reason = " (likely out of host memory)" if number == signal.SIGKILL else ""
     return signal.Signals(number).name + reason
 
 
 def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Another interpreter, to its end; what PYTHONPATH and its like say is meant for this one."""
+    """Run another interpreter to its end, without PYTHONPATH and the like, which are meant for this
+    one.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return subprocess.run(
         [python, *words],
@@ -82,8 +81,8 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
-    """Begin the work in a thread that does not hold up the end of the process: a storage, or a
-    stopped process, may never answer.
+    """Begin the work in a daemon thread, which does not delay the end of the process: a storage may
+    never answer.
     """
     answer = Future[T]()
 

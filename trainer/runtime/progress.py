@@ -1,4 +1,4 @@
-"""The position, history and rollbacks of a run, and what its parts remember over a restart."""
+"""The position, history and rollbacks of a run, and what its parts keep over a restart."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ALL, MAIN, OWN = "all", "main", "own"
-"""Values of the attribute `state_of` of a part: the state is equal on all ranks; that of rank 0
-counts; each rank has its own, which another number of ranks cannot use."""
+"""Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: that of rank 0
+counts. OWN: each rank has a different one, which another number of ranks cannot use.
+"""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
+    """A place between two steps: finished optimizer steps, and consumed samples of epoch `epoch`.
 
     It does not depend on the number of ranks. A finished epoch is the start of the next.
     """
@@ -27,17 +28,17 @@ class History:
     """The part of a run's past that decides which checkpoints are kept."""
 
     best_step: int | None = None
-    """The step with the lowest validation loss so far; its checkpoint is not rotated away."""
+    """The step with the lowest validation loss so far. Rotation keeps its checkpoint."""
     episodes: tuple[tuple[int, int], ...] = ()
-    """First and last step of each stretch of trouble; the newest checkpoint before the last one
-    stays too.
+    """First and last step of each stretch of trouble. Rotation keeps the newest checkpoint before
+    the last one.
     """
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return from the state after step `found_step` to the state after `target_step`; the steps
-    from first to last are skipped.
+    """A return from the state after step `found_step` to the state after `target_step`. The steps
+    from `first_skipped` to `last_skipped` are not trained again.
     """
 
     onset: int
@@ -47,9 +48,7 @@ class Rollback:
     last_skipped: int
     reason: str
     discarded: list[str]
-    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a
-    crash.
-    """
+    """Nonces of the newer checkpoints, which are set aside, also by a start after a crash."""
 
     def overlaps(self, other: "Rollback") -> bool:
         return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
@@ -64,23 +63,24 @@ class Rollbacks:
     @property
     def skipped_steps(self) -> frozenset[int]:
         """Steps, counted from 1, that are not trained."""
-        return frozenset(
-            n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1)
-        )
+        skipped: set[int] = set()
+        for entry in self.entries:
+            skipped.update(range(entry.first_skipped, entry.last_skipped + 1))
+        return frozenset(skipped)
 
     @property
     def lr_factor(self) -> float:
-        """The learning rate is halved each time the same place makes trouble again."""
-        repeats = sum(
+        """Factor of the learning rate, halved each time the same place causes trouble again."""
+        num_repeats = sum(
             any(entry.overlaps(before) for before in self.entries[:index])
             for index, entry in enumerate(self.entries)
         )
-        return float(0.5**repeats)
+        return float(0.5**num_repeats)
 
 
 class Remembered:
-    """Attributes of an object that survive a restart: those that `KEPT` names, in numbers, lists and
-    mappings, which JSON keeps exactly. An attribute that a checkpoint lacks keeps its value.
+    """An object whose attributes in `KEPT` survive a restart. They hold numbers, lists and mappings,
+    which JSON keeps exactly. If a checkpoint lacks an attribute, its present value stays.
     """
 
     KEPT: ClassVar[tuple[str, ...]]
@@ -99,17 +99,13 @@ def _plain(value: Any) -> Any:
         return value.state_dict()
     if isinstance(value, list | tuple | deque):
         return [_plain(item) for item in value]
-    return (
-        dict(value)
-        if isinstance(value, Mapping)
-        else int(value)
-        if isinstance(value, bool)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return dict(value)
+    return int(value) if isinstance(value, bool) else value
 
 
 def _loaded(now: Any, saved: Any) -> Any:
-    """Return the saved value in the type of the present one; a mapping keeps its present keys."""
+    """Return the saved value in the type of the present one. A mapping keeps its present keys."""
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(saved)
         return now
@@ -127,8 +123,6 @@ class LoopState(Remembered):
 
     KEPT: ClassVar = ("owes_validation", "has_stopped_early")
     owes_validation: bool = False
-    """A stop request cut or put off the validation of the saved step: it is made up for before
-    anything else.
-    """
+    """A stop request prevented the validation of the saved step. The next start runs it first."""
     has_stopped_early: bool = False
     """The run ended before its last step because the validation loss no longer fell."""

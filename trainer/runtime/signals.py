@@ -1,7 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol.
 
-A rank tells its launcher (`trainer/runtime/status.py`) its pid, so that a signal reaches it
-directly, and the exit code of the run, because torchrun folds every failure into 1.
+A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals reach
+it directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib
@@ -26,25 +26,23 @@ from trainer.runtime.status import Beat, Status, ask_launcher, launcher_status
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
 REPEAT_S = 2.0
-"""Signals closer together than this are one request: schedulers and terminals deliver copies."""
+"""Signals closer together than this are one request: schedulers and terminals send copies."""
 HANDLED_WITHIN_S = 0.5
-"""A main thread that runs Python code has heeded a signal by then."""
+"""A main thread that runs Python code has handled a signal by then."""
 PEER_GONE_S = 1.0
-"""A process that is killed closes its connections a little before it is seen to be gone."""
+"""A killed process closes its connections a little before it counts as gone."""
 
 
 def heeded_signals() -> frozenset[signal.Signals]:
-    """The signals that ask this process to stop: all but a SIGHUP that `nohup` told it to
-    ignore.
-    """
+    """Return the signals that ask this process to stop. `nohup` takes SIGHUP out."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
 
 def become_worker(parent_pid: int, *, code: int) -> None:
-    """Stop signals are the business of the process that this one, just forked, works for. It lives
-    until it is no longer needed, and no longer: one that waits for room in its pipe would never see
-    that the other is gone.
+    """Tie the life of this forked process to its parent: ignore stop signals, and die with it.
+
+    A worker that waits for room in its pipe would never notice that its parent is gone.
     """
     die_with_parent(parent_pid, code=code)
     for number in STOP_SIGNALS:
@@ -54,13 +52,13 @@ def become_worker(parent_pid: int, *, code: int) -> None:
 class StopRequest:
     """Remembers that someone asked the run to stop.
 
-    While `deferred()` is active a signal only sets the flag, for the loop to save at its next step
-    boundary; outside, nothing is worth saving and the process leaves at once. A second, later
-    signal always leaves at once.
+    Inside `deferred()` a signal only sets the flag, and the loop saves at its next step boundary.
+    Outside there is nothing to save, and the process leaves at once. A second, later signal always
+    leaves at once.
     """
 
     def __init__(self, *, max_time_s: float = math.inf) -> None:
-        """`max_time_s` from now the request is made by itself."""
+        """After `max_time_s` the request is set without a signal."""
         self.signal_name: str | None = None
         self._first_at = 0.0
         self._is_deferred = False
@@ -80,7 +78,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """The signal or key that asked for the stop; None when another rank was asked."""
+        """The signal or key that asked for the stop; None if another rank was asked."""
         return self.signal_name or ("trainer.max_time" if self.is_set else None)
 
     @contextlib.contextmanager
@@ -93,19 +91,20 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signal_name is not None and now - self._first_at < REPEAT_S:
+        is_first = self.signal_name is None
+        if not is_first and now - self._first_at < REPEAT_S:
             return
-        if not self._is_deferred or self.signal_name is not None:
+        if not (is_first and self._is_deferred):
             _leave_unsaved(number)
         self.signal_name, self._first_at = signal.Signals(number).name, now
 
     def _stand_in(self, reader: int) -> None:
-        """Leave for a main thread that cannot: inside C code, as in a wait for ranks to come,
-        it runs no handler.
+        """Leave in place of a main thread inside C code, for example in a wait for other ranks: it
+        runs no handler.
         """
         while numbers := os.read(reader, 1):
             if numbers[0] not in STOP_SIGNALS:
-                continue  # loader workers that end are told of by a handler of torch's
+                continue  # torch handles SIGCHLD to notice loader workers that end
             time.sleep(HANDLED_WITHIN_S)
             if self.signal_name is None and not self._is_deferred:
                 _leave_unsaved(numbers[0])
@@ -125,8 +124,8 @@ def has_launcher() -> bool:
 def join_launcher() -> None:
     """Die with the parent process, so that no rank outlives its job.
 
-    SIGUSR2 from now on writes the stacks of all threads for the launcher, by a handler in C that
-    does not wait for the interpreter. A fault in native code leaves its stacks on stderr.
+    From now on SIGUSR2 writes the stacks of all threads for the launcher. The handler is C code that
+    does not wait for the interpreter. A fault in native code prints its stacks on stderr.
     """
     faulthandler.enable()
     if (status := launcher_status()) is None:
@@ -137,9 +136,7 @@ def join_launcher() -> None:
 
 
 def lost_ranks() -> list[int]:
-    """Ranks of this machine whose process is gone, after a moment in which one may be seen to
-    go.
-    """
+    """Return the ranks of this machine whose process is gone or goes within a moment."""
     beats = ask_launcher(Status.beats, otherwise=dict[int, Beat]())
     deadline = time.monotonic() + PEER_GONE_S
     while True:
@@ -150,29 +147,29 @@ def lost_ranks() -> list[int]:
 
 
 def report_exit_code(code: int) -> bool:
-    """Tell the launcher how the run ended. Return True for the first rank of its machine.
+    """Report to the launcher how the run ended. Return True for the first rank of its machine.
 
-    The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to
-    the user.
+    The first rank to fail is the cause. Later ones do not overwrite its code and need not print
+    their error.
     """
     return ask_launcher(lambda status: status.report(code), otherwise=True)
 
 
 def reported_exit_code() -> int | None:
-    """The exit code that the first rank of this machine to fail reported; None if none has."""
+    """Return the exit code of the first rank of this machine to fail; None if none has failed."""
     return ask_launcher(Status.exit_code, otherwise=None)
 
 
 def leave(code: int) -> None:
     """End this process with the run's exit code.
 
-    Under the launcher an orderly end (all ranks agree) leaves with 0, so that torchrun does not
-    report it as a crash.
+    Under the launcher an orderly end, on which all ranks agree, leaves with 0: otherwise torchrun
+    would take it for a crash.
     """
     report_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # else the interpreter takes a second to free one by one what the system frees at once
+    # else the interpreter spends a second on freeing objects one by one
     gc.freeze()
     is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and has_launcher()
     sys.exit(EXIT_DONE if is_orderly else code)

@@ -1,10 +1,10 @@
-"""Messages of the ranks of a machine to their launcher, in files without a name.
+"""Messages from the ranks of a machine to their launcher, in files without a name.
 
-Whatever cleans TMPDIR cannot remove them: they are memory of the launcher (memfd). torchrun's agent
-closes inherited descriptors, so `SFT_STATUS` holds the paths /proc/<pid of the
-launcher>/fd/<descriptor>, which ranks open: first the file of exit codes, then one file for each
-rank. A rank's file begins with its last heartbeat, which carries its pid; after it come the stacks
-that the rank appends on SIGUSR2.
+The files are memory of the launcher (memfd), so nothing that cleans TMPDIR can remove them.
+torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths
+/proc/<pid of the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes.
+Each rank has one more file: it begins with the rank's last heartbeat, which carries its pid, and
+continues with the stacks that the rank appends on SIGUSR2.
 """
 
 import os
@@ -18,22 +18,22 @@ from typing import TypeVar
 T = TypeVar("T")
 VARIABLE = "SFT_STATUS"
 LOST_RANK = 70
-"""Internal: the exit code of a rank that ends because another rank of its machine is gone; the
-agent says why.
+"""Internal exit code of a rank that ends because another rank of its machine is gone. The agent
+prints the cause.
 """
 ABORTED = 134
-"""Internal: the exit code of the agent when SIGABRT ended a rank, and nothing else ended one."""
+"""Internal exit code of the agent when SIGABRT ended a rank and nothing else ended one."""
 _RECORD = struct.Struct("<dQd24sd")
-"""Time of the beat, pid, allowed silence, phase, and the time again: unequal times are a
-half-written record.
+"""Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the record
+is half written.
 """
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last sign of life: `at_s` is on the clock that all processes of a machine share.
+    """A rank's last sign of life. All processes of a machine share the clock of `at_s`.
 
-    It may be silent for `limit_s` seconds; infinity means that it is not watched.
+    The rank may be silent for `limit_s` seconds; infinity means that it is not watched.
     """
 
     pid: int
@@ -48,7 +48,7 @@ class Beat:
 class Status:
     """The files of one launcher, seen from the launcher or from a process below it.
 
-    Every method raises `OSError` when the launcher is gone.
+    Every method raises `OSError` if the launcher is gone.
     """
 
     def __init__(self, address: str) -> None:
@@ -56,15 +56,13 @@ class Status:
         self._exit_codes, *self._ranks = map(Path, address.split(":"))
 
     def open_rank(self, number: int) -> int:
-        """A descriptor for `write_beat`, whose writes by others append stacks."""
+        """Return a descriptor for `write_beat`. Other writes to it append stacks."""
         descriptor = os.open(self._ranks[number], os.O_WRONLY | os.O_CLOEXEC)
         os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
 
     def beats(self) -> dict[int, Beat]:
-        """The last beat of each rank that has begun, by its number on this machine; none that is
-        half written.
-        """
+        """Return {number of a rank on this machine: its last beat}, without half-written ones."""
         found = {}
         for number, path in enumerate(self._ranks):
             at_s, pid, limit_s, phase, again_at_s = _RECORD.unpack_from(path.read_bytes())
@@ -84,7 +82,7 @@ class Status:
             return file.tell() == len(line)
 
     def exit_code(self) -> int | None:
-        """The first reported exit code that is a cause; None where there is none."""
+        """Return the first reported exit code that is a cause; None without one."""
         codes = map(int, self._exit_codes.read_bytes().split())
         return next((code for code in codes if code != LOST_RANK), None)
 
@@ -95,13 +93,11 @@ def write_beat(descriptor: int, beat: Beat) -> None:
 
 @contextmanager
 def new_status(num_ranks: int) -> Iterator[Status]:
-    """The files of a launcher that starts `num_ranks` ranks on this machine; they are gone
-    after the block.
-    """
+    """Make the files for `num_ranks` ranks on this machine. They are gone after the block."""
     descriptors = [os.memfd_create("sft-status") for _ in range(1 + num_ranks)]
     try:
         for descriptor in descriptors[1:]:
-            # takes the memory now: a heartbeat cannot fail later
+            # takes the memory now, so that a heartbeat cannot fail later
             os.write(descriptor, bytes(_RECORD.size))
         yield Status(":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors))
     finally:
@@ -110,13 +106,13 @@ def new_status(num_ranks: int) -> Iterator[Status]:
 
 
 def launcher_status() -> Status | None:
-    """The files of this rank's launcher; None where there is no launcher."""
+    """Return the files of this rank's launcher; None without a launcher."""
     address = os.environ.get(VARIABLE)
     return None if address is None else Status(address)
 
 
 def ask_launcher(question: Callable[[Status], T], *, otherwise: T) -> T:
-    """The answer from the launcher's files; `otherwise` where there is no launcher, or it is gone."""
+    """Ask the launcher's files. Return `otherwise` if there is no launcher or it is gone."""
     status = launcher_status()
     try:
         return otherwise if status is None else question(status)

@@ -1,10 +1,10 @@
-"""Words for people: sizes, and names that anyone may have written."""
+"""Text for people: sizes, ranges, and names from files that anyone may have written."""
 
 from collections.abc import Iterable
 
 
 def readable(size_bytes: float) -> str:
-    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
+    """Return a size such as `512 B`, `54.2 MiB` or `16.1 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 999.5:
             return f"{size_bytes:.3g} {unit}"
@@ -13,12 +13,11 @@ def readable(size_bytes: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Names come from files anyone may have written: no control characters reach a terminal or a
-    page.
+    """Replace control characters, which must not reach a terminal or a page.
 
-    Whatever prints or draws text calls this; what holds it keeps it as it was read.
+    Call this where text is printed or drawn, not where it is stored.
     """
-    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
+    return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def clean_lines(text: str) -> str:
@@ -26,7 +25,7 @@ def clean_lines(text: str) -> str:
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in words: `4-6, 9`."""
+    """Return whole numbers as text: `4-6, 9`."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
