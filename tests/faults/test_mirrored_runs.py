@@ -121,7 +121,7 @@ def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
     with mirrored(config, NodeLayout()) as refusal:
         assert refusal is None and is_whole(run_dir / "global_step_4")
         save(run_dir, 6, 8)
-    assert "took global_step_4" in capfd.readouterr().out
+    assert "restored global_step_4" in capfd.readouterr().out
     import boto3
 
     listed = boto3.client("s3").list_objects_v2(Bucket="runs")["Contents"]
@@ -198,7 +198,7 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
-    assert ("does not hold what was saved last" in said.err) is (way != "all is up")
+    assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
     assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
     assert set(psutil.Process().children()) <= processes
 
@@ -219,8 +219,7 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, mo
             time.sleep(0.05)
     said = capfd.readouterr().err
     assert (
-        f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said
-        and "does not hold" not in said
+        f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "lacks" not in said
     )
     assert set(psutil.Process().children()) <= before
 

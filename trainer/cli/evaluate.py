@@ -121,6 +121,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
+    """Return what to ask and how to score it. Raises `ConfigError`, `DataError`."""
     is_exec = arguments.score == EXEC
     if is_exec and not arguments.allow_code:
         raise ConfigError(
@@ -152,7 +153,7 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
 
 def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo]:
     """Yield the checkpoints of a run, the oldest first, because rotation deletes it first."""
-    seen: set[str] = set()
+    seen: set[str | None] = set()
     while True:
         was_live = is_live(run_dir)
         for info in layout.committed(run_dir):
@@ -165,6 +166,7 @@ def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo
 
 
 def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
+    """Record a result that was measured elsewhere, and send it to the trackers."""
     from trainer.tools.evaluate.scoring import append_result, publish
 
     try:

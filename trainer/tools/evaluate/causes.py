@@ -82,6 +82,7 @@ def causes_of(trained: Trained) -> list[str]:
 
 
 def _tokenizer(trained: Trained) -> Iterator[str]:
+    """Compare the exported tokenizer: its template, its vocabulary, and the tokens of each sample."""
     tokenizer = trained.tokenizer
     try:
         exported = AutoTokenizer.from_pretrained(trained.export)
@@ -200,6 +201,7 @@ def sums_of(model: Any, trained: Trained) -> np.ndarray:
 
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round all weights of a sharded model to `dtype`, in place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # gathered copies would be used once more

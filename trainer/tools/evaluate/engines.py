@@ -188,6 +188,7 @@ class _Chat:
         self.stop_ids = sorted(all_ends - {None})
 
     def ids(self, turns: Turns) -> list[int]:
+        """Return the token ids of a prompt. Raises `ConfigError`."""
         if self.tokenizer.chat_template is not None:
             rendered = self.tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=True, return_dict=True
@@ -201,6 +202,7 @@ class _Chat:
         return list(self.tokenizer(turns[0]["content"]).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
@@ -210,6 +212,7 @@ class _Chat:
 def generate_in_transformers(
     export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
+    """Yield the answers of transformers to `BATCH` prompts at a time, which are padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)
@@ -239,6 +242,7 @@ def generate_in_transformers(
 def generate_in_vllm(
     python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
+    """Yield the answers of vLLM to all prompts at once."""
     chat = _Chat(export)
     job = {
         "ids": [chat.ids(turns) for turns in prompts],

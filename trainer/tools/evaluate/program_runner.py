@@ -37,6 +37,7 @@ def main() -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
+    """Limit this process and its children; without a user number it stays the same user."""
     limits = {
         resource.RLIMIT_NPROC: job["max_tasks"],
         resource.RLIMIT_CPU: int(job["seconds"]) + 1,

@@ -103,7 +103,6 @@ def judge(
         stderr=subprocess.DEVNULL,
         cwd=work,
         env={"LANG": "C.UTF-8"},
-        bufsize=0,
         start_new_session=True,
         user=user,
     )

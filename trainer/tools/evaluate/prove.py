@@ -106,6 +106,7 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
 
 
 def certify(trained: Trained, served: Served, causes: list[str]) -> Certificate:
+    """Compare the served loss with the trained one. Any cause refuses the export."""
     is_near = abs(served.loss - trained.loss) <= served.tolerance
     is_like_base = (
         served.base_loss is not None and abs(served.base_loss - served.loss) <= served.tolerance
@@ -176,6 +177,7 @@ def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
 
 
 def measure(trained: Trained, engine: str, python: str) -> Served:
+    """Serve the samples in `engine`, and measure how far apart two right losses may be."""
     samples, export = trained.samples, trained.export
     narrow, wide = _dtypes(trained)
     exact = engines.sums_in_transformers(export, samples, dtype=wide)

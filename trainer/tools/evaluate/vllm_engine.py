@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a job: summed log-probabilities, or generated token ids."""
     import vllm
     from vllm.lora.request import LoRARequest
 
