@@ -1,5 +1,4 @@
-"""`doctor --run` on two CPU ranks: a sound machine is found sound, each planted fault is named,
-nothing is left behind.
+"""`doctor --run` on two CPU ranks finds each planted fault, none on a good machine, and leaves no file.
 
 A `sitecustomize` on the path of the ranks plants the faults.
 """
@@ -45,7 +44,7 @@ CRASH = 'raise RuntimeError("the card fell off the bus")'
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go."""
+    """Return the directory for temporary files."""
     directory = tmp_path / "tmp"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -62,7 +61,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def runs(recipe: list[str], tmp_path: Path) -> Callable[[str], Runs]:
-    """Runs of the recipe with a fault."""
+    """Return a function that makes runs of the recipe with a fault."""
 
     def planted(fault: str) -> Runs:
         (tmp_path / "sitecustomize.py").write_text(PLANT.format(fault=fault))

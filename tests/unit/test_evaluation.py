@@ -1,6 +1,4 @@
-"""Scoring checkpoints: each once whatever ends it, the numbers right, the reader safe from
-rotation.
-"""
+"""Score checkpoints: each question once despite kills, right numbers, safe from rotation."""
 
 import json
 import math
@@ -33,11 +31,11 @@ QUESTIONS = [Question([{"role": "user", "content": str(i)}], i % 3, f"q:{i}") fo
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing after it runs."""
+    """Simulates a kill: no code after it runs."""
 
 
 def engine(kill_before: int | None = None) -> Callable[..., Iterator[list[str]]]:
-    """An engine that answers with the number modulo 4, five at a time, and is killed."""
+    """Return an engine that answers with the number modulo 4, five at a time, until it is killed."""
 
     def generate(export: Path, prompts: Sequence[scorers.Turns], _: int) -> Iterator[list[str]]:
         numbers = [int(turns[0]["content"]) for turns in prompts]

@@ -1,6 +1,4 @@
-"""The memory plan: what it counts, what it advises, and that it needs neither weights nor a GPU
-nor peers.
-"""
+"""The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
 
 import math
 import mmap
@@ -70,7 +68,7 @@ def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
 
 
 def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPlan:
-    """The plan for a model of which only config.json exists."""
+    """Plan for a model that consists of config.json alone."""
     write_model_config(path, **changes)
     assert [file.name for file in path.iterdir()] == ["config.json"]
     return plan_memory(load_config([f"model.partial_pretrain={path}", *words]), num_ranks)
@@ -100,8 +98,8 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ra
 def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise(
     monkeypatch, tmp_path, setting
 ):
-    """With offload: parameters and gradients, each shard of them. Moments are not page-locked, a
-    save's copy is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
+    """Offload page-locks each shard of parameters and gradients. Moments are not page-locked, and the
+    copy of a save is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
     32,000, tied, two layers, on two ranks.
     """
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{setting}")
@@ -189,7 +187,7 @@ def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path, device):
 
 
 def real_step(world: Any, source: Any, is_recomputed: bool) -> dict[str, int]:
-    """Bytes by category at the fullest moment of a second step on real tensors."""
+    """Return bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=is_recomputed)
     routers = Routers(model, world.device)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
@@ -241,7 +239,7 @@ def test_living_storages_are_counted_once_and_only_while_they_live():
 
 
 def test_memory_that_flash_attention_takes_inside_is_counted(tmp_path, monkeypatch):
-    """Gradients of its queries in fp32; those of keys that several heads share apart."""
+    """It adds gradients of queries in fp32, and gradients per head of keys that heads share."""
     query = torch.empty(100, 4, 16, dtype=torch.bfloat16)
     alone = 4 * (100 + 2 * 128) * 4 * (16 + 1)
     assert flash_backward_bytes(query, query, num_documents=2) == alone
@@ -389,7 +387,7 @@ def test_wrong_usage_ends_with_2(tmp_path, capsys, words, message):
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
-    """Estimated at 2 to 4 GiB beside seven others, where 1.5 GiB were put."""
+    """The estimate was 1.5 GiB on any number of ranks; eight ranks of a machine take 2 to 4 GiB."""
     needed = [a_plan(ranks, 2**30).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
     assert len({replace(a_plan(ranks, 2**30), is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
@@ -414,7 +412,7 @@ def test_a_disk_needs_room_for_checkpoints_and_prepared_tokens(free_bytes, level
 
 
 def size_of_the_copy(world: Any, source: Any) -> int:
-    """Bytes of the block into which an asynchronous save copies a state after a step."""
+    """Return the bytes of the block that an asynchronous save copies a state to."""
     model = build_toy_model(world, source)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     routers = Routers(model, world.device)
@@ -439,7 +437,7 @@ def size_of_the_copy(world: Any, source: Any) -> int:
 
 
 def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path):
-    """Its own memory per tensor, in powers of two, was 1.9 times that."""
+    """A block for each tensor, in powers of two, took 1.9 times as much."""
     words = [*tokens(64, 32), CPU, "model.fsdp_config.param_dtype=float32"]
     found = planned(tmp_path, 2, *words, vocab_size=2000).host_bytes[SAVE_COPY]
     source = write_model_config(tmp_path, vocab_size=2000)
