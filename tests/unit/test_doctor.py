@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "",
         lambda s: s.write("run/.train.lock", LIVE),
         "!resume",
-        "wait for it or stop it",
+        "trainer.experiment_name",
     ),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
     "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "data.on_bad_row=skip",
         lambda s: s.write("rows.jsonl", "{\n"),
         "?rows",
-        "it is skipped",
+        "training skips it",
     ),
     "template": (
         "data.chat_template=t",
