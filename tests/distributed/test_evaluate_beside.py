@@ -1,6 +1,4 @@
-"""`evaluate` beside a run that rotates its checkpoints: the run computes and writes the same
-bits as without it.
-"""
+"""`evaluate` during a run that rotates its checkpoints does not change a bit of the run."""
 
 import hashlib
 import os
@@ -22,7 +20,7 @@ EVALUATE = ("--score", "exact", "--watch", "--max-new-tokens", "4", "--name", "w
 
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
-    """Metrics of the training itself; the others are of clock and machine."""
+    """Return the metrics that depend on neither clock nor machine."""
     rows = [
         row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")
     ]
@@ -34,7 +32,7 @@ def computed(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def written(run_dir: Path) -> dict[str, str]:
-    """Digests of the last checkpoint, without files that hold dates or the run directory."""
+    """Return the digests of the last checkpoint, without files that contain dates or paths."""
     files = [path for path in (run_dir / f"global_step_{STEPS}").rglob("*") if path.is_file()]
     files = [
         path

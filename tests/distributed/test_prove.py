@@ -1,10 +1,9 @@
-"""`prove`: an export that serves what was trained is told so, each broken one is refused with
-the right word.
-"""
+"""`prove` accepts an export that serves what was trained, and refuses a broken one with the cause."""
 
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +130,7 @@ def other_base(export: Path) -> None:
     shutil.copytree(
         json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"], base
     )
-    tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(base)
+    halve(base)
     keys("adapter_config.json", base_model_name_or_path=str(base))(export)
 
 
@@ -140,50 +139,20 @@ def no_adapter(found: dict[str, torch.Tensor]) -> None:
         found[name].zero_()
 
 
-SPOILED: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "tensors swapped": (
-        "full",
-        tensors(MODEL, swap),
-        f"weights: not the trained ones: {LAYER}.k_proj.weight",
-    ),
-    "a norm halved": (
-        "full",
-        tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5)),
-        "weights: not the trained ones: model.norm.weight",
-    ),
-    "rope": ("full", rotate, "config.json: rope_parameters.rope_theta is 100"),
-    "norm's epsilon": (
-        "full",
-        keys("config.json", rms_norm_eps=0.5),
-        "config.json: rms_norm_eps is 0.5, the model",
-    ),
-    "template": ("full", another_template, "chat template: it is not the one"),
-    "tokens": ("full", other_tokens, "tokenizer: its vocabulary is not the one"),
-    "torn": ("full", torn, f"{MODEL} cannot be read"),
-    "base": ("lora", other_base, "base: '"),
-    "alpha": (
-        "lora",
-        keys("adapter_config.json", lora_alpha=1),
-        "adapter: adapter_config.json says lora_alpha=1",
-    ),
-    "no adapter": (
-        "lora",
-        tensors(ADAPTER, no_adapter),
-        "adapter: the served loss is that of the base model",
-    ),
+halve = tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))
+SPOILED: dict[str, tuple[str, Callable[[Path], None], str, bool]] = {
+    # name: run, fault, cause, whether the loss of so small a model shows it
+    "tensors swapped": ("full", tensors(MODEL, swap), f"weights: .*{LAYER}.k_proj", True),
+    "a norm halved": ("full", halve, "weights: .*model.norm.weight", True),
+    "rope": ("full", rotate, "config.json: rope_parameters.rope_theta", True),
+    "epsilon": ("full", keys("config.json", rms_norm_eps=0.5), "config.json: rms_norm_eps", True),
+    "template": ("full", another_template, "chat template", False),
+    "tokens": ("full", other_tokens, "tokenizer: its vocabulary", False),
+    "torn": ("full", torn, f"weights: .*{MODEL}", False),
+    "base": ("lora", other_base, "base: ", True),
+    "alpha": ("lora", keys("adapter_config.json", lora_alpha=1), "adapter: .*lora_alpha=1", True),
+    "no adapter": ("lora", tensors(ADAPTER, no_adapter), "adapter: .*base model without", True),
 }
-
-
-LOSES = (
-    "tensors swapped",
-    "a norm halved",
-    "rope",
-    "norm's epsilon",
-    "base",
-    "alpha",
-    "no adapter",
-)
-"""Those whose loss shows it on so small a model."""
 
 
 def copied(run_dir: Path, target: Path) -> Path:
@@ -193,16 +162,16 @@ def copied(run_dir: Path, target: Path) -> Path:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_broken_export_is_refused_with_the_right_word(trained, tmp_path, name):
-    kind, spoil, word = SPOILED[name]
+def test_a_broken_export_is_refused_with_its_cause(trained, tmp_path, name):
+    kind, spoil, cause, shows_in_loss = SPOILED[name]
     checkpoint = copied(trained[kind], tmp_path / "run")
     spoil(checkpoint / "huggingface")
     found = proven(checkpoint)
     assert not found.is_equal
-    assert any(word in cause for cause in found.causes), found.causes
-    assert any(cause.startswith("files: huggingface/") for cause in found.causes)
+    assert any(re.match(cause, one) for one in found.causes), found.causes
+    assert any(one.startswith("files: huggingface/") for one in found.causes)
     differs = abs(found.served_loss - found.val_loss) > found.tolerance
-    assert differs == (name in LOSES), found
+    assert differs == shows_in_loss, found
     assert found.first_difference is not None or not differs
     if found.first_difference:
         assert "train.jsonl:" in found.first_difference
@@ -212,7 +181,7 @@ def test_a_broken_export_is_refused_with_the_right_word(trained, tmp_path, name)
 def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path):
     """As a fault of the program would leave it: the manifest says what stands there."""
     checkpoint = copied(trained["full"], tmp_path / "run")
-    tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(checkpoint / "huggingface")
+    halve(checkpoint / "huggingface")
     manifest = parse_manifest((checkpoint / MANIFEST).read_bytes())
     data = (checkpoint / "huggingface" / MODEL).read_bytes()
     files = tuple(
@@ -236,5 +205,5 @@ def test_nothing_to_compare_with_is_said(trained, tmp_path):
     log.write_text(
         log.read_text().replace('"val/total_valid_token_count":', '"val/total_valid_token_count":1')
     )
-    with pytest.raises(ConfigError, match="no longer those of step 4"):
+    with pytest.raises(ConfigError, match="changed after step 4"):
         prove_serving(checkpoint, engine="transformers", python="")

@@ -1,5 +1,4 @@
-"""`doctor --run` on two CPU ranks: a sound machine is found sound, each planted fault is named,
-nothing is left behind.
+"""`doctor --run` on two CPU ranks finds each planted fault, none on a good machine, and leaves no file.
 
 A `sitecustomize` on the path of the ranks plants the faults.
 """
@@ -22,6 +21,7 @@ from trainer.cli import doctor
 from trainer.tools.verify import training
 from trainer.tools.verify.runs import NUM_STEPS, KilledRun, RunFailedError, Runs, ShortRun
 
+Rows = list[dict[str, Any]]
 LINES = ["training", "ranks", "packing", "resume", "peak memory", "speed"]
 PLANT = """
 import os
@@ -44,7 +44,7 @@ CRASH = 'raise RuntimeError("the card fell off the bus")'
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go."""
+    """Return the directory for temporary files."""
     directory = tmp_path / "tmp"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -61,7 +61,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def runs(recipe: list[str], tmp_path: Path) -> Callable[[str], Runs]:
-    """Runs of the recipe with a fault."""
+    """Return a function that makes runs of the recipe with a fault."""
 
     def planted(fault: str) -> Runs:
         (tmp_path / "sitecustomize.py").write_text(PLANT.format(fault=fault))
@@ -108,7 +108,7 @@ def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(
 
 def test_a_run_that_continues_differently_is_found(runs):
     found = training.check_resume(runs(WRONG_AFTER_RESUME))
-    assert found.level == "fail" and "differs from a straight one, first at step 1" in found.what
+    assert found.level == "fail" and "first at step 1" in found.what
 
 
 def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
@@ -168,21 +168,14 @@ def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
 
 
 class MadeRuns(Runs):
-    """Runs whose logged rows are made up: `others` by name, for all that are not the straight
-    one.
-    """
+    """Runs with made-up rows: `others` by name; a run that is not there lacks memory."""
 
     def __init__(
-        self,
-        directory: Path,
-        rows: list[dict[str, Any]],
-        others: dict[str, list[dict[str, Any]]],
-        *words: str,
-        planned_gib: float = 1.0,
+        self, directory: Path, others: dict[str, Rows], *words: str, planned_gib: float = 1.0
     ) -> None:
         words = ("trainer.device=cpu", *words)
         super().__init__(words, 2, directory, is_on_gpu=False, planned_gib=lambda *_: planned_gib)
-        self.made = {"straight": rows, **others}
+        self.made = {"straight": rows(), **others}
 
     def train(self, name: str, *overrides: str, **_: Any) -> ShortRun:
         if name not in self.made:
@@ -195,56 +188,50 @@ class MadeRuns(Runs):
         return run
 
 
-def rows(loss: float = 2.0, *, norm: float = 1.0, rss_gib: float = 1.0) -> list[dict[str, Any]]:
-    row = {"train/loss": loss, "train/grad_norm": norm, "memory/cpu/rss_gib": rss_gib}
-    row["throughput/train/tokens_per_s"] = 100.0
-    return [{**row, "step": step} for step in range(1, NUM_STEPS + 1)]
+def rows(loss: float = 2.0, *, norm: float = 1.0) -> Rows:
+    row = {"train/loss": loss, "train/grad_norm": norm, "memory/cpu/rss_gib": 1.0}
+    rates = [100.0] * 5 + [1.0] + [100.0] * (NUM_STEPS - 6)
+    return [
+        {**row, "step": step, "throughput/train/tokens_per_s": rate}
+        for step, rate in enumerate(rates, start=1)
+    ]
+
+
+def in_bfloat16(loss: float) -> tuple[dict[str, Rows], str]:
+    """One rank in bfloat16, next to runs whose rounding is 5e-4."""
+    others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
+    return others, "model.fsdp_config.param_dtype=bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "level"),
+    ("check", "made", "level"),
     [
-        (2.0, 1.0, "ok"),
-        (2.0 * (1 + 5e-7), 1.0, "ok"),
-        (2.0 * (1 + 5e-6), 1.0, "fail"),
-        (2.0, 1 + 5e-5, "fail"),
-        (float("nan"), 1.0, "fail"),
+        (training.check_packing, ({"alone": rows()},), "ok"),
+        (training.check_packing, ({"alone": rows(2.0 * (1 + 5e-7))},), "ok"),
+        (training.check_packing, ({"alone": rows(2.0 * (1 + 5e-6))},), "fail"),
+        (training.check_packing, ({"alone": rows(norm=1 + 5e-5)},), "fail"),
+        (training.check_packing, ({"alone": rows(float("nan"))},), "fail"),
+        (training.check_ranks, in_bfloat16(2.003), "ok"),
+        (training.check_ranks, in_bfloat16(2.005), "fail"),
+        (training.check_ranks, in_bfloat16(8.0), "fail"),
+        (training.check_ranks, ({},), "skip"),
     ],
 )
-def test_packed_documents_that_see_each_other_are_found(tmp_path, loss, norm, level):
-    made = MadeRuns(tmp_path, rows(), {"alone": rows(loss, norm=norm)})
-    assert training.check_packing(made).level == level
-
-
-@pytest.mark.parametrize(("loss", "level"), [(2.003, "ok"), (2.005, "fail"), (8.0, "fail")])
-def test_in_bfloat16_four_times_its_rounding_is_allowed(tmp_path, loss, level):
-    others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
-    made = MadeRuns(tmp_path, rows(), others, "model.fsdp_config.param_dtype=bfloat16")
-    assert training.check_ranks(made).level == level
-
-
-def test_a_model_that_does_not_fit_one_rank_is_not_compared(tmp_path):
-    assert training.check_ranks(MadeRuns(tmp_path, rows(), {})).level == "skip"
+def test_ways_to_compute_a_batch_differ_by_rounding_at_most(tmp_path, check, made, level):
+    assert check(MadeRuns(tmp_path, *made)).level == level
 
 
 @pytest.mark.parametrize(("planned_gib", "level"), [(1.5, "ok"), (0.95, "warn"), (0.5, "fail")])
-def test_more_memory_than_planned_is_found(tmp_path, planned_gib, level):
-    made = MadeRuns(tmp_path, rows(), {}, planned_gib=planned_gib)
+def test_memory_and_speed_are_those_of_the_rows(tmp_path, planned_gib, level):
+    made = MadeRuns(tmp_path, {}, planned_gib=planned_gib)
     assert training.check_memory(made).level == level
+    assert "100 tokens/s" in training.check_speed(made).what, "of the median step"
 
 
-def test_a_run_that_lost_its_checkpoint_is_found(tmp_path, monkeypatch):
-    made = MadeRuns(tmp_path, rows(), {})
-    monkeypatch.setattr(
-        made, "train_killed", lambda: KilledRun(tmp_path / "killed", saved_before=4, resumed_from=0)
-    )
-    found = training.check_resume(made)
-    assert found.level == "fail" and "step 4 was saved" in found.what
-    monkeypatch.setattr(made, "train_killed", lambda: None)
-    assert training.check_resume(made).level == "skip"
-
-
-def test_the_speed_is_that_of_the_median_step(tmp_path):
-    found = rows()
-    found[5]["throughput/train/tokens_per_s"] = 1.0
-    assert "100 tokens/s" in training.check_speed(MadeRuns(tmp_path, found, {})).what
+@pytest.mark.parametrize(
+    ("killed", "level"), [(KilledRun(Path("killed"), 4, 0), "fail"), (None, "skip")]
+)
+def test_a_run_that_lost_its_checkpoint_is_found(tmp_path, monkeypatch, killed, level):
+    made = MadeRuns(tmp_path, {})
+    monkeypatch.setattr(made, "train_killed", lambda: killed)
+    assert training.check_resume(made).level == level

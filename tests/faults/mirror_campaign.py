@@ -1,15 +1,13 @@
-"""Runs with a mirror on a storage that kills, refuses, cuts and shows late, as often as asked:
-nothing is lost by it.
+"""Run trainings with a mirror on a storage that kills, refuses, cuts and shows late.
 
-`python tests/faults/mirror_campaign.py` writes benchmarks/results/mirror_faults.json. First one
-fault of each kind at every operation of a run in turn, then runs drawn by seeds: up to eight faults
-anywhere, while they upload and while a machine takes a checkpoint back, and between their saves
-rotation, a rollback, or the machine lost for good: then the run goes on where another took the
-mirror's. Whenever an upload ends, by itself or not, a machine with an empty disk takes what the
-mirror shows: it must be whole, no older than what was told to be up, of no past that was undone,
-and what a reading of the storage without our code chooses. The storage is one in memory. Last, runs
-drawn in the same way whose processes are real ones and get SIGKILL at any moment, while they upload
-to a directory or take back from it.
+`python tests/faults/mirror_campaign.py` writes benchmarks/results/mirror_faults.json. First it
+injects one fault of each kind at every operation of a run. Then it draws runs by seeds: up to eight
+faults anywhere, during uploads and restores; between saves a rotation, a rollback, or the loss of
+the machine, after which the run continues where another machine restored it. Whenever an upload
+ends, a machine with an empty disk restores from what the mirror shows. The checkpoint must be
+whole, no older than the last complete upload, not rolled back, and the one that an independent
+reading of the storage chooses. That storage is in memory. Last, it draws runs whose real processes
+get SIGKILL at any moment, while they upload to a directory or restore from it.
 """
 
 import argparse
@@ -48,7 +46,7 @@ NUM_FAULTS, LAST_FAULT, MAX_TRIES = 10, 120, 60
 
 
 class Trial:
-    """One run, all of it drawn by its seed. `faults`: what was wrong."""
+    """One run drawn by its seed. `faults` lists broken promises."""
 
     def __init__(self, seed: int, work: Path) -> None:
         self._rng, self._work, self._seed = random.Random(seed), work, seed
@@ -84,7 +82,7 @@ class Trial:
                 own = uploader(self._run_dir, self.storage)
 
     def _save(self, step: int) -> None:
-        """As a real save, of which no two are alike."""
+        """Save as a run does; no two saves are equal."""
         nonce = f"{len(self._saved):08d}"
         files = {name: data + nonce.encode() for name, data in content_of(step).items()}
         staging = layout.staging_dir(self._run_dir, step)
@@ -121,9 +119,7 @@ class Trial:
         self._judge(taken)
 
     def _lose(self) -> int | None:
-        """The disk is gone; another machine takes its place, disturbed as any. None: it has
-        nothing to go on from.
-        """
+        """Continue on another machine, whose restore may fail too. Return its step, or None."""
         run_dir = self._machine()
         for _ in range(MAX_TRIES):
             try:
@@ -145,7 +141,7 @@ class Trial:
         return self._work / f"machine{self._num_machines}"
 
     def _taken(self, run_dir: Path) -> tuple[int, str] | None:
-        """Step and nonce of what a machine takes."""
+        """Return step and nonce of the checkpoint that a machine restores."""
         with suppress(NoUsableCheckpointError):
             path = restored(run_dir, self.storage)
             if path is None:
@@ -169,7 +165,7 @@ class Trial:
             self._tell(f"{taken} was undone")
 
     def _expected(self) -> str | None:
-        """Nonce of the checkpoint to take, by the bytes that the storage shows."""
+        """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
         root = self.storage.mirror_url.partition(":/")[2].replace("//", "/")
         shown = {name.removeprefix(f"{root}/"): data for name, data in self.storage.seen().items()}
         whole = self._whole(shown)
@@ -223,7 +219,7 @@ class Trial:
 
 
 class Directory(LocalFileSystem):
-    """As `FaultyStorage`, of which processes share the files, and without faults of its own."""
+    """A storage in a directory, which processes share; it has no faults."""
 
     cachable = False
 
@@ -242,7 +238,7 @@ class Directory(LocalFileSystem):
 
 
 class KilledTrial(Trial):
-    """`struck`: processes killed, by what they did."""
+    """A run with real processes. `struck` counts the killed ones by their work."""
 
     def __init__(self, seed: int, work: Path) -> None:
         super().__init__(seed, work)
@@ -265,7 +261,7 @@ class KilledTrial(Trial):
         return run_dir
 
     def _kill(self, name: str, action: Callable[[], object]) -> None:
-        """A process of its own does this, until at some moment it is killed."""
+        """Do this in another process, and kill it at a random moment."""
         if (pid := os.fork()) == 0:
             with suppress(Exception):
                 action()
@@ -280,7 +276,7 @@ class KilledTrial(Trial):
 
 
 def everywhere(root: Path, struck: collections.Counter[str]) -> Iterator[str]:
-    """Each kind of fault at each operation of a run in turn: what is wrong."""
+    """Inject each kind of fault at each operation of a run; yield broken promises."""
     for kind in KINDS:
         for at in range(1, LAST_FAULT):
             storage = FaultyStorage(at, kind)

@@ -286,8 +286,9 @@ SAFEGUARDS = (
     Mutation(
         "a mirror loses what a rollback discarded before its target is there",
         UPLOAD,
-        "        due.sort(key=lambda info: (info.step != pointer, -info.step))\n",
-        "        for n in held.whole:\n            self._storage.remove_tree(layout.step_dir_name(n))\n",
+        "        for step in due:\n",
+        "        for n in held.whole:\n            self._storage.remove_tree(layout.step_dir_name(n))\n"
+        "        for step in due:\n",
         (MIRROR,),
     ),
     Mutation(
@@ -307,7 +308,7 @@ SAFEGUARDS = (
     Mutation(
         "a mirror stops at an old checkpoint that is damaged",
         UPLOAD,
-        "                if info.step == pointer:\n                    raise\n",
+        "                if step == pointer:\n                    raise\n",
         "                raise\n",
         ("unit/test_mirror.py",),
     ),

@@ -1,6 +1,4 @@
-"""Runs with a mirror, with the process that keeps it: a machine that is lost, S3, a launcher
-that is killed.
-"""
+"""Whole runs with a mirror: a lost machine, S3, a killed launcher, a killed upload."""
 
 import functools
 import os
@@ -34,7 +32,7 @@ NUMBERS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss", "train
 def train(
     *words: str, log: Path, before: Callable[[], None] | None = None
 ) -> tuple[int | None, str]:
-    """As the launcher does on two ranks."""
+    """Train on two ranks as the launcher does."""
     with mirrored(load_config(list(words)), NodeLayout()) as refusal:
         if refusal is not None:
             return refusal, ""
@@ -49,13 +47,13 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def adapters(base: Path) -> tuple[str, ...]:
-    """Words for adapters over the weights that the directory gets."""
+    """Write weights into the directory; return the overrides that train adapters on them."""
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
     return "model.random_weights=false", "model.lora_rank=2", "model.lora_alpha=4"
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file of a checkpoint is the same in any run that trained the same."""
+    """Return True for a file of a checkpoint that is equal in all runs of equal training."""
     return ("huggingface" in path.parts and path.is_file()) or path.name.startswith(
         ("model_world", "optim_world")
     )
@@ -121,7 +119,7 @@ def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
     with mirrored(config, NodeLayout()) as refusal:
         assert refusal is None and is_whole(run_dir / "global_step_4")
         save(run_dir, 6, 8)
-    assert "took global_step_4" in capfd.readouterr().out
+    assert "restored global_step_4" in capfd.readouterr().out
     import boto3
 
     listed = boto3.client("s3").list_objects_v2(Bucket="runs")["Contents"]
@@ -175,7 +173,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
 def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     way, tmp_path, monkeypatch, capfd
 ):
-    """A process stands for the upload: it would take a minute, or ends at once."""
+    """A script takes the place of the upload: it would take a minute, or ends at once."""
     end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
     (stands_for := tmp_path / "upload").write_text(
         f"#!/bin/bash\n[ $4 = prepare ] && exit\ncat > /dev/null\n{end}\n"
@@ -198,13 +196,13 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
-    assert ("does not hold what was saved last" in said.err) is (way != "all is up")
+    assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
     assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
     assert set(psutil.Process().children()) <= processes
 
 
 def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, monkeypatch, capfd):
-    """A run went on for days with no mirror behind it, and said so at its end."""
+    """A run continued for days without its mirror, and printed so only at its end."""
     monkeypatch.setattr(mirroring, "RESTART_AFTER_S", (0.0,))
     run_dir, before = tmp_path / "run", set(psutil.Process().children())
     run_dir.mkdir()
@@ -219,14 +217,13 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, mo
             time.sleep(0.05)
     said = capfd.readouterr().err
     assert (
-        f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said
-        and "does not hold" not in said
+        f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "lacks" not in said
     )
     assert set(psutil.Process().children()) <= before
 
 
 def test_an_upload_process_that_is_killed_before_the_run_is_named(tmp_path, monkeypatch, capfd):
-    """The run ended with exit code 1 and no word."""
+    """The run ended with exit code 1 and no message."""
     (stands_for := tmp_path / "upload").write_text("#!/bin/bash\nkill -9 $$\n")
     stands_for.chmod(0o755)
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))

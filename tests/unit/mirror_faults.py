@@ -1,5 +1,6 @@
-"""A storage in memory that is killed, refuses, cuts files short or shows them late at a chosen
-operation.
+"""A storage in memory that fails at chosen operations, and helpers that mirror to it.
+
+The process may be killed there, the storage may refuse, cut a file short, or show it late.
 """
 
 import collections
@@ -31,13 +32,12 @@ class Killed(BaseException):
 
 
 class FaultyStorage(MemoryFileSystem):
-    """Counts operations; of number n it makes what `faults[n]` says. Its files are its own.
+    """Counts operations; operation n fails as `faults[n]` says. Instances share no files.
 
-    killed before, after, within: the process ends, of a write the half is there; nothing is done
-    until `revive`.
-    refused: an error without effect. cut: a write or a read is told to have succeeded, with half of
-    it. late: for `late_by` operations what was written or removed shows to nobody, neither listed
-    nor read.
+    killed before, after, within: the process ends, and a write within has written half. No
+    operation works until `revive`.
+    refused: an error without an effect. cut: a write or a read that reports success, with half of
+    the data. late: for `late_by` operations a change is neither listed nor read.
     """
 
     cachable = False
@@ -59,19 +59,19 @@ class FaultyStorage(MemoryFileSystem):
         self._before: dict[str, tuple[int, bytes | None]] = {}
 
     def revive(self) -> bool:
-        """Whether the process was killed, perhaps behind another error."""
+        """Start the process again; return whether it was killed."""
         was_dead, self._is_dead = self._is_dead, False
         return was_dead
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What others see meanwhile: the operations of the block neither count nor fail."""
+        """Let the operations of the block neither count nor fail."""
         self._is_still = True
         yield
         self._is_still = False
 
     def seen(self) -> dict[str, bytes]:
-        """What the storage shows now."""
+        """Return the files that the storage shows now."""
         found = {name: file.getvalue() for name, file in self.store.items()}
         for name, (until, before) in self._before.items():
             if self.count <= until:
@@ -138,7 +138,7 @@ class FaultyStorage(MemoryFileSystem):
             raise Killed
 
     def _strike(self) -> str:
-        """What the operation that begins is to come to."""
+        """Count an operation, and return its fault."""
         if self._is_dead:
             raise Killed
         if self._is_still:
@@ -172,7 +172,7 @@ def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
 
 
 def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
-    """What a new machine takes from the mirror. `storage`: a file system with its `mirror_url`."""
+    """Restore on a new machine, and return its checkpoint. `storage` has a `mirror_url`."""
     restore.prepare(
         trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage), retry_after_s=()
     )
@@ -182,7 +182,7 @@ def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
 
 @pytest.fixture(autouse=True)
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation has the same number each time."""
+    """Give each operation the same number in every run."""
     monkeypatch.setattr(upload, "NUM_STREAMS", 1)
     monkeypatch.setattr(restore, "NUM_STREAMS", 1)
     # power is not lost here, and time is short
@@ -190,13 +190,13 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_in(storage: FaultyStorage) -> list[int]:
-    """Of which there is a manifest."""
+    """Return the steps with a manifest."""
     names = [name.split("/") for name in list(storage.store) if name.endswith("/manifest.json")]
     return sorted(int(parts[3].removeprefix("global_step_")) for parts in names)
 
 
 def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
-    """A storage that has seen every save."""
+    """Save and upload each step, and return the storage."""
     storage = FaultyStorage()
     own = uploader(run_dir, storage)
     for step in steps:
@@ -229,11 +229,10 @@ def campaign(
     steps: tuple[int, ...] = (2, 4, 6),
     storage: FaultyStorage | None = None,
 ) -> Iterator[str]:
-    """A run that saves `steps`, its uploads disturbed once, at operation `at`: what is wrong of
-    what it leaves.
+    """Save `steps` with one fault at operation `at` of their uploads; yield broken promises.
 
-    After each attempt the machine is lost for trial: a new one must take a whole checkpoint, the
-    last that was told to be up or a newer one.
+    After each attempt a new machine restores for trial: it must get a whole checkpoint, the last
+    one that was complete or a newer one.
     """
     storage, run_dir = storage or FaultyStorage(at, kind), work / "run"
     run_dir.mkdir(parents=True)

@@ -1,13 +1,9 @@
-"""Programs that a model wrote: right ones pass, hostile ones score 0, and nothing of them is
-left running.
-"""
+"""Programs that a model wrote: right ones pass, hostile ones score 0 and leave nothing running."""
 
 import glob
-import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,7 +26,7 @@ from trainer.tools.evaluate.programs import (
 TEST = "solve(20) == 41"
 RIGHT = "def solve(x):\n    return 2 * x + 1\n"
 LIMIT_S = 1.5
-BOUNDED = {
+HOSTILE = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "daemon": (
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
@@ -70,40 +66,31 @@ def judge(request: pytest.FixtureRequest) -> Judge:
 
 
 def as_ordinary_user(code: str, tests: list[str]) -> str:
-    """The runner itself, by a user whom the kernel limits; root becomes nobody."""
+    """Judge without bubblewrap, as a user whom the kernel limits: root becomes nobody."""
     is_root = os.geteuid() == 0
+    job = {"code": code, "tests": tests, "seconds": LIMIT_S, "uid": None}
+    job |= {"memory_bytes": 2**28, "max_tasks": 16 if is_root else 4096}
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         os.chmod(work, 0o777)
-        runner = Path(shutil.copy(program_runner.__file__, work))
-        job = {"code": code, "tests": tests, "seconds": LIMIT_S}
-        job |= {"memory_bytes": 2**28, "is_isolated": False}
-        uid = FIRST_UID + os.getpid() if is_root else None
-        job |= {"uid": None, "max_tasks": 16 if is_root else 4096}
-        done = subprocess.run(
-            [SYSTEM_PYTHON if is_root else sys.executable, "-I", "-S", "-B", str(runner)],
-            input=json.dumps(job).encode(),
-            capture_output=True,
-            cwd=work,
-            env={"LANG": "C.UTF-8"},
-            user=uid,
-            timeout=30,
-        )
-    return str(json.loads(done.stdout)["reason"])
+        runner = str(shutil.copy(program_runner.__file__, work))
+        python = SYSTEM_PYTHON if is_root else sys.executable
+        user = FIRST_UID + os.getpid() if is_root else None
+        return programs.judge([python], runner, job, work, user=user)
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[bytes]]]:
-    """A port of this machine, and what was heard there."""
-    listening, heard = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+    """A port of this machine, and what it received."""
+    listening, received = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
     def listen() -> None:
         try:
-            heard.append(listening.accept()[0].recv(1))
+            received.append(listening.accept()[0].recv(1))
         except OSError:
             pass
 
     threading.Thread(target=listen, daemon=True).start()
-    yield listening.getsockname()[1], heard
+    yield listening.getsockname()[1], received
     listening.close()
 
 
@@ -122,7 +109,7 @@ def test_right_programs_pass(judge):
 def test_limits_stop_hostile_programs_and_nothing_is_left(judge):
     before = set(psutil.pids())
     directories = set(glob.glob(f"{tempfile.gettempdir()}/sft-program-*"))
-    found = {name: judge(code, [TEST]) for name, code in BOUNDED.items()}
+    found = {name: judge(code, [TEST]) for name, code in HOSTILE.items()}
     assert [name for name, reason in found.items() if not reason] == []
     assert "time limit" in found["endless loop"]
     deadline = time.monotonic() + 5.0
@@ -152,13 +139,6 @@ def _left(before: set[int]) -> list[str]:
         "import socket\nsocket.create_connection(('127.0.0.1', PORT), timeout=1).send(b'x')",
         "import os\nopen(os.__file__, 'a').write('x = 1')",
     ],
-    ids=[
-        "reads a file",
-        "reads by a link",
-        "writes a file",
-        "network",
-        "changes the standard library",
-    ],
 )
 def test_bubblewrap_keeps_files_and_network_away(code, server, tmp_path):
     outside = tmp_path / "outside"
@@ -173,15 +153,6 @@ def test_in_bubblewrap_a_program_kills_nothing_outside():
     assert run_tests(RIGHT, [TEST]) == ""
 
 
-def test_without_bubblewrap_files_and_network_are_open_to_a_program(
-    server,
-):
-    code = "def solve(x): return 41 if open('/etc/passwd').read() else 0"
-    assert as_ordinary_user(code, [TEST]) == ""
-    code = f"import socket\nsocket.create_connection(('127.0.0.1', {server[0]}), timeout=1).send(b'x')\n"
-    assert as_ordinary_user(code + RIGHT, [TEST]) == ""
-
-
 def test_the_command_says_how_programs_are_isolated(monkeypatch):
     monkeypatch.setattr(programs, "has_bubblewrap", lambda: True)
     assert "inside bubblewrap" in require_isolation()
@@ -189,7 +160,7 @@ def test_the_command_says_how_programs_are_isolated(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "WITHOUT a sandbox" in require_isolation()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(ConfigError, match="Fix: install bubblewrap"):
+    with pytest.raises(ConfigError, match="bubblewrap"):
         require_isolation()
 
 

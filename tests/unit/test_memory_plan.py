@@ -1,6 +1,4 @@
-"""The memory plan: what it counts, what it advises, and that it needs neither weights nor a GPU
-nor peers.
-"""
+"""The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
 
 import math
 import mmap
@@ -70,7 +68,7 @@ def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
 
 
 def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPlan:
-    """The plan for a model of which only config.json exists."""
+    """Plan for a model that consists of config.json alone."""
     write_model_config(path, **changes)
     assert [file.name for file in path.iterdir()] == ["config.json"]
     return plan_memory(load_config([f"model.partial_pretrain={path}", *words]), num_ranks)
@@ -100,8 +98,8 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ra
 def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise(
     monkeypatch, tmp_path, setting
 ):
-    """With offload: parameters and gradients, each shard of them. Moments are not page-locked, a
-    save's copy is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
+    """Offload page-locks each shard of parameters and gradients. Moments are not page-locked, and the
+    copy of a save is one block. hidden 1024, ffn 2816, 4 heads and 2 key heads of 256, vocabulary
     32,000, tied, two layers, on two ranks.
     """
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{setting}")
@@ -125,13 +123,10 @@ def test_page_locked_tensors_take_a_power_of_two_unless_the_user_chose_otherwise
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path):
-    """There is nothing to gather but adapters. Two cards each hold half, and gather it;
-    offloaded layers come.
-    """
-    one, two = (planned(tmp_path, num_ranks, *tokens(64, 32), LORA, **WIDE) for num_ranks in (1, 2))
-    offloaded = planned(
-        tmp_path, 1, *tokens(64, 32), LORA, "model.fsdp_config.cpu_offload=true", **WIDE
-    )
+    """Two cards each hold half and gather the model; so does one whose layers are offloaded."""
+    words = [*tokens(64, 32), LORA]
+    one, two = (planned(tmp_path, num_ranks, *words, **WIDE) for num_ranks in (1, 2))
+    offloaded = planned(tmp_path, 1, *words, OFFLOAD, **WIDE)
     base_bytes = 2 * (one.num_parameters - one.num_trained)
     assert one.device_bytes[FROZEN] == base_bytes
     assert one.device_bytes[GATHERED] <= 4 * one.num_trained
@@ -141,17 +136,13 @@ def test_one_card_holds_a_frozen_model_once(tmp_path):
 
 
 def test_recomputation_lowers_activations(tmp_path):
-    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own. With
-    offload the hidden states lie in host memory, but for the two at work.
-    """
+    """With offload the inputs of the layers are in host memory, except the two in use."""
     kept, on_host = {}, {}
     for how in ("false", "selective", "true", "offload"):
         words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
         found = planned(tmp_path, 8, *words, num_hidden_layers=4, **WIDE)
-        kept[how], on_host[how] = (
-            found.device_bytes[ACTIVATIONS],
-            found.host_bytes.get(HOST_INPUTS, 0),
-        )
+        kept[how] = found.device_bytes[ACTIVATIONS]
+        on_host[how] = found.host_bytes.get(HOST_INPUTS, 0)
     assert kept["true"] < 0.4 * kept["false"]
     assert kept["true"] < kept["selective"] < 0.8 * kept["false"]
     assert [how for how, size_bytes in on_host.items() if size_bytes] == ["offload"]
@@ -174,39 +165,29 @@ def test_four_and_five_layers_tell_all_of_nine(tmp_path, words):
 
 
 def test_layers_that_differ_are_all_measured(tmp_path):
-    kinds = ["sliding_attention", "full_attention"] * 4
     changes = {
         "sliding_window": 16,
         "query_pre_attn_scalar": 8,
-        "layer_types": kinds,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
         "num_hidden_layers": 8,
+        "model_type": "gemma3_text",
     }
-    write_model_config(tmp_path, "gemma3_text", **changes)
-    words = [f"model.partial_pretrain={tmp_path}", *tokens(64, 64)]
-    assert plan_memory(load_config(words), 2).num_measured_layers == (8,)
+    assert planned(tmp_path, 2, *tokens(64, 64), **changes).num_measured_layers == (8,)
 
 
-def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path):
-    """Longer documents in as many tokens: on a GPU fewer rows of padding, on a CPU kept
-    probabilities.
-    """
-    on_gpu, on_cpu = (
-        [
-            planned(
-                tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1
-            )
-            for length in (64, 512)
-        ]
-        for device in ("cuda", "cpu")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path, device):
+    """Longer documents in as many tokens: a GPU pads fewer rows, a CPU keeps probabilities."""
+    short, long = (
+        planned(tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1)
+        for length in (64, 512)
     )
-    short, long = (found.device_bytes[ACTIVATIONS] for found in on_gpu)
-    assert 0.8 * short < long <= short
-    short, long = (found.device_bytes[ACTIVATIONS] for found in on_cpu)
-    assert long > 2 * short
+    ratio = long.device_bytes[ACTIVATIONS] / short.device_bytes[ACTIVATIONS]
+    assert 0.8 < ratio <= 1 if device == "cuda" else ratio > 2
 
 
 def real_step(world: Any, source: Any, is_recomputed: bool) -> dict[str, int]:
-    """Bytes by category at the fullest moment of a second step on real tensors."""
+    """Return bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=is_recomputed)
     routers = Routers(model, world.device)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
@@ -233,9 +214,6 @@ def test_a_real_step_takes_what_was_planned(tmp_path, num_ranks, is_recomputed, 
     source = write_model_config(tmp_path, **changes)
     real = run_ranks(real_step, num_ranks, source, is_recomputed)[0]
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
-    # otherwise a layer's backward pass is the fullest moment
-    if num_ranks == 1 and not is_recomputed:
-        assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"
     for name in (PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD):
         expected = pytest.approx(real.get(name, 0), rel=0.01, abs=2048)
         assert found.device_bytes[name] == expected, name
@@ -261,7 +239,7 @@ def test_living_storages_are_counted_once_and_only_while_they_live():
 
 
 def test_memory_that_flash_attention_takes_inside_is_counted(tmp_path, monkeypatch):
-    """Gradients of its queries in fp32; those of keys that several heads share apart."""
+    """It adds gradients of queries in fp32, and gradients per head of keys that heads share."""
     query = torch.empty(100, 4, 16, dtype=torch.bfloat16)
     alone = 4 * (100 + 2 * 128) * 4 * (16 + 1)
     assert flash_backward_bytes(query, query, num_documents=2) == alone
@@ -284,22 +262,17 @@ def test_a_plan_leaves_nothing_behind(tmp_path, device):
 @pytest.mark.parametrize(
     ("words", "num_ranks", "is_packed", "expected"),
     [
-        (tokens(1000, 300, batch=64), 2, True, ((300, 300, 300, 100), 11)),
+        (tokens(1000, 300), 2, True, ((300, 300, 300, 100), 11)),
         (tokens(1000, 300, batch=4), 2, True, ((300, 300), 1)),
         (tokens(1000, 300, batch=2), 8, True, ((300,), 1)),
+        ([*tokens(1000, 300), "data.micro_batch_size_per_gpu=2"], 2, True, ((300, 300), 16)),
         (
-            [*tokens(1000, 300, batch=64), "data.micro_batch_size_per_gpu=2"],
-            2,
-            True,
-            ((300, 300), 16),
-        ),
-        (
-            ["data.max_token_len_per_gpu=null", "data.train_batch_size=6", "data.max_length=10"],
+            ["data.max_token_len_per_gpu=null", *tokens(1000, 10, batch=6)[::2]],
             2,
             True,
             ((10,) * 3, 1),
         ),
-        (tokens(1000, 300, batch=64), 2, False, ((300,), 32)),
+        (tokens(1000, 300), 2, False, ((300,), 32)),
     ],
 )
 def test_the_heaviest_micro_batch(words, num_ranks, is_packed, expected):
@@ -324,23 +297,8 @@ def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
     )
 
 
-def found_change(fitting: set[Change], *words: str) -> Change | None:
-    """What is advised to 8 ranks with micro-batches of 4 times 1024 tokens when only `fitting`
-    fits.
-    """
-
-    def plan(change: Change) -> MemoryPlan:
-        return a_plan(change.num_ranks, 0 if change in fitting else 2**40)
-
-    return smallest_change(
-        load_config([*tokens(4096, 1024), *words]), plan, a_plan(8), limit_gib=4.0
-    )
-
-
 def test_the_change_that_costs_least_is_named():
-    """In the order promised: shorter, recomputed, both, inputs put away; more ranks, with both;
-    offload, with both.
-    """
+    """In the documented order. Only a series whose last change fits is searched."""
     least_first = [
         [Change(8, (SHORT[1],)), Change(8, (SHORT[2],))],
         [Change(8, (RECOMPUTE,))],
@@ -351,110 +309,85 @@ def test_the_change_that_costs_least_is_named():
         [Change(8, (OFFLOAD,))],
         [Change(8, (OFFLOAD, RECOMPUTE))],
         [Change(8, (OFFLOAD, *BOTH))],
+        [],
     ]
+    config = load_config(tokens(4096, 1024))
     for number, series in enumerate(least_first):
-        assert (
-            found_change({change for later in least_first[number:] for change in later})
-            == series[0]
-        )
-    assert found_change(set()) is None
+        fitting = {change for later in least_first[number:] for change in later}
+
+        def plan(change: Change, fitting: set[Change] = fitting) -> MemoryPlan:
+            return a_plan(change.num_ranks, 0 if change in fitting else 2**40)
+
+        found = smallest_change(config, plan, a_plan(8), limit_gib=4.0)
+        assert found == (series[0] if series else None)
 
 
 @pytest.mark.parametrize(
     ("words", "left_out"),
     [
-        ([], set()),
         ([RECOMPUTE], {RECOMPUTE}),
         ([CPU], {PUT_AWAY, OFFLOAD}),
         (["model.fsdp_config.fsdp_size=64"], {"16", "32"}),
-        (["data.max_length=4096", "data.max_token_len_per_gpu=4096"], {*SHORT}),
+        (["data.max_length=4096"], {*SHORT}),
     ],
 )
 def test_only_what_changes_something_is_tried(words, left_out):
     config = load_config([*tokens(4096, 1024), *words])
     now = replace(a_plan(8), is_cuda=CPU not in words)
     changes = [change for series in change_series(config, now) for change in series]
-    tried = {word for change in changes for word in change.overrides}
-    tried |= {str(change.num_ranks) for change in changes}
+    tried = {word for change in changes for word in (*change.overrides, str(change.num_ranks))}
     everything = {*SHORT, RECOMPUTE, PUT_AWAY, OFFLOAD, "8", "16", "32", "64", "128", "256", "512"}
     assert tried == everything - left_out
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
-    """(exit code, lines, errors)."""
+    """Return exit code, lines and errors of `plan`."""
     code = plan.main(list(words))
     output = capsys.readouterr()
     return code, output.out.splitlines(), output.err
 
 
-def test_a_run_that_fits_says_so(tmp_path, capsys):
-    write_model_config(tmp_path)
-    words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
-    code, lines, errors = run(capsys, *words, "--memory-gib", "3")
-    assert (code, errors) == (0, "planning 2 ranks ...\n")
-    assert lines[-1] == "ok    memory: a rank needs 2.0 of 3.0 GiB of GPU memory (predicted)"
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
+        (tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
+        ([*tokens(64, 64, batch=8), RECOMPUTE], Change(16)),
+        ([*tokens(64, 64), RECOMPUTE, "model.fsdp_config.fsdp_size=8"], Change(8, (OFFLOAD,))),
+    ],
+)
+def test_the_change_it_names_makes_it_fit(tmp_path, capsys, words, change):
+    write_model_config(tmp_path, **WIDE)
+    words = [f"model.partial_pretrain={tmp_path}", *words]
+    needed_gib = planner(load_config(words))(change).needed_gib
+    limit = ["--memory-gib", str(needed_gib + 1e-6)]
+    code, lines, _ = run(capsys, "8", *words, *limit)
+    assert code == 1 and lines[-2].startswith("fail  memory: ")
+    advice = change.overrides or (f"on {change.num_ranks} ranks",)
+    assert lines[-1].startswith(f"      fix: {' '.join(advice)} (needs")
+    code, lines, _ = run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)
+    assert code == 0 and lines[-1].startswith("ok    memory: ")
     shown = {PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD, SAVE_COPY}
     assert all(sum(line.startswith(name) for line in lines) == 1 for name in shown)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "words", "change"),
-    [
-        (8, tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
-        (8, tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
-        (8, [*tokens(64, 64, batch=8), RECOMPUTE], Change(16)),
-        (8, [*tokens(64, 64), RECOMPUTE, "model.fsdp_config.fsdp_size=8"], Change(8, (OFFLOAD,))),
-    ],
-)
-def test_the_change_it_names_makes_it_fit(
-    tmp_path,
-    capsys,
-    num_ranks,
-    words,
-    change,
-):
-    write_model_config(tmp_path, **WIDE)
-    words = [f"model.partial_pretrain={tmp_path}", *words]
-    needed_gib = planner(load_config(words))(change).needed_gib
-    limit = ["--memory-gib", str(needed_gib + 1e-6)]
-    code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
-    assert code == 1
-    advice = " ".join(
-        [*([f"on {change.num_ranks} ranks"] * (change.num_ranks != num_ranks)), *change.overrides]
-    )
-    assert lines[-2].startswith("fail  memory: ")
-    assert lines[-1] == f"      fix: {advice} (needs {needed_gib:.1f} GiB)"
-    assert run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)[0] == 0
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["8", "data.max_token_length_per_gpu=4"],
-            "unknown configuration key 'data.max_token_length_per_gpu'",
-        ),
-        (["0"], "number of ranks must be at least 1"),
-        (["8", "--memory-gib", "0"], "--memory-gib must be positive"),
-        (["8", "data.max_length=9000"], "raise the first or lower the second"),
-        (
-            ["8", "MODEL", "model.fsdp_config.fsdp_size=3"],
-            "fsdp_size=3 does not divide the 8 ranks",
-        ),
+        (["data.max_token_length_per_gpu=4"], "data.max_token_length_per_gpu"),
+        (["--memory-gib", "0"], "--memory-gib"),
+        (["model.fsdp_config.fsdp_size=3"], "fsdp_size=3"),
     ],
 )
 def test_wrong_usage_ends_with_2(tmp_path, capsys, words, message):
     write_model_config(tmp_path)
-    code, lines, errors = run(
-        capsys, *[f"model.partial_pretrain={tmp_path}" if w == "MODEL" else w for w in words]
-    )
+    code, lines, errors = run(capsys, "8", f"model.partial_pretrain={tmp_path}", *words)
     assert (code, lines) == (2, [])
-    assert message in errors
-    assert "Traceback" not in errors
+    assert message in errors and "Traceback" not in errors
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
-    """Estimated at 2 to 4 GiB beside seven others, where 1.5 GiB were put."""
+    """The estimate was 1.5 GiB on any number of ranks; eight ranks of a machine take 2 to 4 GiB."""
     needed = [a_plan(ranks, 2**30).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
     assert len({replace(a_plan(ranks, 2**30), is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
@@ -469,20 +402,17 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
         (10**13, ["ok", "ok"]),
     ],
 )
-def test_checkpoints_and_prepared_tokens_need_room_where_they_are_written(
-    free_bytes, levels, monkeypatch
-):
-    """Tokens need not be prepared again, so that too little room for them is no failure."""
+def test_a_disk_needs_room_for_checkpoints_and_prepared_tokens(free_bytes, levels, monkeypatch):
+    """Too little room for tokens is no failure: they may be prepared already."""
     disk = DiskPlan(shard_bytes=10**9, export_bytes=10**8, num_checkpoints=2, token_bytes=10**12)
     monkeypatch.setattr(checks, "plan_disk", lambda config, plan: disk)
     monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_bytes)
     found = list(checks.check_disk(load_config([CPU]), a_plan(2)))
     assert [one.level for one in found] == levels
-    assert "checkpoints/.cache" in found[1].what and "checkpoints/.cache" not in found[0].what
 
 
 def size_of_the_copy(world: Any, source: Any) -> int:
-    """Bytes of the block into which an asynchronous save copies a state after a step."""
+    """Return the bytes of the block that an asynchronous save copies a state to."""
     model = build_toy_model(world, source)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     routers = Routers(model, world.device)
@@ -507,16 +437,14 @@ def size_of_the_copy(world: Any, source: Any) -> int:
 
 
 def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path):
-    """Its own memory per tensor, in powers of two, was 1.9 times that."""
+    """A block for each tensor, in powers of two, took 1.9 times as much."""
     words = [*tokens(64, 32), CPU, "model.fsdp_config.param_dtype=float32"]
     found = planned(tmp_path, 2, *words, vocab_size=2000).host_bytes[SAVE_COPY]
     source = write_model_config(tmp_path, vocab_size=2000)
     assert run_ranks(size_of_the_copy, 2, source)[0] == pytest.approx(found, rel=0.01)
 
 
-def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_model_whose_step_cannot_be_planned_is_named(tmp_path, capsys, monkeypatch):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("a and b must have same reduction dim.\nand more")
 
@@ -524,17 +452,12 @@ def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
     write_model_config(tmp_path)
     code, lines, errors = run(capsys, "2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32))
     assert (code, lines) == (2, [])
-    named = (
-        f"ERROR: model.partial_pretrain={tmp_path}: its step cannot be planned (RuntimeError: a and"
-    )
-    assert errors.splitlines()[-1].startswith(named)
-    assert "memory/max_reserved_gib" in errors and "test_memory_plan.py:" in errors
+    for piece in (str(tmp_path), "RuntimeError: a and", "test_memory_plan.py:", "max_reserved_gib"):
+        assert piece in errors
     assert "Traceback" not in errors and "and more" not in errors
 
 
-def test_memory_is_that_of_a_card_or_a_share_of_this_machine(
-    monkeypatch,
-):
+def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch):
     on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
     whole_gib = memory.default_memory_gib(on_cpu, 1)
     assert memory.default_memory_gib(on_cpu, 4) == whole_gib / 4
@@ -544,8 +467,8 @@ def test_memory_is_that_of_a_card_or_a_share_of_this_machine(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
-    found = {num_ranks: memory.default_memory_gib(on_gpu, num_ranks) for num_ranks in (1, 2, 3, 8)}
-    assert found == {1: 80, 2: 24, 3: 16, 8: 16}, "of the smallest card that a rank takes"
+    found = {num_ranks: memory.default_memory_gib(on_gpu, num_ranks) for num_ranks in (1, 2, 8)}
+    assert found == {1: 80, 2: 24, 8: 16}, "the smallest card that a rank uses"
 
 
 @pytest.mark.parametrize("limit", ["job/memory.max", "memory.max"])
@@ -555,9 +478,8 @@ def test_the_limit_of_a_control_group_is_the_memory_that_may_be_used(tmp_path, l
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
     (tmp_path / "cgroup/job").mkdir(parents=True)
-    found = []
-    for size in ("max", machine_bytes + 1, 3 * 2**30):
-        (tmp_path / "cgroup" / limit).write_text(f"{size}\n")
-        found.append(memory.host_memory_bytes(tmp_path / "proc", tmp_path / "cgroup"))
-    assert found == [machine_bytes, machine_bytes, 3 * 2**30]
+    sizes = {"max": machine_bytes, machine_bytes + 1: machine_bytes, 3 * 2**30: 3 * 2**30}
+    for text, expected in sizes.items():
+        (tmp_path / "cgroup" / limit).write_text(f"{text}\n")
+        assert memory.host_memory_bytes(tmp_path / "proc", tmp_path / "cgroup") == expected
     assert memory.host_memory_bytes(tmp_path / "none", tmp_path / "cgroup") == machine_bytes

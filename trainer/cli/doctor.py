@@ -22,7 +22,7 @@ from trainer.tools.verify import checks
 
 EXIT_WELL, EXIT_FAILS = 0, 1
 Found = list[tuple[str, Checked | None]]
-"""Name of a check and a finding; None for a check that waits for another one."""
+"""Names of checks and their findings; None for a check that was skipped."""
 
 
 @as_command()
@@ -30,25 +30,25 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
         usage="%(prog)s [N] [--run] [key=value ...] [--json]",
-        description="Check machine, data, model and disk before training: each line ok, warn or "
-        "fail, with its fix.",
+        description="Check machine, data, model and disk before training. Print ok, warn or fail "
+        "for each check, with a fix.",
     )
     add_words(parser)
     parser.add_argument(
         "--run",
         action="store_true",
-        help="then train the recipe for a few steps in a temporary directory: do ranks agree, do "
-        "packed documents, does a killed run resume bit for bit, is memory as planned, how fast is "
-        "it",
+        help="also train the recipe for a few steps in a temporary directory: check that ranks "
+        "agree, that packing changes nothing, that a killed run resumes bit for bit, and that "
+        "memory is as planned; measure the speed",
     )
-    parser.add_argument("--json", action="store_true", help="print the list as JSON, at the end")
+    parser.add_argument("--json", action="store_true", help="print all findings as JSON at the end")
     options = parser.parse_intermixed_args(argv)
     asked, config = read_words(options.words)
     launch = launch_of(config, asked.num_ranks)
     if options.run and launch.layout.num_nodes > 1:
         raise ConfigError(
-            "doctor --run works on one machine. Fix: unset NNODES, and give the ranks of this "
-            "machine"
+            "doctor --run works on one machine.\n"
+            "Fix: unset NNODES, and give the number of ranks of this machine"
         )
     from trainer.tools.plan.checks import memory_and_disk
     from trainer.tools.plan.memory import plan_memory
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         lines = [{"check": name, **asdict(checked)} for name, checked in found if checked]
         print(json.dumps({"checks": lines, "not_checked": waiting}, indent=1))
     elif waiting:
-        print(f"not checked before the failures are fixed: {', '.join(waiting)}")
+        print(f"skipped until the failures are fixed: {', '.join(waiting)}")
     return EXIT_FAILS if _has_failed(found) else EXIT_WELL
 
 
@@ -92,7 +92,7 @@ def _has_failed(found: Found) -> bool:
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Make a directory that is removed at the end, also after SIGTERM and SIGHUP."""
+    """Create a directory that is removed at the end, also after SIGTERM and SIGHUP."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -103,7 +103,7 @@ def _temporary_directory() -> Iterator[Path]:
         place = tempfile.TemporaryDirectory(prefix="sft-doctor-", ignore_cleanup_errors=True)
     except OSError as error:
         raise CannotWriteError(
-            f"cannot make a temporary directory: {error}. Fix: set TMPDIR"
+            f"cannot create a temporary directory: {error}.\nFix: set TMPDIR"
         ) from error
     with place as directory:
         yield Path(directory)

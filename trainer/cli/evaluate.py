@@ -1,8 +1,8 @@
 """Score checkpoints by their answers: `bash run_sft.sh evaluate RUN_DIR --score NAME`.
 
-It runs beside the training, never in its ranks; docs/evaluation.md. Exit codes: 0 done, 2 wrong
-usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot write,
-130 interrupted: the same command continues.
+It runs in its own process, also while the run trains; docs/evaluation.md. Exit codes: 0 done, 2
+wrong usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot
+write, 130 interrupted: the same command continues.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,72 +47,15 @@ def main(argv: list[str]) -> int:
         require_dir(path)
     run_dir = path.resolve().parent if is_checkpoint else path
     require_run(run_dir)
-    from trainer.tools.evaluate.scoring import publish
-
-    publish(run_dir, arguments.name)  # what a killed command has left
-    if arguments.attach:
-        _attach(run_dir, arguments)
-    else:
-        _score(run_dir, arguments, checkpoint=path if is_checkpoint else None)
-    return EXIT_DONE
-
-
-def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        "evaluate",
-        description="Score checkpoints by their answers, beside the training.",
-    )
-    about = "a run directory for all its checkpoints, or one of them"
-    parser.add_argument("path", metavar="PATH", type=Path, help=about)
-    about = "also score new checkpoints until the run has ended"
-    parser.add_argument("--watch", action="store_true", help=about)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--score", choices=SCORERS, help="how an answer is scored")
-    what.add_argument(
-        "--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere"
-    )
-    about = "rows of `messages` or `prompt` with answers (default: the run's held-out rows)"
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help=about)
-    about = f"column of the answers (default: answer; {EXEC}: tests)"
-    parser.add_argument("--answer", metavar="COLUMN", help=about)
-    about = "logged as eval/NAME (default: the file's name, else held_out)"
-    parser.add_argument("--name", metavar="NAME", help=about)
-    about = "transformers, vllm, or the address of an OpenAI-compatible server of the checkpoint"
-    parser.add_argument("--engine", default=ENGINES[0], help=about)
-    about = "an interpreter that has vLLM"
-    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
-    about = "longest answer (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", metavar="N", type=at_least(1), default=512, help=about)
-    about = (
-        f"{EXEC}: run the programs that the model writes, inside bubblewrap where it is installed"
-    )
-    parser.add_argument("--allow-code", action="store_true", help=about)
-    arguments = parser.parse_args(argv)
-    if arguments.attach:
-        arguments.name = arguments.attach[1].removeprefix(PREFIX)
-    elif arguments.name is None:
-        arguments.name = arguments.prompts.stem if arguments.prompts else "held_out"
-    if not NAME.fullmatch(arguments.name):
-        raise ConfigError(
-            f"'{arguments.name}' is no name. Fix: --name with letters, digits, '_', '.' and '-'"
-        )
-    if arguments.engine not in ENGINES and "://" not in arguments.engine:
-        raise ConfigError(f"--engine is {', '.join(ENGINES)} or an address: http://HOST:8000/v1")
-    is_one = "://" in arguments.engine or layout.parse_step(arguments.path.name) is not None
-    if arguments.watch and is_one:
-        raise ConfigError(
-            "--watch scores all checkpoints of a run, and this is one. Fix: leave it out"
-        )
-    return arguments
-
-
-def _score(run_dir: Path, arguments: argparse.Namespace, *, checkpoint: Path | None) -> None:
-    asked = _asked(run_dir, arguments)
     from trainer.tools.evaluate.scoring import evaluate, publish
 
-    if checkpoint is not None:
-        found = iter([layout.inspect(checkpoint)])
-    else:
+    publish(run_dir, arguments.name)  # what a killed command did not send
+    if arguments.attach:
+        _attach(run_dir, arguments)
+        return EXIT_DONE
+    asked = _asked(run_dir, arguments)
+    found: Iterable[CheckpointInfo] = [layout.inspect(path)]
+    if not is_checkpoint:
         found = _checkpoints(run_dir, is_watching=arguments.watch)
     for info in found:
         row = evaluate(run_dir, info, asked)
@@ -122,26 +65,81 @@ def _score(run_dir: Path, arguments: argparse.Namespace, *, checkpoint: Path | N
                 f"step {info.step}: {PREFIX}{asked.name} {row['mean']:.4f} "
                 f"[{row['low']:.4f}, {row['high']:.4f}], {row['n']} samples"
             )
+    return EXIT_DONE
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = Parser("evaluate")
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help="a run directory, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--watch", action="store_true", help="also score new checkpoints until the run has ended"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--score", choices=SCORERS, help="how to score an answer")
+    what.add_argument(
+        "--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="rows of `messages` or `prompt` with answers (default: the run's validation rows)",
+    )
+    parser.add_argument(
+        "--answer", metavar="COLUMN", help=f"column of answers (default: answer; {EXEC}: tests)"
+    )
+    parser.add_argument(
+        "--name", help="logged as eval/NAME (default: the name of FILE, else held_out)"
+    )
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0])
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=at_least(1),
+        default=512,
+        help="length limit of an answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help=f"{EXEC}: run the programs that the model writes, in bubblewrap where it is installed",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.attach:
+        arguments.name = arguments.attach[1].removeprefix(PREFIX)
+    elif arguments.name is None:
+        arguments.name = arguments.prompts.stem if arguments.prompts else "held_out"
+    if not NAME.fullmatch(arguments.name):
+        raise ConfigError(
+            f"'{arguments.name}' cannot be the name of an evaluation.\n"
+            f"Fix: --name with letters, digits, '_', '.' and '-'"
+        )
+    return arguments
 
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
-    if arguments.score == EXEC and not arguments.allow_code:
+    """Return what to ask and how to score it. Raises `ConfigError`, `DataError`."""
+    is_exec = arguments.score == EXEC
+    if is_exec and not arguments.allow_code:
         raise ConfigError(
-            f"--score {EXEC} runs programs that the model wrote. Fix: add --allow-code to allow it"
+            f"--score {EXEC} runs programs that the model wrote.\nFix: add --allow-code to allow it"
         )
     from trainer.tools.evaluate import scorers
     from trainer.tools.evaluate.engines import make_generate
     from trainer.tools.evaluate.programs import require_isolation
     from trainer.tools.evaluate.scoring import Evaluation
 
-    if arguments.score == EXEC:
+    if is_exec:
         print(require_isolation())
-    column = arguments.answer or (scorers.TESTS if arguments.score == EXEC else scorers.ANSWER)
+    column = arguments.answer or (scorers.TESTS if is_exec else scorers.ANSWER)
     if arguments.prompts:
         questions = scorers.read_questions(arguments.prompts, answer_key=column)
     else:
         questions = scorers.held_out_questions(run_dir, answer_key=column)
-    # a column that is missing shows before anything is written
+    # fails for a missing column before anything is written
     scorers.SCORERS[arguments.score](questions[0], "")
     return Evaluation(
         name=arguments.name,
@@ -154,14 +152,13 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
 
 
 def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo]:
-    """Yield the checkpoints of a run, the oldest first: rotation deletes it first."""
-    seen: set[str] = set()
+    """Yield the checkpoints of a run, the oldest first, because rotation deletes it first."""
+    seen: set[str | None] = set()
     while True:
         was_live = is_live(run_dir)
         for info in layout.committed(run_dir):
-            assert info.manifest is not None
-            if info.manifest.nonce not in seen and info.path.is_dir():
-                seen.add(info.manifest.nonce)
+            if info.nonce not in seen and info.path.is_dir():
+                seen.add(info.nonce)
                 yield info
         if not (is_watching and was_live):
             return
@@ -169,18 +166,20 @@ def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo
 
 
 def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
+    """Record a result that was measured elsewhere, and send it to the trackers."""
     from trainer.tools.evaluate.scoring import append_result, publish
 
-    step, _, text = arguments.attach
     try:
-        value = float(text)
+        step, value = int(arguments.attach[0]), float(arguments.attach[2])
     except ValueError:
-        value = math.nan
-    if not step.isdecimal() or not math.isfinite(value):
-        raise ConfigError(f"--attach takes STEP NAME VALUE with two numbers, got {step} and {text}")
-    append_result(run_dir, name=arguments.name, step=int(step), value=value)
+        step, value = -1, math.nan
+    if step < 0 or not math.isfinite(value):
+        raise ConfigError(
+            f"--attach {' '.join(arguments.attach)}: STEP and VALUE must be finite numbers"
+        )
+    append_result(run_dir, name=arguments.name, step=step, value=value)
     publish(run_dir, arguments.name)
-    print(f"step {int(step)}: {PREFIX}{arguments.name} {value:g}, attached")
+    print(f"step {step}: {PREFIX}{arguments.name} {value:g}, attached")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Bring the mirror of a run up to date. Exit codes: 0 up to date, 1 the storage failed, 2
-wrong usage or a run in the way.
+"""Bring the mirror of a run up to date: `bash run_sft.sh mirror RUN_DIR`.
+
+Exit codes: 0 up to date, 1 the storage failed, 2 wrong usage or the run trains now.
 """
 
 from dataclasses import replace
@@ -19,10 +20,8 @@ from trainer.tracking.run_info import read_config
 def main(argv: list[str]) -> int:
     parser = Parser(
         "mirror",
-        description=(
-            "Bring the mirror of a run up to what its directory holds. A run does so by itself; "
-            "this is for what was not up when it ended. Refused while the run trains."
-        ),
+        description="Upload what the mirror of a run lacks. A run does this by itself; use this "
+        "command for what was missing when it ended.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir: Path = parser.parse_args(argv).run_dir
@@ -30,11 +29,11 @@ def main(argv: list[str]) -> int:
     trainer = replace(parse_recorded(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
     if trainer.checkpoint.mirror is None:
         raise ConfigError(
-            f"the run in '{run_dir}' has no mirror.\nFix: start it once with "
-            f"trainer.checkpoint.mirror=<URL>"
+            f"the run in '{run_dir}' has no mirror.\n"
+            f"Fix: start it once with trainer.checkpoint.mirror=<URL>"
         )
     if is_live(run_dir):
-        raise ConfigError(f"'{run_dir}' is being trained in: its own process keeps the mirror")
+        raise ConfigError(f"the run in '{run_dir}' trains now, and keeps the mirror itself")
     from trainer.checkpoint.storage import Storage, StorageError
     from trainer.tools.mirror.restore import prepare
     from trainer.tools.mirror.upload import Uploader

@@ -1,7 +1,7 @@
 """Predict memory and disk of a run: `bash run_sft.sh plan [N] [key=value ...]`.
 
-Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2
-wrong usage or configuration. torch is imported only once the configuration is known to be right.
+It needs config.json of the model, but no weights, GPU or data. Exit codes: 0 fits, 1 does not fit,
+2 wrong usage or configuration. torch is imported once the configuration is known to be right.
 """
 
 import sys
@@ -42,16 +42,16 @@ def main(argv: list[str]) -> int:
         print(found.line("architecture"))
     for found in check_disk(config, now):
         # the run may be planned for another machine
-        print(replace(found, level="warn" if found.level == "fail" else found.level).line("disk"))
+        level = "warn" if found.level == "fail" else found.level
+        print(replace(found, level=level).line("disk"))
     fix = ""
     if now.needed_gib > limit_gib:
         change = smallest_change(config, plan, now, limit_gib)
-        fix = "no change that was tried fits"
+        fix = "none of the overrides that `plan` knows makes it fit"
         if change is not None:
-            words = [f"on {change.num_ranks} ranks"] if change.num_ranks != num_ranks else []
-            fix = (
-                f"{' '.join([*words, *change.overrides])} (needs {plan(change).needed_gib:.1f} GiB)"
-            )
+            ranks = [f"on {change.num_ranks} ranks"] if change.num_ranks != num_ranks else []
+            words = " ".join([*ranks, *change.overrides])
+            fix = f"{words} (needs {plan(change).needed_gib:.1f} GiB)"
     found = check_memory(now, limit_gib, fix=fix)
     print(found.line("memory"))
     return EXIT_DOES_NOT_FIT if found.level == "fail" else EXIT_FITS
@@ -62,15 +62,15 @@ def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
     parser = Parser(
         "plan",
         usage="%(prog)s [N] [key=value ...] [--memory-gib X]",
-        description="Predict memory and disk of a run, and name the smallest change that fits.",
+        description="Predict memory and disk of a run, and print the override that makes it fit.",
     )
     add_words(parser, ranks="ranks on all machines together")
     parser.add_argument(
         "--memory-gib",
         type=float,
         metavar="X",
-        help="memory of one GPU in GiB (default: that of the local GPU, else 80); with "
-        "trainer.device=cpu a rank's share of this machine's, if all were on it",
+        help="memory of one GPU in GiB (default: that of the local GPU, else 80; with "
+        "trainer.device=cpu: a rank's share of this machine)",
     )
     known = parser.parse_intermixed_args(argv)
     if known.memory_gib is not None and not known.memory_gib > 0:

@@ -18,8 +18,8 @@ ENGINES = ("transformers", "vllm")
 def main(argv: list[str]) -> int:
     parser = Parser(
         "prove",
-        description="Prove that an export serves the loss that its step was validated with:\n"
-        "the tokens of the validation go to the engine, val/loss must come out.",
+        description="Prove that an export serves the loss that its step was validated with: give "
+        "the engine\nthe tokens of the validation, and compare its loss with val/loss.",
     )
     parser.add_argument(
         "checkpoint",
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="what serves it (default: %(default)s)",
+        help="what serves the export (default: %(default)s)",
     )
     parser.add_argument(
         "--python", metavar="PYTHON", default=sys.executable, help="an interpreter that has vLLM"

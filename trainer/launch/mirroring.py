@@ -1,5 +1,5 @@
 """The processes that keep the mirror of a run: one prepares it before the ranks start, the other
-uploads beside them.
+uploads while they train.
 """
 
 import itertools
@@ -33,8 +33,8 @@ RESTART_AFTER_S = (10.0, 60.0, 300.0)
 def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
     """Keep the mirror, if there is one, during the block, and wait at its end for the last upload.
 
-    The first machine does so; the others wait until it has restored a checkpoint. The block gets an
-    exit code if the run must not begin.
+    The first machine keeps it; the others wait until it has restored a checkpoint. The block gets
+    an exit code if the run must not begin.
     """
     url = config.trainer.checkpoint.mirror
     if url is None:
@@ -51,8 +51,8 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
         if not uploads.end():
             command = call(f"mirror {config.trainer.default_local_dir}")
             _say(
-                f"WARNING: {url} does not hold what was saved last: {command} brings it up, or a "
-                f"start that trains on"
+                f"WARNING: {url} lacks the last checkpoints.\n"
+                f"Fix: {command} uploads them, as does a start that trains on"
             )
     finally:
         uploads.kill()
@@ -77,7 +77,7 @@ def _started(task: str, config: Config) -> subprocess.Popen[str]:
 
 
 def _how_it_ended(code: int, config: Config) -> str:
-    why = f"was killed by {name_signal(-code)}" if code < 0 else f"left with exit code {code}"
+    why = f"was killed by {name_signal(-code)}" if code < 0 else f"ended with exit code {code}"
     return f"the process that uploads to {config.trainer.checkpoint.mirror} {why}"
 
 
@@ -94,7 +94,7 @@ def _prepare(config: Config, layout: NodeLayout) -> int | None:
         process.communicate()
     if code >= 0:
         return code or None
-    _say(f"ERROR: {_how_it_ended(code, config)}; continue with the same command")
+    _say(f"ERROR: {_how_it_ended(code, config)}.\nFix: start the same command again")
     return EXIT_CRASH
 
 
@@ -116,7 +116,7 @@ class _Uploads:
             code = self._process.wait()
             if self._is_ending.is_set():
                 return
-            _say(f"WARNING: {_how_it_ended(code, self._config)}: started again in {pause_s:.0f} s")
+            _say(f"WARNING: {_how_it_ended(code, self._config)}; restart in {pause_s:.0f} s")
             self._is_ending.wait(pause_s)
             with self._lock:
                 if self._is_ending.is_set():
@@ -124,8 +124,8 @@ class _Uploads:
                 self._process = _started("follow", self._config)
 
     def end(self) -> bool:
-        """Wait for the last upload. Return False if it failed, if a save would have timed out, or
-        after another signal.
+        """Wait for the last upload. Return False if it failed, took longer than a save may, or a
+        signal came.
         """
         with self._lock:
             self._is_ending.set()
@@ -154,7 +154,7 @@ class _Uploads:
 def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
     """Wait until the first machine listens; return an exit code if it does not come.
 
-    Its time is up `dist_timeout_s` after the last byte that arrived in the shared run directory.
+    It may take `dist_timeout_s` after the last byte that arrived in the shared run directory.
     """
     run_dir, timeout_s = Path(config.trainer.default_local_dir), config.trainer.dist_timeout_s
     arrived_bytes, seen_at = 0, time.monotonic()
@@ -167,9 +167,9 @@ def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > timeout_s:
             _say(
-                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at "
-                f"{layout.master_addr}:{layout.master_port}, and nothing arrived from "
-                f"{config.trainer.checkpoint.mirror}.\nFix: start the same command on each"
+                f"ERROR: for {timeout_s} s nobody listened at {layout.master_addr}:"
+                f"{layout.master_port}, and nothing arrived from "
+                f"{config.trainer.checkpoint.mirror}.\nFix: start the same command on each machine"
             )
             return EXIT_RESUMABLE
         time.sleep(PEERS_POLL_S)

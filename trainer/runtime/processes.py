@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -94,3 +95,25 @@ def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
 
     threading.Thread(target=in_thread, name=name, daemon=True).start()
     return answer
+
+
+def kill_tree(pid: int, *, limit_s: float = 30.0) -> None:
+    """Kill a process and every process below it. All are stopped first, so that none starts another.
+
+    Waits until they are gone, at most `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    seen: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        root.suspend()
+        while time.monotonic() < deadline:
+            found = {process for process in root.children(recursive=True) if status_of(process)}
+            if not found:
+                break
+            number = signal.SIGKILL if found <= seen else signal.SIGSTOP
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            seen |= found
+        root.kill()

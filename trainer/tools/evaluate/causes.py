@@ -1,6 +1,5 @@
-"""Why an export has another loss than its step: its files against those of the training."""
+"""Explain why an export has another loss than its step: compare its files with those of training."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from trainer.model.assemble import build_model, design_model
 from trainer.model.weights import stored_in
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
-from trainer.runtime.json_lines import flat
+from trainer.runtime.json_lines import flat, read_object
 from trainer.tools.evaluate.engines import PEFT_CONFIG, Sample, adapter_of
 from trainer.train.start.inputs import resolve_source
 
@@ -35,7 +34,7 @@ RELATIVE = 1e-5
 """Part of a sample's log-probability that another order of additions may change."""
 NUM_NAMED = 5
 ADAPTER_KEYS = ("r", "lora_alpha", "use_rslora")
-NO_MATTER = frozenset(
+HARMLESS_KEYS = frozenset(
     (
         "dtype",
         "torch_dtype",
@@ -51,7 +50,7 @@ NO_MATTER = frozenset(
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint and the validation of its step."""
+    """A checkpoint with the validation of its step: its samples, loss and supervised tokens."""
 
     info: CheckpointInfo
     config: Config
@@ -83,6 +82,7 @@ def causes_of(trained: Trained) -> list[str]:
 
 
 def _tokenizer(trained: Trained) -> Iterator[str]:
+    """Compare the exported tokenizer: its template, its vocabulary, and the tokens of each sample."""
     tokenizer = trained.tokenizer
     try:
         exported = AutoTokenizer.from_pretrained(trained.export)
@@ -90,91 +90,81 @@ def _tokenizer(trained: Trained) -> Iterator[str]:
         yield f"tokenizer: cannot be loaded: {error}"
         return
     if exported.chat_template != tokenizer.chat_template:
-        yield "chat template: it is not the one of the training"
+        yield "chat template: it differs from that of the training"
         return
     if exported.get_vocab() != tokenizer.get_vocab():
-        yield "tokenizer: its vocabulary is not the one of the training"
+        yield "tokenizer: its vocabulary differs from that of the training"
     for sample in trained.samples:
         text = tokenizer.decode(sample.ids.tolist(), clean_up_tokenization_spaces=False)
         if exported(text).input_ids != tokenizer(text).input_ids:
-            yield f"tokenizer: other tokens than in the training, first in {sample.place}"
+            yield f"tokenizer: its tokens differ from those of the training, first in {sample.place}"
             return
 
 
 def _adapter(trained: Trained) -> Iterator[str]:
     """Compare an adapter's base and settings with those of the training."""
-    file = trained.export / PEFT_CONFIG
-    if not file.exists():
+    exported = read_object(trained.export / PEFT_CONFIG)
+    if not exported:
         return
     base, _, _ = adapter_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
-        yield f"base: '{base}' holds other weights than those the adapter was trained for"
-    saved = _read_json(trained.info.path / ADAPTER_CONFIG)
-    exported = _read_json(file)
+        yield f"base: the weights in '{base}' differ from those the adapter was trained for"
+    saved = read_object(trained.info.path / ADAPTER_CONFIG)
     for key in ADAPTER_KEYS:
         if saved.get(key) != exported.get(key):
             yield (
-                f"adapter: {PEFT_CONFIG} says {key}={exported.get(key)}, it was trained with "
+                f"adapter: {PEFT_CONFIG} has {key}={exported.get(key)}, training had "
                 f"{saved.get(key)}"
             )
 
 
 def _tensors(trained: Trained) -> Iterator[str]:
-    """Name exported tensors that differ from those of the same name in the shards."""
+    """Name exported tensors that differ from the tensors of these names in the shards."""
     manifest = trained.manifest
-    shapes = {
-        name: torch.empty(found.shape, device="meta") for name, found in manifest.tensors.items()
-    }
     reader = ShardReader(
         trained.info.path,
         world_size=manifest.world_size,
         num_shards=manifest.num_shards,
         buffers={},
     )
-    others = []
+    different = []
     for file in sorted(trained.export.glob("*.safetensors")):
         try:
             stored = stored_in(file)
-            for name in sorted(set(stored) & set(shapes)):
+            for name in sorted(stored.keys() & manifest.tensors.keys()):
                 exported, saved = stored[name].read(()), reader.whole(name)
                 is_same_shape = exported.shape == saved.shape
                 if not is_same_shape or not torch.equal(saved.to(exported.dtype), exported):
-                    others.append(name)
+                    different.append(name)
         except ConfigError as error:
             yield f"weights: {error}"
-    if others:
-        more = f" and {len(others) - NUM_NAMED} more" if len(others) > NUM_NAMED else ""
-        yield f"weights: not the trained ones: {', '.join(others[:NUM_NAMED])}{more}"
+    if different:
+        num_more = len(different) - NUM_NAMED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        yield f"weights: not the trained ones: {', '.join(different[:NUM_NAMED])}{more}"
 
 
 def _settings(trained: Trained) -> Iterator[str]:
     """Name keys of config.json that differ from those of the trained model."""
     name = "config.json"
-    if not (trained.export / name).exists():
-        return
-    source = flat(_read_json(Path(resolve_source(trained.config).path) / name))
-    exported = flat(_read_json(trained.export / name))
+    source = flat(read_object(Path(resolve_source(trained.config).path) / name))
+    exported = flat(read_object(trained.export / name))
     for key in sorted(source.keys() & exported.keys()):
-        if key.rpartition(".")[2] not in NO_MATTER and source[key] != exported[key]:
+        if key.rpartition(".")[2] not in HARMLESS_KEYS and source[key] != exported[key]:
             yield f"{name}: {key} is {exported[key]}, the model was trained with {source[key]}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return tree
 
 
 def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> str | None:
     """Describe the first sample whose served log-probability is not the trained model's.
 
-    `rounding`: how far apart two right ones may be.
+    `rounding` is the largest difference between two right log-probabilities of a sample.
     """
     with trained_model(trained) as model:
         expected_sums = sums_of(model, trained)
     for sample, expected, served in zip(trained.samples, expected_sums, sums, strict=True):
-        # also true for NaN
-        if not abs(served - expected) <= rounding + RELATIVE * abs(expected):
+        is_near = abs(served - expected) <= rounding + RELATIVE * abs(expected)
+        if not is_near:  # also for NaN
             count = int(sample.mask[1:].sum())
             return (
                 f"{sample.place}: {-served / count:.4f} a token served, "
@@ -211,6 +201,7 @@ def sums_of(model: Any, trained: Trained) -> np.ndarray:
 
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round all weights of a sharded model to `dtype`, in place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # gathered copies would be used once more

@@ -1,14 +1,10 @@
-"""Serve an export in transformers, in vLLM, or by a server: log-probabilities, answers."""
+"""Serve an export with transformers or vLLM: log-probabilities of tokens, and greedy answers."""
 
 import json
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +15,6 @@ import transformers
 
 from trainer.config import ConfigError
 from trainer.model.weights import whole_model
-from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
 from trainer.tools.evaluate.scorers import Turns
@@ -30,17 +25,17 @@ VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
 NUM_LOG_LINES = 12
 BATCH = 32
-"""Prompts that are continued together, except in vLLM."""
-NUM_REQUESTS = 8
-REQUEST_TIMEOUT_S = 600.0
+"""Prompts that transformers continues together."""
 
 Generate = Callable[[Path, Sequence[Turns], int], Iterator[list[str]]]
-"""From an export, prompts and the most new tokens to greedy answers, in order, batch by batch."""
+"""Takes an export, prompts and the largest number of new tokens. Yields batches of answers, in the
+order of the prompts.
+"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids (int32) of one document, which of them are supervised, and its `file:line`."""
+    """Token ids (int32) of one document, its supervision mask, and its `file:line`."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -48,19 +43,17 @@ class Sample:
 
 
 def make_generate(engine: str, python: str) -> Generate:
-    """Return the function for `transformers`, `vllm` (in `python`) or the address of a server."""
-    if "://" in engine:
-        return partial(_ask_server, engine.rstrip("/").removesuffix("/v1") + "/v1")
+    """Return the function of an engine. vLLM runs in the interpreter `python`."""
     if engine != VLLM:
-        return _generate_in_transformers
+        return generate_in_transformers
     require_vllm(python)
-    return partial(_generate_in_vllm, python)
+    return partial(generate_in_vllm, python)
 
 
 def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
-    """Return model, adapter and rank: (base, export, r) of an adapter, else (export, None, 0).
+    """Return model, adapter and rank: (base, export, r) for an adapter, else (export, None, 0).
 
-    Raises `ConfigError` if the base is not where the adapter says.
+    Raises `ConfigError` if the base model is missing.
     """
     if not (export / PEFT_CONFIG).exists():
         return export, None, 0
@@ -68,8 +61,8 @@ def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
         raise ConfigError(
-            f"'{export}' is an adapter for '{base}', which is no directory here. Fix: put the base "
-            "model there"
+            f"'{export}' is an adapter, and there is no directory '{base}' for its base model.\n"
+            f"Fix: put the base model there"
         )
     return base, export, int(settings["r"])
 
@@ -79,7 +72,7 @@ def load_model(
 ) -> Any:
     """Load an export with transformers' own class, and its adapter unless `has_adapter` is false.
 
-    `dtype` "auto" takes the one that the export was written in.
+    `dtype="auto"` keeps the dtype of the files.
     """
     path, adapter, _ = adapter_of(export)
     whole = whole_model(_from_files(transformers.AutoConfig, path))
@@ -93,16 +86,15 @@ def load_model(
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
-    """Load with a class of transformers. Raises `ConfigError` where that needs the model's code."""
+    """Call `from_pretrained`. Raises `ConfigError` if that would run code of the model."""
     try:
         return loader.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise ConfigError(
-            f"'{path}' is made by Python code that comes with it (auto_map in its files), which is "
-            "not run here. Fix: serve it with a server that is told to trust that code, and give "
-            "its address: --engine http://HOST/v1"
+            f"'{path}' needs its own Python code (auto_map in its files), which is not run here.\n"
+            f"Fix: score it with a program that runs this code, and record the result with --attach"
         ) from error
 
 
@@ -110,19 +102,23 @@ def _from_files(loader: Any, path: Path, **options: Any) -> Any:
 def sums_in_transformers(
     export: Path, samples: Sequence[Sample], *, dtype: torch.dtype, has_adapter: bool = True
 ) -> np.ndarray:
-    """Return the log-probability of each sample's supervised tokens, one document at a time."""
+    """Return the summed log-probability of the supervised tokens of each sample."""
     model = load_model(export, dtype=dtype, has_adapter=has_adapter)
     sums = []
     for sample in samples:
-        ids, mask = torch.from_numpy(sample.ids).long(), torch.from_numpy(sample.mask)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][mask[1:]]
-        loss = F.cross_entropy(logits.double(), ids[1:][mask[1:]], reduction="sum")
+        ids = torch.from_numpy(sample.ids).long()
+        is_kept = torch.from_numpy(sample.mask)[1:]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][is_kept]
+        loss = F.cross_entropy(logits.double(), ids[1:][is_kept], reduction="sum")
         sums.append(-loss.item())
     return np.array(sums)
 
 
 def sums_in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> tuple[np.ndarray, str]:
-    """Return the same sums as vLLM serves them, and its version. Raises `ConfigError`."""
+    """Return the sums of `sums_in_transformers` as vLLM computes them, and its version.
+
+    Raises `ConfigError`.
+    """
     job = {
         "ids": [sample.ids.tolist() for sample in samples],
         "masks": [sample.mask.tolist() for sample in samples],
@@ -132,7 +128,7 @@ def sums_in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> tup
 
 
 def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:
-    """Return the answer of `vllm_engine.py`, run by `python`, to a job about an export.
+    """Run `vllm_engine.py` with `python` on a job about an export, and return its answer.
 
     Raises `ConfigError` with the end of its log.
     """
@@ -151,46 +147,40 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
         if ended.returncode != 0:
             log = "\n".join(ended.stderr.splitlines()[-NUM_LOG_LINES:])
             raise ConfigError(
-                f"vLLM does not serve '{export}' ({python} ended with {ended.returncode}):\n{log}"
+                f"vLLM cannot serve '{export}' ({python}: exit code {ended.returncode}). The end "
+                f"of its log:\n{log}"
             )
         answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
     return answer
 
 
 def vllm_rank(rank: int) -> int:
-    """Return the `max_lora_rank` for an adapter. Raises `ConfigError` for one that is too large."""
-    for limit in VLLM_RANKS:
-        if rank <= limit:
-            return limit
-    raise ConfigError(
-        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, this one has {rank}. Fix: --engine "
-        f"transformers, or merge it with {call('checkpoint export CHECKPOINT DIRECTORY')}"
-    )
+    """Return the smallest `max_lora_rank` for an adapter; vLLM itself refuses larger adapters."""
+    return next((limit for limit in VLLM_RANKS if rank <= limit), rank)
 
 
 def require_vllm(python: str) -> None:
-    """Raise `ConfigError` if `python` is no interpreter or has no vLLM."""
+    """Raise `ConfigError` if `python` is not an interpreter or has no vLLM."""
     code = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
-        found = run_in(python, "-c", code).returncode == 0
+        has_vllm = run_in(python, "-c", code).returncode == 0
     except OSError as error:
-        raise ConfigError(f"--python {python} is no interpreter: {error}") from error
-    if not found:
+        raise ConfigError(f"--python {python} is not an interpreter: {error}") from error
+    if not has_vllm:
         raise ConfigError(
-            f"{python} has no vllm. Fix: pip install vllm, or name an interpreter that has it with "
-            "--python"
+            f"{python} has no vllm.\nFix: pip install vllm, or --python with an interpreter that "
+            f"has it"
         )
 
 
 class _Chat:
-    """Prompts rendered by the exported tokenizer, for an engine that is given token ids."""
+    """Prompts and answers as token ids, by the tokenizer and chat template of the export."""
 
     def __init__(self, export: Path) -> None:
         model, _, _ = adapter_of(export)
         has_tokenizer = (export / "tokenizer_config.json").exists()
-        self.tokenizer: Any = _from_files(
-            transformers.AutoTokenizer, export if has_tokenizer else model
-        )
+        place = export if has_tokenizer else model
+        self.tokenizer: Any = _from_files(transformers.AutoTokenizer, place)
         ends = _from_files(transformers.AutoConfig, model).get_text_config().eos_token_id
         if (model / "generation_config.json").exists():
             ends = transformers.GenerationConfig.from_pretrained(model).eos_token_id or ends
@@ -198,6 +188,7 @@ class _Chat:
         self.stop_ids = sorted(all_ends - {None})
 
     def ids(self, turns: Turns) -> list[int]:
+        """Return the token ids of a prompt. Raises `ConfigError`."""
         if self.tokenizer.chat_template is not None:
             rendered = self.tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=True, return_dict=True
@@ -205,26 +196,30 @@ class _Chat:
             return list(rendered["input_ids"])
         if len(turns) > 1:
             raise ConfigError(
-                "the model has no chat template: it continues a text, and cannot answer several "
-                "messages. Fix: ask with rows of `prompt`, or train with data.chat_template"
+                "the model has no chat template, so it cannot answer a list of messages.\n"
+                "Fix: ask with rows of `prompt`, or train with data.chat_template"
             )
         return list(self.tokenizer(turns[0]["content"]).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
 
 @torch.no_grad()
-def _generate_in_transformers(
+def generate_in_transformers(
     export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
+    """Yield the answers of transformers to `BATCH` prompts at a time, which are padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chat, model = _Chat(export), load_model(export, dtype="auto").to(device)
+    chat = _Chat(export)
+    model = load_model(export, dtype="auto").to(device)
     pad = chat.tokenizer.pad_token_id
-    pad = chat.stop_ids[0] if pad is None else pad
+    if pad is None:
+        pad = chat.stop_ids[0]
     # replaces the model's own settings, which would fill in whatever is not set here
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -237,84 +232,22 @@ def _generate_in_transformers(
         width = max(map(len, rows))
         ids = [[pad] * (width - len(row)) + row for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        written = model.generate(
+        generated = model.generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),
         )
-        yield [chat.text(row) for row in written[:, width:].tolist()]
+        yield [chat.text(row) for row in generated[:, width:].tolist()]
 
 
-def _generate_in_vllm(
+def generate_in_vllm(
     python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
+    """Yield the answers of vLLM to all prompts at once."""
     chat = _Chat(export)
     job = {
         "ids": [chat.ids(turns) for turns in prompts],
         "max_new_tokens": max_new_tokens,
         "stop_ids": chat.stop_ids,
     }
-    yield [chat.text(ids) for ids in ask_vllm(export, job, python=python)["ids"]]
-
-
-def _ask_server(
-    address: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
-) -> Iterator[list[str]]:
-    """Ask an OpenAI-compatible server, at an address that ends with /v1."""
-    settings = {
-        "model": _served_model(address, export),
-        "max_tokens": max_new_tokens,
-        "temperature": 0.0,
-    }
-
-    def ask(turns: Turns) -> str:
-        body = {"messages": list(turns), **settings}
-        keys = ("choices", 0, "message", "content")
-        return _request(f"{address}/chat/completions", body, *keys) or ""
-
-    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        for start in range(0, len(prompts), BATCH):
-            yield list(pool.map(ask, prompts[start : start + BATCH]))
-
-
-def _served_model(address: str, export: Path) -> str:
-    """Return the server's name for an export: the model in a directory of the same name, or the
-    only one, unless it is another export. Raises `ConfigError`.
-
-    vLLM says where a model is, and of an adapter also its parent: the base that it serves beside
-    an adapter must not be scored in its place.
-    """
-    is_adapter = (export / PEFT_CONFIG).exists()
-    roots = {
-        str(model["id"]): Path(model.get("root") or model["id"])
-        for model in _request(f"{address}/models", None, "data")
-        if bool(model.get("parent")) == is_adapter
-    }
-    same_step = [name for name, root in roots.items() if root.parts[-2:] == export.parts[-2:]]
-    same_run = [name for name in same_step if roots[name].parts[-3:] == export.parts[-3:]]
-    only = [name for name, root in roots.items() if len(roots) == 1 and root.name != export.name]
-    for found in (same_run, same_step, only):
-        if found:
-            return found[0]
-    served = ", ".join(f"{name} ({root})" for name, root in roots.items()) or "nothing"
-    kind = "adapters" if is_adapter else "models"
-    raise ConfigError(
-        f"of {kind} the server at {address} serves {served}, which is not {export}. Fix: serve "
-        "that there"
-    )
-
-
-def _request(url: str, body: Mapping[str, Any] | None, *keys: str | int) -> Any:
-    """Return the value at `keys` in the answer of a server. Raises `ConfigError`."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            return reduce(getitem, keys, json.load(answer))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        text = ""
-        if isinstance(error, urllib.error.HTTPError):
-            text = error.read(500).decode(errors="replace")
-        raise ConfigError(
-            f"the server at {url} does not answer as OpenAI's API does: {type(error).__name__}: "
-            f"{error} {text}"
-        ) from error
+    answer = ask_vllm(export, job, python=python)
+    yield [chat.text(ids) for ids in answer["ids"]]

@@ -1,25 +1,32 @@
 """Run a program that a model wrote against tests, in a child process with limits.
 
-The child gets an empty environment and a temporary directory, and all that it started is killed
-when it ends. Where bubblewrap is installed the child also runs inside it: without network, with its
-own process numbers, and with the interpreter, the system libraries and its own directory as the
-only files. Without bubblewrap the program can read and write the user's files and use the network,
-which is why the command asks for `--allow-code`. The kernel does not limit the number of root's
-processes: root needs bubblewrap, inside which programs run under another user number.
+The child gets an empty environment and a temporary directory, and everything that it started is
+killed when it ends. Where bubblewrap is installed, the child also runs inside it: without network,
+with its own process numbers, and with the interpreter, the system libraries and its own directory
+as the only files. Without bubblewrap the program can read and write the user's files and use the
+network, which is why the command requires `--allow-code`.
+
+The kernel does not limit the number of root's processes. Root therefore needs bubblewrap, and
+programs run inside it under another user number.
 """
 
 import functools
 import json
 import os
 import secrets
+import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from trainer.config import ConfigError
+from trainer.runtime.processes import kill_tree
 from trainer.tools.evaluate import program_runner
 
 BUBBLEWRAP = "bwrap"
@@ -28,18 +35,16 @@ TIME_LIMIT_S = 10.0
 """Wall time of a program with its tests."""
 MEMORY_BYTES = 512 * 2**20
 """Address space of each of its processes."""
-GRACE_S = 10.0
-"""Time for the runner to start, and to kill what the program started."""
+MAX_VERDICT_BYTES = 4096
+"""A verdict of this size arrives in one piece (PIPE_BUF)."""
 MAX_PROCESSES = 16
 FIRST_UID = 2**30
-"""Root's programs run under a random user number from here on, which no one has: limits do not
-hold for root.
-"""
+"""Programs of root run under a random user number above this one, which nobody has."""
 
 
 @functools.cache
 def has_bubblewrap() -> bool:
-    """Return whether bubblewrap is installed and the kernel lets it make namespaces."""
+    """Return True if bubblewrap is installed and the kernel lets it create namespaces."""
     if shutil.which(BUBBLEWRAP) is None:
         return False
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
@@ -48,16 +53,16 @@ def has_bubblewrap() -> bool:
 
 
 def require_isolation() -> str:
-    """Return one line that says how programs are isolated here. Raises `ConfigError` for root
-    without bubblewrap.
+    """Return a line that says how programs are isolated here.
+
+    Raises `ConfigError` for root without bubblewrap.
     """
     if has_bubblewrap():
         return "programs run inside bubblewrap: no network, no files but the Python installation"
     if os.geteuid() == 0:
         raise ConfigError(
-            "programs of a model cannot be limited when you are root and bubblewrap cannot be "
-            "used. Fix: install bubblewrap (apt-get install bubblewrap), or run this command as an "
-            "ordinary user"
+            "the programs of a model cannot be limited: you are root, and bubblewrap is missing or "
+            "may not run.\nFix: apt-get install bubblewrap, or run this command as another user"
         )
     return (
         "programs run WITHOUT a sandbox: they can read and write your files and use the network. "
@@ -66,11 +71,10 @@ def require_isolation() -> str:
 
 
 def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> str:
-    """Return why `code` does not pass `tests`, or an empty string if it does; a test is an
-    expression that must be true, or statements.
+    """Return why `code` does not pass `tests`; empty if it passes.
 
-    Tests and program share one interpreter: a program that attacks its judge can pass without
-    solving the task.
+    A test is an expression that must be true, or statements that must not raise. Tests and program
+    share one interpreter: a program that attacks its judge can pass without solving the task.
     """
     uid = FIRST_UID + secrets.randbelow(FIRST_UID) if os.geteuid() == 0 else None
     job = {
@@ -80,47 +84,58 @@ def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> 
         "memory_bytes": MEMORY_BYTES,
         "max_tasks": MAX_PROCESSES + (_num_tasks_of_user() if uid is None else 0),
         "uid": uid,
-        "is_isolated": has_bubblewrap(),
     }
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         if uid is not None:
             os.chown(work, uid, uid)
-        inside = _bubblewrap(Path(work)) if has_bubblewrap() else []
-        runner = subprocess.Popen(
-            [*inside, sys.executable, "-I", "-S", "-B", str(program_runner.__file__)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=work,
-            env={"LANG": "C.UTF-8"},
-            start_new_session=True,
-        )
+        bubblewrap = _bubblewrap(Path(work)) if has_bubblewrap() else []
+        return judge([*bubblewrap, sys.executable], program_runner.__file__, job, work)
+
+
+def judge(
+    python: list[str], runner: str, job: dict[str, Any], work: str, *, user: int | None = None
+) -> str:
+    """Run a job in the directory `work`, and return why it fails; empty if it passes."""
+    process = subprocess.Popen(
+        [*python, "-I", "-S", "-B", runner],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=work,
+        env={"LANG": "C.UTF-8"},
+        start_new_session=True,
+        user=user,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process:
         try:
-            said, _ = runner.communicate(json.dumps(job).encode(), timeout=limit_s + GRACE_S)
-        except subprocess.TimeoutExpired:
-            said = b""
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(job).encode())
+                process.stdin.close()
+            is_told = select.select([process.stdout], [], [], job["seconds"])[0]
+            said = os.read(process.stdout.fileno(), MAX_VERDICT_BYTES) if is_told else b""
         finally:
-            if runner.poll() is None:
-                os.killpg(runner.pid, signal.SIGKILL)
-                runner.wait()
-    return str(json.loads(said)["reason"]) if said else "the program ended its runner"
+            kill_tree(process.pid)
+    verdict = said.decode(errors="replace")
+    if verdict.startswith(program_runner.VERDICT):
+        return verdict.removeprefix(program_runner.VERDICT)
+    if is_told:
+        return "the program ended before its tests"
+    return "the program did not end within its time limit"
 
 
 def _num_tasks_of_user() -> int:
-    """Count processes and threads of this user: RLIMIT_NPROC limits their sum."""
+    """Return the number of threads of this user, whose sum RLIMIT_NPROC limits."""
     count = 0
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdecimal() and process.stat().st_uid == os.getuid():
-                count += sum(1 for _ in (process / "task").iterdir())
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                count += process.num_threads()
     return count
 
 
 def _bubblewrap(work: Path) -> list[str]:
-    """Return the command in front of the runner's, with `work` as its only writable directory."""
-    runner = Path(program_runner.__file__).resolve()
+    """Return the start of a command, with `work` as its only writable directory."""
     command = [BUBBLEWRAP, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     if os.geteuid() == 0:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -129,7 +144,8 @@ def _bubblewrap(work: Path) -> list[str]:
     command += ["--die-with-parent", "--new-session"]
     for directory in SYSTEM_DIRECTORIES:
         command += ["--ro-bind-try", directory, directory]
-    for directory in {sys.base_prefix, sys.prefix}:
-        command += ["--ro-bind", directory, directory]
-    command += ["--ro-bind", str(runner), str(runner), "--proc", "/proc", "--dev", "/dev"]
+    runner = str(Path(program_runner.__file__).resolve())
+    for path in (sys.base_prefix, sys.prefix, runner):
+        command += ["--ro-bind", path, path]
+    command += ["--proc", "/proc", "--dev", "/dev"]
     return [*command, "--bind", str(work), str(work), "--chdir", str(work)]

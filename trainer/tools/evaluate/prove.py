@@ -1,12 +1,12 @@
 """Prove that the loss of an export in an engine equals the validation loss of its step.
 
 The engine gets the very tokens that the run validated on, and its loss of the supervised ones must
-be `val/loss`. How far apart two right answers may be is measured: the export is computed in the
-dtype it is served in and in a wider one. Where the run computed with wider weights than it is
-served with, the trained model is computed with its own weights and with rounded ones too. With D_i
-the difference of sample i's summed log-probability, a row for each cause, and N the supervised
-tokens of all samples, the tolerance is (the sum over causes of |sum D_i| + 4 sqrt(sum D_i^2)) / N,
-the last sum over all rows, and at least 1e-6 of the loss.
+be `val/loss`. The difference between two right losses is measured: the export is computed in the
+dtype it is served in and in a wider one. If the run computed with wider weights than the export
+has, the trained model is also computed with its own weights and with rounded ones. With D_i the
+difference of sample i's summed log-probability, a row for each of these comparisons, and N the
+supervised tokens of all samples, the tolerance is (the sum over comparisons of |sum D_i| +
+4 sqrt(sum D_i^2)) / N, the last sum over all rows, and at least 1e-6 of the loss.
 """
 
 import json
@@ -45,8 +45,10 @@ PROOFS = "proofs"
 
 @dataclass(frozen=True)
 class Served:
-    """Loss of the export in `engine`, how far the trained one may be from it, and of an adapter
-    the loss of its base without it. `rounding`: how far apart two right sums of a sample may be.
+    """The loss of an export in an engine. `base_loss` is that of an adapter's base model alone.
+
+    `sums` has the log-probability of each sample. Two right values of a sample differ by at most
+    `rounding`.
     """
 
     engine: str
@@ -59,7 +61,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of a proof; `causes` and `first_difference` where the losses differ."""
+    """The result of a proof. `causes` and `first_difference` are set if the losses differ."""
 
     checkpoint: str
     step: int
@@ -78,9 +80,9 @@ class Certificate:
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
-    """Return the certificate and where it was written.
+    """Return the certificate, and the file that it was written to.
 
-    Raises `ConfigError` and `DataError` where there is nothing to compare.
+    Raises `ConfigError` and `DataError` if there is nothing to compare.
     """
     if engine == VLLM:
         engines.require_vllm(python)
@@ -94,8 +96,8 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     except Exception as error:  # a cause may explain why the export cannot even be loaded
         if not causes:
             raise
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        causes.append(f"{engine} does not load it: {reason}")
+        reason = str(error).partition("\n")[0]
+        causes.append(f"{engine} cannot load it: {type(error).__name__}: {reason}")
     certificate = certify(trained, served, causes)
     path = checkpoint.resolve().parent / PROOFS / f"step_{trained.info.step}_{engine}.json"
     path.parent.mkdir(exist_ok=True)
@@ -104,16 +106,19 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
 
 
 def certify(trained: Trained, served: Served, causes: list[str]) -> Certificate:
+    """Compare the served loss with the trained one. Any cause refuses the export."""
     is_near = abs(served.loss - trained.loss) <= served.tolerance
-    base_loss = served.base_loss
-    if base_loss is not None and abs(base_loss - served.loss) <= served.tolerance:
+    is_like_base = (
+        served.base_loss is not None and abs(served.base_loss - served.loss) <= served.tolerance
+    )
+    if is_like_base:
         causes = [*causes, "adapter: the served loss is that of the base model without the adapter"]
     is_equal = is_near and not causes
     difference = None
     if not is_equal and served.sums is not None:
         difference = first_difference(trained, served.sums, rounding=served.rounding)
-    if not causes and not is_near:
-        causes = ["unknown: every file of the export is as written, and holds what was trained"]
+    if not is_equal and not causes:
+        causes = ["unknown: the files of the export are complete and hold the trained weights"]
     return Certificate(
         checkpoint=trained.info.path.name,
         step=trained.info.step,
@@ -123,7 +128,7 @@ def certify(trained: Trained, served: Served, causes: list[str]) -> Certificate:
         val_loss=trained.loss,
         served_loss=served.loss,
         tolerance=served.tolerance,
-        base_loss=base_loss,
+        base_loss=served.base_loss,
         num_samples=len(trained.samples),
         num_loss_tokens=trained.num_loss_tokens,
         causes=tuple(causes),
@@ -133,22 +138,19 @@ def certify(trained: Trained, served: Served, causes: list[str]) -> Certificate:
 
 
 def read_trained(checkpoint: Path) -> Trained:
+    """Read a checkpoint and the validation of its step. Raises `ConfigError`, `DataError`."""
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
         raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason}")
     config = parse_recorded(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
-    if not rows:
-        raise ConfigError(
-            f"no validation at step {info.step} in '{log}'. Fix: set trainer.test_freq so that "
-            "saved steps are validated, or prove another checkpoint"
-        )
     data = prepare_data_of_run(config, run_dir)
     validation = data.validation
-    if validation is None:
+    if not rows or validation is None:
         raise ConfigError(
-            "the run had no validation samples. Fix: set data.val_files or data.val_ratio"
+            f"'{log}' has no validation at step {info.step}.\nFix: prove another checkpoint, or "
+            f"train with trainer.test_freq and data.val_files so that saved steps are validated"
         )
     samples = [
         Sample(*validation.sample(index), validation.location(index))
@@ -158,15 +160,15 @@ def read_trained(checkpoint: Path) -> Trained:
     num_validated = int(rows[-1]["val/total_valid_token_count"])
     if num_loss_tokens != num_validated:
         raise ConfigError(
-            f"the validation data are no longer those of step {info.step}: {num_loss_tokens} "
-            f"supervised tokens, {num_validated} were validated. Fix: restore the files"
+            f"the validation data changed after step {info.step}: {num_loss_tokens} supervised "
+            f"tokens, {num_validated} were validated.\nFix: restore the files"
         )
     loss = float(rows[-1]["val/loss"])
     return Trained(info, config, data.tokenizer, validation, samples, loss, num_loss_tokens)
 
 
 def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype it is served in, no wider than that of the validation, and a wider one."""
+    """Return the dtype of serving, no wider than that of the validation, and a wider one."""
     config = trained.config
     dtypes = {config.trainer.checkpoint.export_dtype, config.model.fsdp_config.param_dtype}
     if dtypes == {"float32"}:
@@ -175,6 +177,7 @@ def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
 
 
 def measure(trained: Trained, engine: str, python: str) -> Served:
+    """Serve the samples in `engine`, and measure how far apart two right losses may be."""
     samples, export = trained.samples, trained.export
     narrow, wide = _dtypes(trained)
     exact = engines.sums_in_transformers(export, samples, dtype=wide)
@@ -188,7 +191,7 @@ def measure(trained: Trained, engine: str, python: str) -> Served:
             unrounded = sums_of(model, trained)
             round_weights(model, narrow)
             differences.append(sums_of(model, trained) - unrounded)
-    D = np.stack(differences)  # [causes, samples]
+    D = np.stack(differences)  # [comparisons, samples]
     spread = NUM_DEVIATIONS * float(np.sqrt((D**2).sum()))
     tolerance = (float(np.abs(D.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
     base_loss = None

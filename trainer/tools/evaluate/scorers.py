@@ -1,7 +1,5 @@
 """Questions for a model, and scorers of its answers."""
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +23,13 @@ FINAL = "####"
 FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 Turns = Sequence[Mapping[str, Any]]
-"""Messages, the last of which is to be answered."""
+"""Messages; the model answers the last one."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row to ask. `expected`: its column of answers; without an `answer`, the assistant turn
-    that follows the question. `place`: `file:line`.
+    """A row to ask. `expected` is its column of answers, or without one the assistant turn that
+    follows the question. `place` is `file:line`.
     """
 
     turns: Turns
@@ -40,38 +38,32 @@ class Question:
 
 
 Scorer = Callable[[Question, str], str]
-"""Returns why an answer is wrong, or an empty string if it is right; called from several threads.
+"""Returns why an answer is wrong, or an empty string if it is right. Several threads call it.
 Raises `DataError` for a question that it cannot score.
 """
 
 
 def read_questions(path: Path, *, answer_key: str) -> list[Question]:
-    """Return a question for every row of a file. Raises `DataError` for a row without one."""
+    """Return a question for every row of a file. Raises `ConfigError`, `DataError`."""
     if not path.is_file():
         raise ConfigError(
-            f"no file '{path}'. Fix: give --prompts a file with rows of {MESSAGES} or {PROMPT} "
-            "(.jsonl, .json, .parquet)"
+            f"--prompts: there is no file '{path}'.\n"
+            f"Fix: a file with rows of {MESSAGES} or {PROMPT} (.jsonl, .json, .parquet)"
         )
     questions = list(_questions(path, answer_key))
     if not questions:
-        raise DataError(f"'{path}' has no rows: there is nothing to ask")
+        raise DataError(f"'{path}' has no rows")
     return questions
 
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
-    """Return the rows that the run holds out for validation. Raises `ConfigError` without any."""
+    """Return the validation rows of a run. Raises `ConfigError` if it has none, `DataError`."""
     validation = prepare_data_of_run(parse_recorded(read_config(run_dir)), run_dir).validation
     if validation is None:
-        raise ConfigError("the run holds out no rows for validation. Fix: add --prompts FILE")
+        raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
     places = dict.fromkeys(validation.location(index) for index in range(len(validation)))
     files = dict.fromkeys(place.rpartition(":")[0] for place in places)
     return [question for file in files for question in _questions(Path(file), answer_key, places)]
-
-
-def digest_of_questions(questions: Sequence[Question]) -> str:
-    """Return the SHA-256 of all turns and expected answers, in order."""
-    rows = [[question.turns, question.expected] for question in questions]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _questions(
@@ -87,21 +79,21 @@ def _questions(
 
 
 def _question(row: Any, answer_key: str, place: str) -> Question:
-    turns, prompt = row.get(MESSAGES), row.get(PROMPT)
-    if isinstance(prompt, str):
-        turns = [{"role": "user", "content": prompt}]
-    expected = row.get(answer_key)
+    turns = row.get(MESSAGES)
+    if isinstance(row.get(PROMPT), str):
+        turns = [{"role": "user", "content": row[PROMPT]}]
     is_chat = isinstance(turns, list) and all(
         isinstance(turn, dict) and "role" in turn for turn in turns
     )
+    expected = row.get(answer_key)
     if is_chat and turns and turns[-1]["role"] == "assistant":
         if expected is None and answer_key == ANSWER:
             expected = turns[-1].get("content")
         turns = turns[:-1]
     if not is_chat or not turns:
         raise DataError(
-            f"{place}: a row needs {PROMPT} (text) or {MESSAGES} (a list of role and content) that "
-            "ask something"
+            f"{place}: the row asks nothing.\n"
+            f"Fix: give it {PROMPT} (text) or {MESSAGES} (a list of role and content)"
         )
     return Question(turns, expected, place)
 
@@ -113,21 +105,21 @@ def exact(question: Question, answer: str) -> str:
 
 
 def numeric(question: Question, answer: str) -> str:
-    """Compare the numbers: each is the last one after the last ####, or the last of the text."""
+    """Compare the last number after the last ####, or the last number of the text."""
     expected, found = _number(_text(question)), _number(answer)
     if expected is None:
         raise DataError(f"{question.place}: its answer has no number")
-    if found is None:
-        return "has no number"
     return "" if found == expected else f"{found} is not {expected}"
 
 
 def executed(question: Question, answer: str) -> str:
     """Run the first fenced block of the answer, or all of it, against the tests of the question."""
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
-    if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+    is_usable = isinstance(tests, list) and all(isinstance(t, str) and t.strip() for t in tests)
+    if not is_usable or not tests:
         raise DataError(
-            f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)"
+            f"{question.place}: {EXEC} needs tests: a Python text, or a list of them.\n"
+            f"Fix: name their column with --answer"
         )
     return run_tests(program_of(answer), tests)
 
@@ -141,14 +133,11 @@ def program_of(answer: str) -> str:
     return found[1] if found else answer
 
 
-def _is_test(test: Any) -> bool:
-    return isinstance(test, str) and bool(test.strip())
-
-
 def _text(question: Question) -> str:
     if not isinstance(question.expected, str | int | float):
         raise DataError(
-            f"{question.place}: it has no answer to compare with (--answer KEY names its column)"
+            f"{question.place}: the row has no answer to compare with.\n"
+            f"Fix: name its column with --answer"
         )
     return str(question.expected)
 

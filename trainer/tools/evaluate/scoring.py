@@ -1,4 +1,4 @@
-"""Score checkpoints of a run by their answers, each once, also beside its training."""
+"""Score checkpoints of a run by their answers, each once, also while the run trains."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from trainer.runtime.evaluations import (
 )
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.tools.evaluate.engines import Generate
-from trainer.tools.evaluate.scorers import SCORERS, Question, digest_of_questions
+from trainer.tools.evaluate.scorers import SCORERS, Question
 from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
 DIRECTORY = "evaluation"
@@ -40,7 +40,7 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The questions to every checkpoint, and the scoring of its answers."""
+    """The questions that every checkpoint is asked, and how its answers are scored."""
 
     name: str
     questions: Sequence[Question]
@@ -50,14 +50,15 @@ class Evaluation:
     max_new_tokens: int
 
     def key(self, nonce: str) -> str:
-        """Return what tells this evaluation of one checkpoint from every other."""
-        digest = digest_of_questions(self.questions)
-        parts = [nonce, self.name, digest, self.scorer, self.engine, self.max_new_tokens]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        """Return a name for this evaluation of one checkpoint; no other evaluation has it."""
+        questions = [[question.turns, question.expected] for question in self.questions]
+        parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def interval(num_right: int, n: int) -> tuple[float, float, float]:
-    """Return (share, low, high): the share of right answers and Wilson's 95 % interval."""
+    """Return (share, low, high): the share of right answers and its 95 % interval (Wilson)."""
     share = num_right / n
     middle = share + Z**2 / (2 * n)
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
@@ -66,10 +67,10 @@ def interval(num_right: int, n: int) -> tuple[float, float, float]:
 
 
 def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str, Any] | None:
-    """Score one checkpoint, unless it is scored, and return its summary; None if it was deleted.
+    """Score one checkpoint and return its summary, or the summary that it already has.
 
-    Raises `ConfigError` where it cannot be served, `DataError` for a question that cannot be
-    scored, `CannotWriteError`.
+    Returns None for a checkpoint that rotation has deleted. Raises `ConfigError` if it cannot be
+    served, `DataError` for a question that cannot be scored, `CannotWriteError`.
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
@@ -80,11 +81,10 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
             return row
     with pinned(info, layout.HUGGINGFACE) as directory:
         if directory is None:
-            print(f"step {info.step}: was deleted before it could be scored")
+            print(f"step {info.step}: deleted before it could be scored")
             return None
         require_export(replace(info, path=directory))
-        about = {
-            "step": info.step,
+        checkpoint = {
             "nonce": info.manifest.nonce,
             "digest": fsio.sha256_of(directory / MANIFEST),
             "checkpoint": info.path.name,
@@ -92,8 +92,11 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
         file = AppendFile(run_dir / FILE_NAME)
         try:
             done = {row["index"] for row in rows}
-            _ask(file, directory / layout.HUGGINGFACE, asked, done, {"step": info.step, "key": key})
-            summary = _summary(run_dir, asked, key) | about
+            missing = [index for index in range(len(asked.questions)) if index not in done]
+            if missing:
+                about = {"step": info.step, "key": key}
+                _ask(file, directory / layout.HUGGINGFACE, asked, missing, about)
+            summary = _summary(run_dir, asked, key) | {"step": info.step} | checkpoint
             file.append(summary)
         finally:
             file.close()
@@ -122,22 +125,18 @@ def _rows_of(run_dir: Path, key: str) -> list[dict[str, Any]]:
 
 
 def _ask(
-    file: AppendFile, export: Path, asked: Evaluation, done: set[int], about: dict[str, Any]
+    file: AppendFile, export: Path, asked: Evaluation, missing: list[int], about: dict[str, Any]
 ) -> None:
-    """Append a sample for every question that has none."""
-    missing = [index for index in range(len(asked.questions)) if index not in done]
-    if not missing:
-        return
+    """Ask the questions `missing`, and append a sample for each."""
     prompts = [asked.questions[index].turns for index in missing]
-    num_answered = 0
+    indices = iter(missing)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for answers in asked.generate(export, prompts, asked.max_new_tokens):
-            indices = missing[num_answered : num_answered + len(answers)]
-            num_answered += len(answers)
-            questions = [asked.questions[index] for index in indices]
+            batch = [next(indices) for _ in answers]
+            questions = [asked.questions[index] for index in batch]
             reasons = pool.map(SCORERS[asked.scorer], questions, answers)
             for index, question, answer, reason in zip(
-                indices, questions, answers, reasons, strict=True
+                batch, questions, answers, reasons, strict=True
             ):
                 row = {
                     "kind": SAMPLE,
@@ -154,12 +153,12 @@ def _ask(
 
 
 def _summary(run_dir: Path, asked: Evaluation, key: str) -> dict[str, Any]:
-    """Summarise the samples that are in the file. Raises `CannotWriteError` if one is missing."""
+    """Summarise the samples in the file. Raises `CannotWriteError` if one is missing."""
     scores = {row["index"]: row["score"] for row in _rows_of(run_dir, key)}
     if len(scores) != len(asked.questions):
         raise CannotWriteError(
-            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples. Fix: free "
-            "space and run the same command again, which continues"
+            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples.\n"
+            f"Fix: free space on its disk, and run the same command again"
         )
     mean, low, high = interval(sum(score > 0 for score in scores.values()), len(scores))
     return {
@@ -189,19 +188,19 @@ def publish(run_dir: Path, name: str) -> None:
     tracking = _tracking(run_dir, name, directory)
     try:
         for step, row in missing.items():
-            bounds = {
-                f"{metric}_{side}": row[side]
-                for side in ("low", "high")
-                if row.get(side) is not None
-            }
-            rate = {SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {}
-            tracking.log({metric: row["mean"], **rate, **bounds}, step)
+            values = {metric: row["mean"]}
+            for side in ("low", "high"):
+                if row.get(side) is not None:
+                    values[f"{metric}_{side}"] = row[side]
+            if row.get("scorer") == EXEC:
+                values[SUCCESS_RATE] = row["mean"]
+            tracking.log(values, step)
     finally:
         tracking.finish()
 
 
 def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
-    """Return a tracker run beside the training's: in its project and group, with its trackers."""
+    """Return another tracker run in the project and group of the training, with its trackers."""
     run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
     logger = (run.get("config") or {}).get("trainer", {}).get("logger", ())
     backends = [logger] if isinstance(logger, str) else list(logger)

@@ -1,10 +1,10 @@
-"""Serve one export in vLLM: `python vllm_engine.py JOB`, by an interpreter that has vLLM.
+"""Serve one export with vLLM: `python vllm_engine.py JOB`, run by an interpreter that has vLLM.
 
-It imports nothing of this package. JOB is a JSON file with "model", "adapter" (or null),
-"max_lora_rank", "ids" (one list of token ids for each prompt) and "answer", the file to write. With
-"masks" the answer has "sums": the log-probability of the supervised tokens of each prompt. With
-"max_new_tokens" and "stop_ids" it has "ids": the tokens generated greedily after each prompt. It
-also has vLLM's "version".
+This file imports nothing of the package. JOB is a JSON file with "model", "adapter" (or null),
+"max_lora_rank", "ids" (a list of token ids for each prompt) and "answer", the file to write. With
+"masks", the answer has "sums": the log-probability of the supervised tokens of each prompt. With
+"max_new_tokens" and "stop_ids", it has "ids": the tokens that vLLM generates greedily after each
+prompt. It also has vLLM's "version".
 """
 
 import json
@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a job: summed log-probabilities, or generated token ids."""
     import vllm
     from vllm.lora.request import LoRARequest
 
@@ -35,7 +36,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         request = LoRARequest("trained", 1, job["adapter"])
         settings |= {"enable_lora": True, "max_lora_rank": job["max_lora_rank"]}
     if not is_generation:
-        # vLLM must write one token, even after a sample that fills the model; nobody reads it
+        # vLLM generates at least one token, also after a sample that fills the whole context
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     parameters = vllm.SamplingParams(
         temperature=0.0,

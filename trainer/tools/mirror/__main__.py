@@ -1,8 +1,8 @@
 """The processes that keep the mirror of a run; the launcher starts them.
 
-`python -m trainer.tools.mirror LAUNCHER_PID TASK` reads the configuration from the first line of its
-input. `prepare` prepares mirror and run directory, and leaves. `follow` uploads checkpoints until
-its input ends, uploads the last ones, and leaves. Both die with the launcher.
+`python -m trainer.tools.mirror LAUNCHER_PID TASK` reads the configuration from the first line of
+its input. `prepare` prepares mirror and run directory. `follow` uploads checkpoints until its input
+ends, then uploads the last ones. Both processes die with the launcher.
 """
 
 import json
@@ -50,46 +50,43 @@ def main(argv: list[str]) -> int:
         logger.error("%s", error)
         return code_of(error)
     ending = threading.Event()
-    threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
+
+    def await_end() -> None:
+        sys.stdin.read()
+        ending.set()
+
+    threading.Thread(target=await_end, daemon=True).start()
     return follow(trainer, storage, ending)
 
 
 def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
-    """Run `prepare`. Raises what it does; a silent storage counts as one out of reach."""
+    """Run `prepare`. Raises what it raises; a silent storage counts as unreachable."""
     try:
         _answered(lambda: prepare(trainer, storage), storage, limit_s=trainer.dist_timeout_s)
     except SilentError as error:
         unreachable(trainer, error)
 
 
-def _await_end(ending: threading.Event) -> None:
-    sys.stdin.read()
-    ending.set()
-
-
 def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
     """Upload until `ending` is set and everything is up, or every last try failed.
 
-    A storage that falls silent ends this with an exit code: a call of a library cannot be ended
-    otherwise. The launcher then starts the process again.
+    A silent storage ends the process, because a library call cannot be stopped in another way. The
+    launcher then starts the process again.
     """
 
     def record(event: Event) -> None:
         if not ending.is_set():  # the last event of a run is its end
             _record(trainer, event)
 
-    def tell(step: int, size_bytes: int, duration_s: float) -> None:
-        fields = {"size_bytes": size_bytes, "duration_s": round(duration_s, 3)}
-        record(Event("mirror", step, f"step {step} is in {storage.url}", fields=fields))
-
-    uploader = Uploader(trainer, storage, tell=tell)
-    num_failed, last_pauses_s = 0, [*LAST_RETRY_AFTER_S]
+    uploader = Uploader(trainer, storage, record=record)
+    num_failed = 0
+    last_pauses_s = list(LAST_RETRY_AFTER_S)
     while True:
         is_last = ending.is_set()
         try:
             if uploader.is_behind:
                 _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
-        except Exception as error:  # a library may raise anything; the run goes on
+        except Exception as error:  # a library may raise anything; the run continues
             if num_failed == 0:
                 logger.warning("cannot update the mirror, training continues: %s", error)
                 record(Event("mirror_failed", 0, str(error), "warn"))
@@ -103,14 +100,14 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
             continue
         if num_failed:
             logger.info("%s: up to date again", storage.url)
-        num_failed = 0
+            num_failed = 0
         if is_last:
             return EXIT_DONE
         ending.wait(POLL_S)
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
-    """Raises `SilentError` for a storage that has not answered for `limit_s`."""
+    """Do the work. Raises `SilentError` if the storage does not answer for `limit_s`."""
     storage.answered_at = time.monotonic()
     done = begun(work)
     while not wait([done], timeout=POLL_S).done:
@@ -120,7 +117,7 @@ def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> 
 
 
 def _record(trainer: TrainerConfig, event: Event) -> None:
-    """Add an event to the current attempt; before the first attempt nobody reads it."""
+    """Add an event to the current attempt of the run, if it has begun one."""
     path = Path(trainer.default_local_dir, FILE_NAME)
     if events := read_events(path):
         file = EventsFile(path, attempt=events[-1]["attempt"], is_guest=True)

@@ -10,9 +10,7 @@ A mirror has the layout of a run directory, so that a copy of it is one:
 """
 
 import json
-import math
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.checkpoint import layout
@@ -20,6 +18,7 @@ from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
+from trainer.runtime.json_lines import parsed
 from trainer.tracking import run_info
 
 RUN_FILES = "run.tar.gz"
@@ -29,8 +28,8 @@ RUN_FILES = "run.tar.gz"
 class MirrorState:
     """The checkpoints in a mirror, by step.
 
-    `whole`: committed, every file in its size. `incomplete`: has a manifest, and why it is not
-    whole. `steps`: all steps that have any file.
+    `whole` are committed, with every file in its size. `incomplete` have a manifest, and the reason
+    why they are not whole. `steps` are all steps that have any file.
     """
 
     pointer: int | None
@@ -42,13 +41,12 @@ class MirrorState:
     def candidates(self) -> list[Manifest]:
         """Checkpoints that a run may continue from, the first choice first."""
         steps = sorted(self.whole, reverse=True)
-        pointer = math.inf if self.pointer is None else self.pointer
-        until_pointer = [step for step in steps if step <= pointer]
+        until_pointer = [step for step in steps if self.pointer is None or step <= self.pointer]
         return [self.whole[step] for step in until_pointer or steps]
 
 
 def look(storage: Storage) -> MirrorState:
-    """Judge a mirror by names and sizes. Raises `StorageError`."""
+    """Read a mirror, and judge files by name and size. Raises `StorageError`."""
     sizes = storage.sizes()
     steps = {step for name in sizes if (step := layout.parse_step(name.split("/")[0])) is not None}
     whole: dict[int, Manifest] = {}
@@ -65,7 +63,7 @@ def look(storage: Storage) -> MirrorState:
             continue
         for record in manifest.files:
             if sizes.get(f"{place}/{record.path}") != record.size_bytes:
-                incomplete[step] = f"{record.path} is missing or cut"
+                incomplete[step] = f"{record.path} is missing or cut short"
                 break
         else:
             whole[step] = manifest
@@ -78,9 +76,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
 
     Raises `ConfigError` for the mirror of another run, `StorageError`.
     """
-    found = {}
-    with suppress(ValueError):  # cut while it was written
-        found = json.loads(storage.read(run_info.FILE_NAME) or b"{}")
+    found = parsed(storage.read(run_info.FILE_NAME) or b"{}") or {}  # may be cut short
     own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
     claimed = {name: found.get(name) for name in own}
     if None in claimed.values():
@@ -89,8 +85,9 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
         raise ConfigError(
             f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
             f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
-            f"'{trainer.project_name}'.\nFix: give each run its own, "
-            f"{KEY}=…/${{trainer.project_name}}/${{trainer.experiment_name}}"
+            f"'{trainer.project_name}'.\n"
+            f"Fix: give each run its own, {KEY}=…/${{trainer.project_name}}/"
+            f"${{trainer.experiment_name}}"
         )
 
 
@@ -105,6 +102,6 @@ def _read(storage: Storage, name: str, sizes: Mapping[str, int]) -> bytes | None
     data = storage.read(name)
     if data is not None and len(data) != sizes.get(name, len(data)):
         raise StorageError(
-            f"{storage.url}/{name} has {sizes[name]} bytes, {len(data)} of them came"
+            f"{storage.url}/{name} has {sizes[name]} bytes, but {len(data)} were read"
         )
     return data

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _DamagedError(Exception):
-    """A file in the mirror is not what the manifest says."""
+    """A file in the mirror differs from the manifest."""
 
 
 def prepare(
@@ -39,53 +39,53 @@ def prepare(
 ) -> None:
     """Check that the mirror belongs to this run; restore from it if the run directory is empty.
 
-    Raises `ConfigError` for the mirror of another run, one that cannot be used or not be resumed
-    from. A storage out of reach is only warned of if the run directory has a checkpoint. Otherwise
-    `ResumableError`: the run might train steps again that are saved there.
+    Raises `ConfigError` for the mirror of another run, and for one that cannot be used or resumed
+    from; if the storage is unreachable, what `unreachable` raises.
     """
-    own, problem = _own_checkpoint(trainer)
+    own_step, problem = _own_checkpoint(trainer)
     for pause_s in (*retry_after_s, None):
         try:
             claim(trainer, storage)
             held = look(storage)
             break
         except StorageError as error:
-            if own is not None or error.is_refusal or pause_s is None:
+            if own_step is not None or error.is_refusal or pause_s is None:
                 return unreachable(trainer, error)
             time.sleep(pause_s)
-    if own is None:
+    if own_step is None:
         if held.whole or held.incomplete:
             _restore(trainer, storage, held)
         elif problem is not None:
             raise problem
-    elif held.candidates and held.candidates[0].step > own:
+    elif held.candidates and held.candidates[0].step > own_step:
         logger.warning(
-            "%s holds step %d, this machine step %d: the run continues from its own; to take the "
-            "mirror's, stop and move the run directory away",
-            *(storage.url, held.candidates[0].step, own),
+            "%s holds step %d, this machine step %d: the run continues from its own checkpoint. To "
+            "use the mirror's, stop and move the run directory away",
+            *(storage.url, held.candidates[0].step, own_step),
         )
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
-    """Warn if the run has a checkpoint of its own.
+    """Warn if the run directory has a checkpoint to continue from.
 
-    Raises `ResumableError` otherwise, for a refusal `ConfigError`.
+    Otherwise the run might train steps again that the mirror has. Raises `ConfigError` for a
+    refusal, else `ResumableError`.
     """
     if _own_checkpoint(trainer)[0] is not None:
         logger.warning("%s; training continues, uploads are tried again", error)
     elif error.is_refusal:
-        raise ConfigError(f"{error}.\nFix: mend that, or train without {KEY}") from error
+        raise ConfigError(f"{error}.\nFix: grant access, or train without {KEY}") from error
     else:
         raise ResumableError(
-            f"{error}; this machine has no checkpoint, and the mirror may have one.\nFix: try "
-            f"again, or train without {KEY}"
+            f"{error}; this machine has no checkpoint, and the mirror may have one.\n"
+            f"Fix: try again, or train without {KEY}"
         ) from error
 
 
 def _own_checkpoint(
     trainer: TrainerConfig,
 ) -> tuple[int | None, NoUsableCheckpointError | None]:
-    """Return the step that the run directory continues from, or why it has none of use."""
+    """Return the step that the run directory continues from, or why no checkpoint is usable."""
     try:
         chosen = choice.select(Path(trainer.default_local_dir)).chosen
     except NoUsableCheckpointError as error:
@@ -94,20 +94,20 @@ def _own_checkpoint(
 
 
 def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
-    """Turn the first candidate that proves to be whole into a checkpoint of the run directory."""
+    """Download the first candidate that proves to be whole."""
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "disable":
         raise ConfigError(
             f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step "
-            f"{max(held.steps)}; they are not overwritten.\nFix: resume_mode=auto to continue, or "
-            f"another trainer.experiment_name and {KEY}"
+            f"{max(held.steps)}; they are not overwritten.\n"
+            f"Fix: resume_mode=auto to continue, or another trainer.experiment_name and {KEY}"
         )
     problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
     try:
         fsio.make_dirs(run_dir)
         with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
             for manifest in held.candidates:
-                layout.clean_leftovers(run_dir)  # the candidate before takes no room
+                layout.clean_leftovers(run_dir)  # of the candidate before
                 try:
                     return _take(run_dir, storage, manifest)
                 except _DamagedError as error:
@@ -130,7 +130,7 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     started = time.monotonic()
     size_bytes = sum(record.size_bytes for record in manifest.files)
     place = layout.step_dir_name(manifest.step)
-    logger.info("taking %s (%s) from %s", place, readable(size_bytes), storage.url)
+    logger.info("downloading %s (%s) from %s", place, readable(size_bytes), storage.url)
     retention.require_space(run_dir, size_bytes)
     staging = layout.staging_dir(run_dir, manifest.step)
 
@@ -141,7 +141,7 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
             if _fetched(storage, place, path, staging) == record:
                 return
             fsio.unlink(path)
-        raise _DamagedError(f"{record.path} is not as it was written")
+        raise _DamagedError(f"{record.path} differs from what was saved")
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         list(pool.map(fetch, manifest.files))
@@ -150,11 +150,11 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     fsio.fsync_tree(staging)
     layout.commit(staging, manifest.step, nonce=manifest.nonce)
     layout.publish(run_dir, manifest.step)
-    logger.info("took %s in %.1f s, every file verified", place, time.monotonic() - started)
+    logger.info("restored %s in %.1f s, every file verified", place, time.monotonic() - started)
 
 
 def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRecord:
-    """Raises `_DamagedError` for a file that is not there."""
+    """Download a file to `path`. Raises `_DamagedError` if it is missing."""
     try:
         with fsio.HashingFile(path, root=staging) as file:
             storage.fetch(f"{place}/{path.relative_to(staging).as_posix()}", file)
@@ -166,7 +166,7 @@ def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRec
 
 
 def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
-    """Take logs and identity of the run, unless the run directory has its own."""
+    """Restore logs and identity of the run, except files that the run directory has."""
     archive = staging / RUN_FILES
     for is_last in (False, True):
         try:
@@ -183,7 +183,7 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
-    """Unpack known logs beside the archive, then give each its name if that is free.
+    """Unpack known logs next to the archive, then move those that the run directory lacks.
 
     Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
     """

@@ -1,6 +1,6 @@
 """Bring a mirror up to what a run directory holds.
 
-An upload may end at any point without harm; the next one begins anew.
+An upload may end at any point without harm; the next one starts over.
 """
 
 import json
@@ -27,6 +27,7 @@ from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
 from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tracking import events_file, metrics_file, row_losses, run_info
+from trainer.tracking.events_file import Event
 
 TRAVELS = (
     run_info.FILE_NAME,
@@ -38,8 +39,8 @@ TRAVELS = (
     "evidence",
     "proofs",
 )
-"""Files of the run directory that go with each checkpoint. Everything else is made from these
-again, or belongs to a machine.
+"""Files of the run directory that are uploaded with each checkpoint. All other files can be made
+from these, or belong to one machine.
 """
 NUM_KEPT = 2
 """Newest checkpoints that stay in a mirror; the best one stays too."""
@@ -47,21 +48,23 @@ NUM_STREAMS = 4
 LOCK = ".mirror.lock"
 """A file in the run directory, locked by the process that uploads."""
 
-Uploaded = Callable[[int, int, float], None]
-"""Takes step, bytes and seconds of a checkpoint that is whole in the mirror now."""
-
 
 class Uploader:
     """Uploads the checkpoints of one run directory: the one that the pointer names, and the best.
 
-    One at a time; `sync` starts where the last one failed.
+    After a failure, the next `sync` continues.
     """
 
     def __init__(
-        self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None
+        self,
+        trainer: TrainerConfig,
+        storage: Storage,
+        *,
+        record: Callable[[Event], object] = lambda event: None,
     ) -> None:
+        """`record` gets an event for each complete upload."""
+        self._trainer, self._storage, self._record = trainer, storage, record
         self._run_dir = Path(trainer.default_local_dir)
-        self._trainer, self._storage, self._tell = trainer, storage, tell
         self._is_claimed = False
         self._seen: object = None
         self._begun: Manifest | None = None
@@ -73,10 +76,10 @@ class Uploader:
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Raises `StorageError`, or `OSError` of the run directory: call it again later.
+        """Bring the mirror up to date. Raises `StorageError`, or `OSError` of the run directory.
 
-        `ConfigError` for the mirror of another run: a storage that was out of reach at the start
-        was not asked whose it is.
+        Raises `ConfigError` for the mirror of another run: the start could not ask a storage that
+        was unreachable.
         """
         state = self._local_state()
         try:
@@ -92,6 +95,7 @@ class Uploader:
         self._seen = state
 
     def _local_state(self) -> object:
+        """Return everything that decides which checkpoints belong in the mirror."""
         steps = [layout.parse_step(name) for name in fsio.list_dir(self._run_dir)]
         return (
             [step for step in steps if step is not None],
@@ -101,28 +105,24 @@ class Uploader:
         )
 
     def _bring_up(self) -> None:
-        """Upload what the storage lacks, the pointer's checkpoint first; then remove what is old.
+        """Upload what the storage lacks, the pointer's checkpoint first; then remove old ones.
 
-        An old checkpoint that is damaged here is passed over, and its error raised at the end.
+        An older checkpoint that is damaged here is skipped, and its error raised at the end.
         """
-        pointer, local = layout.read_pointer(self._run_dir).step, layout.committed(self._run_dir)
-        if pointer is None or pointer not in [info.step for info in local]:
+        local = {info.step: info for info in layout.committed(self._run_dir)}
+        pointer = layout.read_pointer(self._run_dir).step
+        if pointer is None or pointer not in local:
             return
         held, problem = look(self._storage), None
-        wanted = {pointer, *self._best(local)}
-        due = [
-            info
-            for info in local
-            if info.step in wanted and held.whole.get(info.step) != info.manifest
-        ]
-        due.sort(key=lambda info: (info.step != pointer, -info.step))
-        if held.pointer != pointer and pointer not in [info.step for info in due]:
+        wanted = [pointer, *sorted(self._best(list(local.values())) - {pointer}, reverse=True)]
+        due = [step for step in wanted if held.whole.get(step) != local[step].manifest]
+        if held.pointer != pointer and pointer not in due:
             self._point(pointer)
-        for info in due:
+        for step in due:
             try:
-                self._upload(info, held, moves_pointer=info.step == pointer != held.pointer)
+                self._upload(local[step], held, moves_pointer=step == pointer != held.pointer)
             except OSError as error:
-                if info.step == pointer:
+                if step == pointer:
                     raise
                 problem = error
         held = look(self._storage)
@@ -158,14 +158,19 @@ class Uploader:
                 self._require_whole(place, [logs, *manifest.files])
                 self._storage.put(directory / MANIFEST, f"{place}/{MANIFEST}")
         self._begun = None
-        if self._tell is not None:
-            size_bytes = sum(record.size_bytes for record in manifest.files)
-            self._tell(info.step, size_bytes, time.monotonic() - started)
+        fields = {
+            "size_bytes": sum(record.size_bytes for record in manifest.files),
+            "duration_s": round(time.monotonic() - started, 3),
+        }
+        text = f"step {info.step} is in {self._storage.url}"
+        self._record(Event("mirror", info.step, text, fields=fields))
 
     def _point(self, step: int) -> None:
+        """Write the step of the run into the mirror."""
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:
+        """Send a file unless this upload has sent it. Raises `OSError` if it is damaged here."""
         if record.path in self._sent:
             return
         path = directory / record.path
@@ -175,6 +180,7 @@ class Uploader:
         self._sent.add(record.path)
 
     def _require_whole(self, place: str, records: list[FileRecord]) -> None:
+        """Raise `StorageError` unless the mirror lists every file with its size."""
         sizes = self._storage.sizes()
         for record in records:
             name = f"{place}/{record.path}"
@@ -185,7 +191,7 @@ class Uploader:
                 )
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
-        """Remove rolled back, old and half-written checkpoints; return the steps that stay.
+        """Remove rolled back, old and incomplete checkpoints; return the steps that stay.
 
         Call it once the pointer's checkpoint is whole.
         """
@@ -201,10 +207,12 @@ class Uploader:
         return sorted(kept)
 
     def _best(self, found: list[CheckpointInfo]) -> set[int]:
+        """Return the steps that rotation keeps although they are old."""
         history = History(_best_step(self._run_dir))
         return retention.worth_keeping(self._run_dir, history, found)
 
     def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
+        """Write the result of an upload for `checkpoint ls`."""
         with suppress(OSError):
             state = {"url": self._storage.url, "pointer": pointer, "steps": steps, "failed": failed}
             atomic_write(self._run_dir / STATE, json.dumps(state))
@@ -212,9 +220,9 @@ class Uploader:
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[None]:
-    """Keep other processes from uploading this run meanwhile: each removes what another began.
+    """Lock out other uploaders of this run, which would remove what this one has begun.
 
-    Raises `StorageError` if one uploads now.
+    Raises `StorageError` if another process uploads now.
     """
     opener = regular_opener(os.O_RDWR | os.O_CREAT, follow_links=False)
     descriptor = opener(str(run_dir / LOCK), 0)
@@ -230,7 +238,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
 def packed(run_dir: Path) -> Iterator[Path]:
     """Pack the run's logs into a temporary archive.
 
-    Rows of later steps do no harm: the next attempt says where it continues.
+    Rows of later steps do no harm: the next attempt logs the step that it continues from.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:

@@ -1,1 +1,1 @@
-"""Memory and disk that a run needs, and the override that makes it fit."""
+"""Plan the memory and disk of a run, and find the override that makes it fit."""

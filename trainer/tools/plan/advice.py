@@ -1,4 +1,4 @@
-"""The smallest change of a configuration that makes it fit."""
+"""Find the smallest change of a configuration that makes it fit."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,28 +8,30 @@ from trainer.tools.plan.memory import Change, MemoryPlan
 
 MAX_RANKS = 512
 RECOMPUTED = f"{RECOMPUTE}=true"
-PUT_AWAY = f"{RECOMPUTE}={OFFLOAD}"
+OFFLOAD_INPUTS = f"{RECOMPUTE}={OFFLOAD}"
 STATE_ON_HOST = "model.fsdp_config.cpu_offload=true"
 
 
 def smallest_change(
     config: Config, plan: Callable[[Change], MemoryPlan], now: MemoryPlan, limit_gib: float
 ) -> Change | None:
-    """Return the first change that fits, in the order of `change_series`; None if none does."""
+    """Return the first change of `change_series` that fits, or None."""
 
     def fits(change: Change) -> bool:
         return plan(change).needed_gib <= limit_gib
 
     for series in change_series(config, now):
-        if fits(series[-1]):  # within a series each change takes less memory than the one before
+        if fits(series[-1]):  # each change of a series needs less memory than the one before
             return next(change for change in series if fits(change))
     return None
 
 
 def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
-    """Yield changes to try, each series from the least to the most: shorter micro-batches,
-    recomputed activations, both, layer inputs in host memory; more ranks, without and with both;
-    parameters and optimizer state in host memory, without and with both.
+    """Yield the changes to try, each series from the smallest change to the largest.
+
+    The order: shorter micro-batches, recomputed activations, both, offloaded layer inputs; more
+    ranks, without and with both; parameters and optimizer state in host memory, without and with
+    both.
     """
     here = now.num_ranks
     max_length = config.data.max_length
@@ -50,15 +52,17 @@ def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
         [Change(here, (word,)) for word in shorter],
         [Change(here, recompute)],
         [Change(here, (*recompute, word)) for word in shorter],
-        [Change(here, (PUT_AWAY,))],
+        [Change(here, (OFFLOAD_INPUTS,))],
         [Change(n) for n in more_ranks],
         [Change(n, both) for n in more_ranks],
         [Change(here, (STATE_ON_HOST,))],
         [Change(here, (STATE_ON_HOST, *recompute))],
         [Change(here, (STATE_ON_HOST, *both))],
     ]
-    on_cpu = {PUT_AWAY, STATE_ON_HOST}  # the host memory is the device's there
+    moves_to_host = {OFFLOAD_INPUTS, STATE_ON_HOST}
     for series in found:
-        is_possible = now.is_cuda or not any(on_cpu & set(change.overrides) for change in series)
+        is_possible = now.is_cuda or not any(
+            moves_to_host & {*change.overrides} for change in series
+        )
         if series and is_possible:
             yield series

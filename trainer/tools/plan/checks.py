@@ -1,4 +1,4 @@
-"""Findings of a plan, for `plan` and `doctor`."""
+"""Checks of memory and disk, for `plan` and `doctor`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    """Check memory of the cards and of the host, and disk, for a start on this machine."""
+    """Check the memory of the cards and of the host, and the disk, for a start on this machine."""
     config = launch.config
     plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
     limit_gib = memory.default_memory_gib(config, launch.num_ranks)
@@ -32,6 +32,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
 
 
 def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
+    """Compare the memory that a rank needs with a limit."""
     kind = "GPU" if plan.is_cuda else "host"
     what = f"a rank needs {plan.needed_gib:.1f} of {limit_gib:.1f} GiB of {kind} memory (predicted)"
     if plan.needed_gib <= limit_gib:
@@ -40,7 +41,7 @@ def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
 
 
 def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
-    """Check space for checkpoints and prepared tokens, each where it is written."""
+    """Check the space for checkpoints and prepared tokens in the directories they go to."""
     disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes
@@ -58,6 +59,7 @@ def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
 
 
 def _room(directory: Path, what: str, *, least_bytes: int, most_bytes: int) -> Checked:
+    """Check the free space of a directory: warn below `most_bytes`, fail below `least_bytes`."""
     free_bytes = fsio.free_bytes(existing_parent(directory))
     what = f"{directory}: {what}; {readable(most_bytes)} to come, {readable(free_bytes)} free"
     if free_bytes >= most_bytes * SPARE:

@@ -1,4 +1,4 @@
-"""Disk that a run needs: checkpoints and prepared tokens."""
+"""Plan the disk of a run: checkpoints and prepared tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ from trainer.train.start.preflight import find_files
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """`num_checkpoints`: the most that exist at a time; None where a run of unknown length keeps
-    all. `token_bytes`: prepared tokens; None without the data files.
+    """Disk that a run needs. `num_checkpoints` is the largest number that exist at a time, or None if
+    a run of unknown length keeps all. `token_bytes` is None without the data files.
     """
 
     shard_bytes: int
@@ -28,13 +28,14 @@ class DiskPlan:
         return self.shard_bytes + self.export_bytes
 
     def num_to_come(self, num_here: int) -> int:
-        """Checkpoints still to write, at least one, beside the `num_here` that exist."""
+        """Return the number of checkpoints to write beyond the `num_here` that exist, at least one."""
         return max(1, (self.num_checkpoints or 1) - num_here)
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """Plan the checkpoints without reading weights: tensors that pass through untrained, and copies
-    in the run directory, are not counted.
+    """Plan checkpoints and prepared tokens without reading weights.
+
+    Tensors that pass through untrained, and copies in the run directory, are not counted.
     """
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
@@ -59,7 +60,7 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def _num_checkpoints(config: Config) -> int | None:
-    """Return how many exist at a time: those kept and the one being written, or fewer in a short run."""
+    """Return the number that exist at a time: those kept and the one being written."""
     trainer = config.trainer
     limits = []
     if trainer.max_ckpt_to_keep is not None:
@@ -74,7 +75,7 @@ def _num_checkpoints(config: Config) -> int | None:
 
 
 def _token_bytes(config: Config) -> int | None:
-    """Estimate: four bytes of text are about one token of four bytes. Fetch nothing."""
+    """Estimate prepared tokens: four bytes of text become about one token of four bytes."""
     if "hf://" in f"{config.data.train_files} {config.data.val_files}":
         return None
     try:

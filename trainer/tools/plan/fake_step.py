@@ -1,8 +1,7 @@
-"""One training step of the trainer's own model on tensors without memory, among ranks that do not
-exist.
+"""Run one training step of the trainer's own model on fake tensors, among ranks that do not exist.
 
-For a GPU the fake tensors are CPU tensors too, so that no GPU is needed; attention behaves as the
-GPU's kernel does.
+A plan for a GPU uses fake CPU tensors too, so that no GPU is needed; attention allocates what the
+GPU's kernel allocates.
 """
 
 import itertools
@@ -36,15 +35,15 @@ from trainer.tools.plan.fused_norm import fuse_norms
 from trainer.tools.plan.live_storage import LiveStorages, Peaks
 
 FEWEST_LAYERS = 4
-"""The first two layers and the last two; all layers between them are alike."""
+"""The first two layers and the last two. All layers between them use the same memory."""
 MAX_RUN_MICRO_BATCHES = 2
-"""The second and all later micro-batches find the gradients of those before them."""
+"""The second and all later micro-batches add to the gradients of those before them."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The most that a data rank may run in a step: document lengths of its fullest micro-batch,
-    and the number of micro-batches.
+    """The most work of a data rank in a step: document lengths of its fullest micro-batch, and the
+    number of micro-batches.
     """
 
     seqlens: tuple[int, ...]
@@ -57,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """A configuration in which nothing depends on the machine any more."""
+    """A configuration with every setting resolved that depends on the machine."""
 
     config: Config
     source: ModelSource
@@ -79,16 +78,16 @@ class Job:
 
 ALL, DEVICE, HOST = "all", "device", "host"
 Measured = dict[str, Peaks]
-"""Of a step: bytes by category at the fullest moment of each phase, counted for `ALL` tensors, for
-those on the `DEVICE`, and for all with page-locked memory as the `HOST` has it.
+"""Bytes by category at the fullest moment of each phase of a step: of `ALL` tensors, of those on the
+`DEVICE`, and of all with the `HOST`'s page-locked blocks.
 """
 
 
 def measure(job: Job, num_layers: int) -> Measured:
-    """Run a step of the model with only its first layers on fake tensors."""
+    """Run a step on fake tensors with only the first layers of the model."""
     live = LiveStorages()
     num_run = min(job.workload.num_micro_batches, MAX_RUN_MICRO_BATCHES)
-    # the cache lasts as long as the process: keep real masks out of the plan, and fake ones in it
+    # the cache outlives the plan: real masks must not enter it, nor fake ones leave it
     cpu_attention._mask.cache_clear()
     try:
         with _fake_world(job) as world:
@@ -127,7 +126,7 @@ def _grouped_product(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """Return the shape of the experts' product in float32, which torch's own shape function refuses.
+    """Return the experts' product in float32, which torch's own fake implementation refuses.
 
     `right` has a matrix for each group, or (in the backward pass) columns whose products with the
     rows of `left` are summed by group.
@@ -141,12 +140,12 @@ def _grouped_product(
 def follow(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages
 ) -> Callable[[], None]:
-    """Hook `live` into a step, so that it knows each phase and what the tensors are for.
+    """Hook `live` into a step, so that it knows the phase and the category of each tensor.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
-    between the first and last two are -3. A layer that is computed again in the backward pass
-    belongs to that pass. Returns a function to call after the last backward pass; without that
-    call the update begins with the optimizer's step.
+    between the first and last two are -3. A layer that is recomputed in the backward pass belongs
+    to that pass. Returns a function to call after the last backward pass; without that call the
+    update begins with the optimizer's step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     live.mark([*trained, *model.buffers()], live_storage.PARAMETERS)
@@ -201,7 +200,7 @@ def run_step(
     *,
     update_begins: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run what a training step does on the device, without the reduction that the host awaits."""
+    """Run a training step as `trainer.train.step` does, without the reduction over ranks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
     for number, batch in enumerate(batches, start=1):
@@ -232,10 +231,12 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
 
 
 def on_meta(job: Job) -> PreTrainedModel:
+    """Build the model without memory."""
     return assemble.on_meta(job.config.model, job.source, is_packed=job.is_packed)
 
 
 def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:
+    """Remove all decoder layers except the first `num_layers`."""
     layers = decoder_layers(model)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:

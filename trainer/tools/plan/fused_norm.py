@@ -1,5 +1,6 @@
-"""The GPU's kernels for an RMS norm, one forward and one backward, on fake tensors: a build of torch
-for CPUs computes them in pieces.
+"""The two kernels of an RMS norm on a GPU, forward and backward, for fake tensors.
+
+A CPU build of torch has no such kernel: it would compute the norm in pieces, which take more memory.
 """
 
 import types
@@ -42,7 +43,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace every norm that a GPU would compute with torch's own kernels."""
+    """Replace every norm that a GPU computes with torch's fused kernels."""
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is norm.forward:
             module.forward = types.MethodType(

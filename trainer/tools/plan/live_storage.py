@@ -1,10 +1,9 @@
-"""Record which tensor storages live at every moment of a training step, and what for, on real and
-on fake tensors.
+"""Record which tensor storages live at every moment of a training step, and their categories.
 
-Every operation is watched for the storages it makes; a weak reference tells when one dies. The
-category of a storage often shows only later (a matrix product turns out to be a gradient), so births
-and deaths are recorded and read afterwards. Memory that a kernel takes and returns inside one
-operation is not seen, except that of fused attention.
+It works on real and on fake tensors. A dispatch mode sees the storages that an operation creates; a
+weak reference tells when one is freed. The category of a storage is often known only later (a matrix
+product turns out to be a gradient), so allocations are recorded and evaluated afterwards. Memory that
+a kernel allocates and frees inside one operation is not seen, except that of fused attention.
 
 Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
 """
@@ -27,18 +26,18 @@ SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
 ACTIVATIONS, HEAD, HOST_INPUTS = (
     "activations",
     "head: logits and loss",
-    "inputs of the layers, put away",
+    "inputs of the layers, offloaded",
 )
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
-"""Categories of the state that a rank holds: in host memory with CPU offload."""
+"""Categories that last beyond the step. CPU offload keeps them in host memory."""
 PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
-"""Categories that are page-locked where they are in host memory, a block for each tensor."""
+"""Categories that are page-locked if they are in host memory, with a block for each tensor."""
 _HANDED_OVER = {
     "fsdp.all_gather_copy_in.default": GATHERED,
     "fsdp.chunk_cat.default": GRADIENTS,
     "c10d._reduce_scatter_base_.default": GRADIENTS,
 }
-"""The category of all tensors that these operations are given."""
+"""Categories of the arguments of these operations."""
 FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
@@ -47,7 +46,7 @@ Peaks = dict[Phase, Counter[str]]
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context to run a step in. The caller says with `enter` which part of the step begins."""
+    """A context to run a step in. The caller announces each phase with `enter`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +69,11 @@ class LiveStorages(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
-        """Begin a phase; its new storages are for `default` until they are marked."""
+        """Begin a phase; its new storages have the category `default` until they are marked."""
         self.phase, self._default = phase, default
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give storages a category, also those never seen; lasting ones keep theirs."""
+        """Give storages a category, also unseen ones; lasting categories stay."""
         for tensor in local_tensors(list(tensors)):
             index = self._see(tensor)
             if self._categories[index] not in LASTING:
@@ -85,9 +84,8 @@ class LiveStorages(TorchDispatchMode):
     ) -> Peaks:
         """Return the fullest moment of each phase, in order.
 
-        `elsewhere` lists categories that live in other memory: they count here only at the moment
-        they are made. `pinned` lists those in page-locked memory, which each tensor takes more of
-        than it has bytes.
+        Categories in `elsewhere` live in other memory: they count only at the moment of their
+        allocation. Those in `pinned` are page-locked, in blocks larger than the tensors.
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()
@@ -106,8 +104,8 @@ class LiveStorages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors
-        # that nobody has
+        # DTensor operations are seen from outside: inside, DTensor propagates shapes on whole
+        # tensors that do not exist
         result = func(*args, **(kwargs or {}))
         for tensor in local_tensors(result):
             self._see(tensor)
@@ -118,7 +116,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor) -> int:
-        """Return the number of a local tensor's storage, which is recorded if it is new."""
+        """Return the index of a local tensor's storage; record it if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._living:
@@ -140,8 +138,8 @@ class LiveStorages(TorchDispatchMode):
             del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the resizing of storages, by which FSDP frees and refills gathered parameters: it is
-        no operation.
+        """Wrap `resize_`, which FSDP frees and refills gathered parameters with: no dispatch mode
+        sees it.
         """
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
@@ -162,9 +160,9 @@ class LiveStorages(TorchDispatchMode):
 
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:
-    """Return the bytes that FlashAttention 2 takes inside its backward pass over packed documents:
-    the queries' gradients in fp32, a number per row, and the keys' and values' gradients per query
-    head where several share one.
+    """Return the bytes that FlashAttention 2 allocates inside its backward pass over packed
+    documents: gradients of the queries in fp32, a number per row, and gradients of keys and values
+    per query head if several query heads share a key head.
     """
     num_tokens, num_heads, head_size = query_TNK.shape
     num_rows = (num_tokens + FLASH_BLOCK_TOKENS * num_documents) * num_heads

@@ -1,4 +1,4 @@
-"""Memory of each rank, from a step that was measured on fake tensors."""
+"""Plan the memory of each rank from a step on fake tensors."""
 
 import math
 import sys
@@ -63,11 +63,11 @@ NAMES = (
 )
 DEFAULT_GPU_GIB = 80.0
 RANKS_PER_MACHINE = 8
-# Estimates for a GPU, not measured: CUDA's context and cuBLAS's buffers; NCCL's buffers, for every
+# Estimates for a GPU, not measured: CUDA's context and cuBLAS's buffers; NCCL's buffers for every
 # doubling of the ranks of a machine; the share that the allocator loses between blocks.
 CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
-# Estimates for a CPU: a process that has imported torch and transformers; what gloo, the C library
-# and kernels take (measured for small models: benchmarks/results/memory_plan.json).
+# Estimates for a CPU: a process that has imported torch and transformers; the share of gloo, the C
+# library and kernels (measured for small models: benchmarks/results/memory_plan.json).
 CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 
 
@@ -81,8 +81,8 @@ class Change:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank by category, at the fullest moment of a step, on its device and in host
-    memory. `saved_bytes` is what this rank writes into the shards of a checkpoint.
+    """Bytes of one rank by category at the fullest moment of a step, on its device and in host
+    memory. `saved_bytes` is the size of the rank's shards in a checkpoint.
     """
 
     num_ranks: int
@@ -99,12 +99,12 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """All tensors of the step on the device."""
+        """Bytes of all tensors of the step on the device."""
         return sum(self.device_bytes.values())
 
     @property
     def outside_gib(self) -> float:
-        """Memory beside the tensors of the step: an estimate."""
+        """Estimated memory for everything except the tensors of the step."""
         tensors_gib = self.peak_bytes / GIB
         if not self.is_cuda:
             return CPU_OUTSIDE_GIB + CPU_GAPS * tensors_gib
@@ -121,13 +121,13 @@ class MemoryPlan:
 
     @property
     def needed_gib(self) -> float:
-        """Memory of a rank; on a CPU the device is the host."""
+        """Memory of a rank; without a GPU, host memory counts too."""
         on_device_gib = self.peak_bytes / GIB + self.outside_gib
         return on_device_gib if self.is_cuda else on_device_gib + self.host_gib
 
 
 def planner(config: Config) -> Callable[[Change], MemoryPlan]:
-    """Return a function that plans the configuration with a change; it plans each change once."""
+    """Return a function that plans the configuration with a change, each change once."""
 
     @cache
     def plan(change: Change) -> MemoryPlan:
@@ -141,8 +141,8 @@ def planner(config: Config) -> Callable[[Change], MemoryPlan]:
 def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     """Plan rank 0, which holds the largest shards. Raises `ConfigError`.
 
-    With more than five layers that are all alike, a step is measured on four and on five: each
-    phase grows with every further layer by what the fifth adds.
+    If the model has more than five equal layers, the step runs with four and with five of them:
+    each further layer adds to a phase what the fifth adds.
     """
     job = _job(config, num_ranks)
     try:
@@ -156,19 +156,19 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
         return _plan(job, model, step, len(layers), tuple(measured))
     except ConfigError:
         raise
-    except Exception as error:  # a model's own code may fail in any way on tensors without memory
+    except Exception as error:  # a model's code may fail in any way on fake tensors
         place = traceback.extract_tb(error.__traceback__)[-1]
         cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
-            f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Fix: measure it: "
-            "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in "
+            f"model.partial_pretrain={config.model.partial_pretrain}: a step of this model cannot "
+            f"be planned ({type(error).__name__}: {cause}; {place.filename}:{place.lineno}).\n"
+            "Fix: train with trainer.total_training_steps=3, and read memory/max_reserved_gib in "
             "metrics.jsonl"
         ) from error
 
 
 def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
-    """Add to the step `few` the growth to `more`, which has one layer more, for every layer."""
+    """Add to the step `few` its difference to `more`, which has one more layer, `num_between` times."""
 
     def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
         return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
@@ -180,8 +180,10 @@ def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
 
 
 def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
-    """Return micro-batches as full as their limits and the rank's part of the batch allow, in
-    documents of `max_length`. No rank gets more while the cost of a sample is linear in its length.
+    """Return micro-batches as full as their limits and the rank's part of the batch allow.
+
+    All documents have `max_length` tokens. No rank gets more work while the cost of a sample is
+    linear in its length.
     """
     max_samples: float = math.ceil(data.train_batch_size / num_ranks)
     if not is_packed:
@@ -203,6 +205,7 @@ def _plan(
     num_layers: int,
     num_measured_layers: tuple[int, ...],
 ) -> MemoryPlan:
+    """Collect the fullest moment on the device and the host memory of a measured step."""
     device = max(measured[DEVICE].values(), key=lambda held: held.total())
     always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
     saved_names = {PARAMETERS, OPTIMIZER, FROZEN}
@@ -235,8 +238,8 @@ def _most(peaks: Peaks, name: str) -> int:
 
 
 def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
-    """Return the bytes of the float32 gradients that FSDP copies to page-locked memory one after the
-    other; on the device that the plan runs on they are parts of one tensor for each layer.
+    """Return the bytes of the float32 gradients that FSDP copies to page-locked memory, each in its
+    own block; in the fake step they are parts of one tensor for each layer.
     """
     fsdp_size = job.config.model.fsdp_config.fsdp_size
     num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
@@ -248,9 +251,9 @@ def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
 
 
 def _job(config: Config, num_ranks: int) -> Job:
-    """Settle what a run would take from its machine; a GPU is assumed unless `trainer.device=cpu`.
+    """Resolve the settings that depend on the machine; assume a GPU unless `trainer.device=cpu`.
 
-    Compiled layers are planned as layers that are not compiled, which hold more.
+    Compiled layers are planned like uncompiled ones, which need more memory.
     """
     model = config.model
     is_cuda = config.trainer.device != "cpu"
@@ -277,7 +280,7 @@ def _job(config: Config, num_ranks: int) -> Job:
 
 
 def source_of(config: Config) -> ModelSource:
-    """Return where config.json is; of a Hub id no weights are fetched."""
+    """Return the directory of config.json; no weights are downloaded."""
     model = config.model
     if model.partial_pretrain == QUICKSTART:
         return resolve_source(config)
@@ -285,6 +288,8 @@ def source_of(config: Config) -> ModelSource:
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    """Return True if all layers have the same parameters and the same kind of attention."""
+
     def kind(layer: nn.Module) -> tuple[object, ...]:
         return type(layer), *(
             (name, p.shape, p.requires_grad) for name, p in layer.named_parameters()
@@ -295,8 +300,8 @@ def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
 
 
 def default_memory_gib(config: Config, num_ranks: int) -> float:
-    """Return the memory of the smallest card that `num_ranks` take here, or on CPUs a rank's share
-    of the host. All of a card counts, because other processes come and go.
+    """Return the memory of the smallest card that `num_ranks` would use here, or on CPUs a rank's
+    share of the host. All of a card counts, because other processes come and go.
     """
     if config.trainer.device == "cpu":
         return host_memory_bytes() / num_ranks / GIB
@@ -306,14 +311,14 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use: the machine's, or less in a control group."""
+    """Return the memory that this process may use: the machine's, or the limit of its cgroup."""
     sizes = [psutil.virtual_memory().total]
     try:
         path = (proc / "self" / "cgroup").read_text(encoding="utf-8").rpartition("::")[2].strip()
     except OSError:
         return sizes[0]
     group = cgroups / path.lstrip("/")
-    # a container may see its own group as the mount, while the path is the host's
+    # in a container the mount may be its own group, while the path is that of the host
     for directory in (group, *group.parents):
         with suppress(OSError, ValueError):  # no file, or no limit: "max"
             sizes.append(int((directory / "memory.max").read_text(encoding="utf-8")))

@@ -9,7 +9,7 @@ NAME_WIDTH = 44
 
 
 def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
-    """Yield GiB of one rank by category, on its device and, beside a GPU, in host memory."""
+    """Yield lines with the GiB of one rank by category, on its device and in host memory."""
     num_parameters = f"{plan.num_parameters / 1e9:.3g} B parameters"
     if plan.num_trained < plan.num_parameters:
         num_parameters += f", {plan.num_trained / 1e9:.3g} B trained"
@@ -24,7 +24,7 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
         f"{max(load.seqlens):,}; {load.num_micro_batches} a step at most"
     )
     if config.model.expert_parallel_size > 1:
-        yield "the plan leaves out model.expert_parallel_size: it counts gathered experts"
+        yield "the plan ignores model.expert_parallel_size: it counts gathered experts"
     device = {name: size_bytes / GIB for name, size_bytes in plan.device_bytes.items()}
     host = {name: size_bytes / GIB for name, size_bytes in plan.host_bytes.items()}
     if plan.is_cuda:

@@ -1,1 +1,1 @@
-"""Checks of a machine and of what was trained on it: `doctor`, `doctor --run`, `prove`."""
+"""Check a machine, and what was trained on it: `doctor` and `doctor --run`."""

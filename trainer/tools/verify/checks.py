@@ -1,6 +1,6 @@
-"""Checks of `doctor`: those of every start, and those that take longer.
+"""The checks of `doctor`: those of every start, and some that take longer.
 
-torch is imported only by the checks that need it.
+Only the checks that need torch import it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,24 +26,26 @@ from trainer.train.start import preflight
 SHOWN_CHARS = 120
 MIRROR_WITHIN_S = 10.0
 MIN_FREE_SHARE = 0.9
-"""Share of a card's memory that must be free; its driver keeps some."""
+"""Share of a card's memory that must be free; the driver keeps some."""
 
 Subject = TypeVar("Subject")
 
 
 def requirements(launch: Launch) -> Iterator[Checked]:
+    """Check the installed packages against those of pyproject.toml."""
     for text in unmet_requirements():
         yield Checked("fail", f"{text} is not installed here", f"pip install '{text}'")
 
 
 def cards(launch: Launch) -> Iterator[Checked]:
+    """Check the number of cards, their driver and their free memory."""
     if launch.problem is not None:
         yield Checked("fail", launch.problem)
     elif launch.num_gpus:
         yield from _cards(launch.num_ranks)
     elif launch.config.trainer.device == "cuda":
-        what = "trainer.device=cuda, but there is no card here"
-        yield Checked("warn", what, "ask again on the machine that trains")
+        what = "trainer.device=cuda, but this machine has no card"
+        yield Checked("warn", what, "run doctor on the machine that trains")
     else:
         yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
 
@@ -55,10 +57,10 @@ def _cards(num_ranks: int) -> Iterator[Checked]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
             what = (
-                f"card {number} has {readable(free_bytes)} of {readable(total_bytes)} free: "
-                "another process uses it"
+                f"another process uses card {number}: {readable(free_bytes)} of "
+                f"{readable(total_bytes)} are free"
             )
-            fix = "end it (nvidia-smi lists it), or choose cards with CUDA_VISIBLE_DEVICES"
+            fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(num_ranks)}))
@@ -68,12 +70,10 @@ def _cards(num_ranks: int) -> Iterator[Checked]:
 
 def directories(launch: Launch) -> Iterator[Checked]:
     """Try every operation of a save, a lock and a cache in the directories of run and cache."""
-    config = launch.config
-    needs_lock = config.trainer.checkpoint.require_lock
-    yield from _tried(
-        "trainer.default_local_dir", config.trainer.default_local_dir, needs_lock=needs_lock
-    )
-    yield from _tried("data.cache_dir", config.data.cache_dir, needs_lock=False)
+    trainer = launch.config.trainer
+    needs_lock = trainer.checkpoint.require_lock
+    yield from _tried("trainer.default_local_dir", trainer.default_local_dir, needs_lock=needs_lock)
+    yield from _tried("data.cache_dir", launch.config.data.cache_dir, needs_lock=False)
 
 
 def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
@@ -84,7 +84,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
                 fsio.atomic_write(made / "file", data)
             fsio.make_dir(made / "staged")
             fsio.rename(made / "staged", made / "final")
-            # NFS locks exclusively only what is open for writing
+            # NFS gives exclusive locks only on files that are open for writing
             with (made / "file").open("ab") as file:
                 has_locks = try_lock(file.fileno())
     except OSError as error:
@@ -99,15 +99,16 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
+    """Report the checkpoint that a start would continue from, and whether the run trains now."""
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
-        fix = "wait for it or stop it, or choose another trainer.experiment_name"
-        yield Checked("fail", f"{run_dir} is being trained in", fix)
+        fix = "wait for that run or stop it, or choose another trainer.experiment_name"
+        yield Checked("fail", f"a run trains in {run_dir} now", fix)
     found = preflight.find_candidates(config)
     for note in found.notes:
         _, is_worry, text = note.rpartition("WARNING: ")
-        fix = "look at it with `checkpoint ls` before it continues" if is_worry else ""
+        fix = "inspect it with `checkpoint ls` before the run continues" if is_worry else ""
         yield Checked("warn" if is_worry else "ok", text, fix)
     if found.chosen is None:
         yield Checked("ok", f"{run_dir} is new")
@@ -118,15 +119,16 @@ def resume(launch: Launch) -> Iterator[Checked]:
 
 
 def login(launch: Launch) -> Iterator[Checked]:
+    """Check for a key of Weights & Biases; a start would ask for it after the ranks have begun."""
     if "wandb" in with_environment(launch.config.trainer.logger):
         try:
             wandb_backend.require_login()
-        except Exception as error:  # wandb raises many kinds
-            yield Checked("fail", f"wandb: {error}", "or train without it: USE_WANDB=false")
+        except Exception as error:  # wandb raises many types
+            yield Checked("fail", f"wandb: {error}", "log in, or train with USE_WANDB=false")
 
 
 def mirror(launch: Launch) -> Iterator[Checked]:
-    """List the mirror once; whether it can be written shows at the start."""
+    """List the mirror once. Only the start of a run tries to write it."""
     url = launch.config.trainer.checkpoint.mirror
     if url is None:
         return
@@ -138,14 +140,14 @@ def mirror(launch: Launch) -> Iterator[Checked]:
     try:
         num_files = count_files(url, within_s=MIRROR_WITHIN_S)
     except (ConfigError, StorageError) as error:
-        fix = "its login, name or network; or train without it: trainer.checkpoint.mirror=null"
+        fix = "check login, URL and network, or train with trainer.checkpoint.mirror=null"
         yield Checked("fail", str(error), fix)
     else:
         yield Checked("ok", f"{url} answers, {num_files} files")
 
 
 def rows(launch: Launch) -> Iterator[Checked]:
-    """Put the first row of each file through template and tokenizer, and show one."""
+    """Render and tokenize the first row of each file, and show one."""
     from trainer.data.show import preview
     from trainer.train.start.inputs import encode_first_rows, source_without_weights
 
@@ -156,16 +158,16 @@ def rows(launch: Launch) -> Iterator[Checked]:
         place = location(row.file, row.line)
         if isinstance(result, UnusableError):
             fix = "repair the row, or skip such rows with data.on_bad_row=skip"
-            what = f"{place}: {result}"
-            yield (
-                Checked("fail", what, fix) if is_strict else Checked("warn", what, "it is skipped")
-            )
+            if is_strict:
+                yield Checked("fail", f"{place}: {result}", fix)
+            else:
+                yield Checked("warn", f"{place}: {result}", "repair the row; training skips it")
         elif result and not is_shown:
             is_shown = True
             ids, mask = result[0].input_ids, result[0].loss_mask
             text = " ".join(preview(ids, mask, tokenizer, color=False).split())
-            what = f"{place} ends (supervised text in [[ ]]): …{text[-SHOWN_CHARS:]}"
-            yield Checked("ok", what)
+            end = text[-SHOWN_CHARS:]
+            yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
 
 
 CHECKS: dict[str, Check] = {
@@ -188,7 +190,7 @@ NEEDS = {
     "rows": {"requirements", "model", "template", "files"},
     "memory and disk": {"cards", "architecture"},
 }
-"""The checks that must not fail before a check runs: it would only repeat their failure."""
+"""A check is skipped after one of these has failed: it would only repeat the failure."""
 
 
 def examine(
@@ -196,7 +198,7 @@ def examine(
     subject: Subject,
     needs: Mapping[str, set[str]],
 ) -> Iterator[tuple[str, Checked | None]]:
-    """Yield name and finding of each check; None for a check that waits for a failed one."""
+    """Yield name and finding of each check; None for a check that is skipped after a failed one."""
     broken = set[str]()
     for name, check in checks.items():
         if needs.get(name, set()) & broken:
@@ -216,8 +218,8 @@ def _findings(
         found = check(subject)
         if isinstance(found, Checked):
             return [found]
-        return list(found) or [Checked("ok", "nothing is wrong")]
+        return list(found) or [Checked("ok", "no problem found")]
     except (ConfigError, DataError, CannotWriteError, OSError, RunFailedError) as error:
         return [Checked("fail", str(error))]
-    except Exception as error:  # whatever a run would end with
+    except Exception as error:  # a run would end with it
         return [Checked("fail", f"{type(error).__name__}: {error}")]

@@ -19,16 +19,14 @@ LOADER = "loader"
 
 @dataclass(frozen=True)
 class Missing:
-    """Stands for a value that a run lacks; it differs from every value, even another missing one."""
+    """Takes the place of a value that a run lacks. It differs from every value, also from itself."""
 
     why: str = "missing"
 
 
 @dataclass
 class Comparison:
-    """`num_equal`: values and tensors that are equal. `differences`: a line for each other one, in
-    the order of the run.
-    """
+    """The number of equal values and tensors, and a line for each difference in the order of the run."""
 
     num_equal: int = 0
     differences: list[str] = field(default_factory=list)
@@ -43,9 +41,7 @@ class Comparison:
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
-    """Compare the newest attempt of each step and validation, and the checkpoint of the last
-    step.
-    """
+    """Compare each step and validation in its newest attempt, and the checkpoint of the last step."""
     found = Comparison()
     left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
     for place in {**left_values, **right_values}:
@@ -54,7 +50,7 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
 
 def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of everything that is compared."""
+    """Yield name and value of everything to compare."""
     rows = _rows(run_dir, "train")
     for step in sorted({*range(1, steps + 1), *rows}):
         row = rows.get(step, {})
@@ -66,13 +62,14 @@ def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Return the row of the newest attempt of each step."""
+    """Return the newest row of each step."""
     path = run_dir / FILE_NAME
     rows = read_metrics(path) if path.exists() else []
     return {row["step"]: row for row in rows if row["kind"] == kind}
 
 
 def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of everything in a checkpoint."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
         yield checkpoint.name, Missing(info.reason or info.status)

@@ -1,48 +1,44 @@
-"""Train a recipe for a few steps in a temporary directory: without an interruption, with other
-settings, or killed and resumed.
+"""Train a recipe for a few steps in a temporary directory: straight, with other settings, or killed
+and resumed.
 
-No torch. Every process that is started here ends with its block, or with this process.
+No torch. Every process that starts here ends with its block, or with this process.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from trainer.checkpoint import layout
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.runtime.processes import die_with_parent, status_of
+from trainer.runtime.processes import die_with_parent, kill_tree
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 from trainer.train.start.compose import as_word, load_config
 
 NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
 MAX_KILLS = 3
-"""Runs to kill until one is killed before its last save."""
+"""Tries until a run is killed before its last save."""
 NUM_COMPARED = 4
-"""Steps that are compared between two ways of computing: rounding grows from step to step."""
+"""Steps to compare between two ways of computing; rounding errors grow from step to step."""
 NUM_WARMUP_STEPS = 2
 POLL_S = 0.02
-GONE_S = 30.0
 NUM_LOG_LINES = 20
 
 
 class RunFailedError(RuntimeError):
-    """A run did not end as it should; the message has the end of its log."""
+    """A run failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A run directory, and the log beside it."""
+    """A run directory, with the log next to it."""
 
     run_dir: Path
 
@@ -75,9 +71,9 @@ class KilledRun(ShortRun):
 
 
 class Runs:
-    """Runs of a recipe on `num_ranks` ranks. Everything they write is in `directory`.
+    """Runs of a recipe on `num_ranks` ranks, which write only in `directory`.
 
-    `planned_gib`: from a configuration and a number of ranks to the memory that `plan` predicts.
+    `planned_gib` predicts the memory of a rank for a configuration and a number of ranks.
     """
 
     def __init__(
@@ -97,17 +93,17 @@ class Runs:
 
     @property
     def config(self) -> Config:
-        """The recipe as it is trained here."""
+        """The recipe with the settings of these runs."""
         return load_config(list(self._overrides))
 
     @cached_property
     def straight(self) -> ShortRun:
-        """All steps without an interruption; deterministic on a GPU."""
+        """A run without an interruption; deterministic on a GPU."""
         return self.train("straight")
 
     @cached_property
     def timed(self) -> ShortRun:
-        """The recipe at its own speed: on a GPU without deterministic kernels."""
+        """A run at full speed: on a GPU without deterministic kernels."""
         if not self.is_on_gpu:
             return self.straight
         return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
@@ -115,14 +111,15 @@ class Runs:
     def train(
         self, name: str, *overrides: str, num_ranks: int | None = None, until: int = NUM_STEPS + 1
     ) -> ShortRun:
-        """Train to the end, or until step `until` is logged. Raises `RunFailedError`."""
+        """Train to the end, or kill the run once step `until` is logged. Raises `RunFailedError`."""
         run = ShortRun(self.directory / name)
         self._start(run, lambda: run.last_step() >= until, overrides, num_ranks)
         return run
 
     def train_killed(self) -> KilledRun | None:
-        """Kill a run in the middle with SIGKILL and start it again; None if it was always too fast.
-        Raises `RunFailedError`.
+        """Kill a run with SIGKILL before its last save, and start it again.
+
+        Returns None if every run ended before it could be killed. Raises `RunFailedError`.
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
@@ -189,7 +186,7 @@ def _is_in_the_middle(run: ShortRun) -> bool:
 
 @contextmanager
 def _started(words: Sequence[str], log: Path, scratch: Path) -> Iterator[subprocess.Popen]:
-    """Run a Python program whose processes all end with the block."""
+    """Run a Python program; all its processes end with the block."""
     environment = {**os.environ, "TMPDIR": str(scratch), "USE_WANDB": "false"}
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -205,20 +202,5 @@ def _started(words: Sequence[str], log: Path, scratch: Path) -> Iterator[subproc
         yield process
     finally:
         if process.poll() is None:
-            _kill_tree(process)
-
-
-def _kill_tree(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and to all processes below it, and wait until they are gone."""
-    members = [psutil.Process(process.pid)]
-    for member in members:  # grows meanwhile
-        with suppress(psutil.Error):
-            member.send_signal(signal.SIGSTOP)  # it must not start another process now
-            members += member.children()
-    for member in members:
-        with suppress(psutil.Error):
-            member.kill()
-    process.wait()
-    deadline = time.monotonic() + GONE_S
-    while any(map(status_of, members)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+            kill_tree(process.pid)
+            process.wait()

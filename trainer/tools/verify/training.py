@@ -1,4 +1,4 @@
-"""Checks of `doctor --run`: short runs of the recipe, compared with each other and with the plan."""
+"""The checks of `doctor --run`: compare short runs of the recipe with each other and with the plan."""
 
 import math
 import re
@@ -17,9 +17,8 @@ from trainer.tools.verify.runs import (
 )
 
 TOLERANCES = {"train/loss": 1e-6, "train/grad_norm": 1e-5}
-"""Largest relative difference between two ways to run a batch in float32. In bfloat16 it is
-`NUM_ROUNDINGS` times the difference between the same steps in bfloat16 and in float32, if that is
-larger.
+"""Largest relative difference between two ways to run a batch in float32. In bfloat16 it is at least
+`NUM_ROUNDINGS` times the difference between the same steps in bfloat16 and in float32.
 """
 NUM_ROUNDINGS = 4
 FLOAT32 = "model.fsdp_config.param_dtype=float32"
@@ -29,43 +28,41 @@ MFU = "throughput/train/mfu"
 
 
 def check_training(runs: Runs) -> Checked:
-    """Train the recipe, and report its self-check."""
+    """Train the recipe without an interruption, and report its self-check."""
     found = re.search(r"^self-check .*\n\s+(equal .*)$", runs.straight.said(), re.MULTILINE)
     if found is None:
-        return Checked("fail", "the run did not check itself against transformers' forward pass")
+        return Checked("fail", "the log of the run has no self-check")
     text = (
-        f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient are as in transformers: "
+        f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient are those of transformers"
     )
-    return Checked("ok", text + found[1])
+    return Checked("ok", f"{text}: {found[1]}")
 
 
 def check_ranks(runs: Runs) -> Checked:
     """Compare the steps of one rank with those of all."""
     if runs.num_ranks == 1:
-        return Checked("skip", "there is one rank: give a number of ranks")
+        return Checked("skip", "one rank has nothing to compare with: give a number of ranks")
     try:
         alone = runs.train("one_rank", num_ranks=1, until=NUM_COMPARED)
     except RunFailedError as error:
         if OUT_OF_MEMORY.search(str(error)):
-            return Checked("skip", "the model does not fit one rank: check a smaller one")
+            return Checked("skip", "the model does not fit on one rank: check a smaller one")
         raise
-    fix = (
-        "a card, a link or NCCL computes wrongly: check fewer ranks to find which "
-        "(CUDA_VISIBLE_DEVICES)"
-    )
+    fix = "find the broken card or link: check fewer ranks, with CUDA_VISIBLE_DEVICES"
     return _same_steps(runs, alone, f"1 rank and {runs.num_ranks} ranks", fix)
 
 
 def check_packing(runs: Runs) -> Checked:
-    """Compare the steps of packed documents with those of documents alone."""
+    """Compare the steps of packed documents with those of documents that run alone."""
     if "documents run packed" not in runs.straight.said():
-        return Checked("skip", "documents of this model run one by one in any case")
+        return Checked("skip", "documents of this model are never packed")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
     return _same_steps(runs, alone, "packed documents and documents alone", fix)
 
 
 def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
+    """Compare the first steps of another run with those of the straight one."""
     found = _differences(runs.straight, other)
     allowed = dict(TOLERANCES)
     if runs.config.model.fsdp_config.param_dtype != "float32":
@@ -79,7 +76,7 @@ def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
 
 
 def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
-    """Return the largest relative difference of the first steps, by key; NaN if a value is NaN."""
+    """Return the largest relative difference in the first steps, by key; NaN if a value is NaN."""
     pairs = list(zip(left.rows()[:NUM_COMPARED], right.rows()[:NUM_COMPARED], strict=True))
     found = {}
     for key in TOLERANCES:
@@ -89,19 +86,16 @@ def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
 
 
 def check_resume(runs: Runs) -> Checked:
-    """Compare a run that is killed with SIGKILL and started again with the straight one, bit for
-    bit.
-    """
+    """Compare a run that was killed with SIGKILL and resumed with the straight one, bit for bit."""
     killed = runs.train_killed()
     if killed is None:
-        return Checked("skip", "the runs ended before a kill: check a larger model or batch")
+        return Checked("skip", "the runs ended before they were killed: check a larger batch")
     if killed.resumed_from < killed.saved_before:
         what = (
-            f"step {killed.saved_before} was saved before the kill, and the run resumed from "
+            f"step {killed.saved_before} was saved before the kill, but the run resumed from "
             f"{killed.resumed_from}"
         )
-        fix = "look at the directory's file system: `doctor` tries its operations"
-        return Checked("fail", what, fix)
+        return Checked("fail", what, "use another file system for TMPDIR and the run directory")
     straight = runs.straight.run_dir
     found = compare_runs(straight, killed.run_dir, steps=NUM_STEPS)
     if not found.differences:
@@ -114,9 +108,7 @@ def check_resume(runs: Runs) -> Checked:
     if not repeated.differences:
         what = f"a resumed run differs from a straight one, first at {found.differences[0]}"
         return Checked("fail", what)
-    what = (
-        f"training is not deterministic here: two straight runs differ at {repeated.differences[0]}"
-    )
+    what = f"training is not deterministic: two straight runs differ at {repeated.differences[0]}"
     fix = "trainer.deterministic=true, model.compile=false, no model code that draws at random"
     return Checked("fail", what, fix)
 
@@ -126,7 +118,7 @@ def check_memory(runs: Runs) -> Checked:
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
-    what = f"the fullest rank needs {peak_gib:.2f} GiB, {planned_gib:.2f} were planned"
+    what = f"the fullest rank needs {peak_gib:.2f} GiB; the plan has {planned_gib:.2f}"
     if peak_gib <= planned_gib:
         return Checked("ok", what)
     fix = f"give `plan` a limit that is {peak_gib - planned_gib:.1f} GiB lower (--memory-gib)"
@@ -134,6 +126,7 @@ def check_memory(runs: Runs) -> Checked:
 
 
 def check_speed(runs: Runs) -> Checked:
+    """Report the median tokens per second, and MFU if the peak of the card is known."""
     rows = runs.timed.rows()[NUM_WARMUP_STEPS:]
     rate = statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
     shares = [row[MFU] for row in rows if MFU in row]
