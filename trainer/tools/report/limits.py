@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.config import did_you_mean
 from trainer.tools.report.bands import BANDS
-from trainer.train.detection.watches import OVERFITTING
+from trainer.train.detection.validations import OVERFITTING
 
 _OF_BANDS = {
     band.limit(side): limit
