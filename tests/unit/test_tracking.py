@@ -244,6 +244,7 @@ def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
     rollback = Rollback(39, 40, 38, 39, 40, "", [])
     (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
     assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over"
+    monkeypatch.setattr(json_lines.os, "write", REAL_WRITE)
     continuing = track(tmp_path / "continuing")
     continuing.start(100)
     log_steps(continuing, range(101, 103))
@@ -379,7 +380,7 @@ def test_unknown_backends_and_missing_packages_are_configuration_errors(tmp_path
         track(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run").exists()
     monkeypatch.setitem(sys.modules, "alembic", None)
-    with pytest.raises(ConfigError, match=r"'mlflow'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc"):
+    with pytest.raises(ConfigError, match=r"'mlflow'.*\n.*pip install 'mlflow-skinny>=3\.17' 'sq"):
         facade.require_backends(["mlflow"])
     monkeypatch.setenv("USE_WANDB", "true")
     monkeypatch.setitem(sys.modules, "wandb", None)
