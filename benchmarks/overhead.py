@@ -55,7 +55,7 @@ def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
         step.signals |= timed("meter", meter.signals, step)
         timed("guard", supervision.after_step, step)
         timed("meter", meter.after_step, step)
-        timed("tracking", tracking.log, step.row | metrics.take_numbers(), number)
+        timed("tracking", tracking.log, step.row | metrics.take_for_row(), number)
     tracking.finish()
     return {part: statistics.median(times) for part, times in took_us.items()}
 

@@ -16,7 +16,7 @@ GROUPS = {
     "step before\nthis row's; in an attempt's first row they are rank 0's alone.",
     "memory": "Memory of devices and hosts.",
     "state": "Progress, restarts, checkpoints.",
-    "other": "Hardware, and the cost of monitoring.",
+    "other": "Hardware.",
 }
 INTRODUCTION = """\
 # Metrics
@@ -31,9 +31,10 @@ Every metric that this trainer logs. Any other key can be logged as well. A suff
   (`trainer.save_freq`); `rare`: every 50 steps; `timer`: measured every 10 s, logged every 50 steps;
   `event`: when it happens.
 - *Good*: lower (`down`), higher (`up`), a `middle` range, or `none`.
-- In a key, `<source>` is a data source, `<block>` a layer block, `<group>` a parameter group, `<name>` a
-  reward function, `<infix>` a cluster and operation such as `actor_train/compute_log_probs`, and
-  `<device>` the number of a device; `<split>` is `train` or `val`, `<statistic>` is `mean`, `min` or `max`.
+- In a key, `<source>` is a data source, `<block>` a layer block, `<term>` a term of the loss, `<name>` a
+  reward function, `<operation>` a part of a step, `<infix>` a cluster and operation such as
+  `actor_train/compute_log_probs`, `<end>` names a clipped end or both, and `<device>` is the number of a
+  device; `<split>` is `train` or `val`, `<statistic>` is `mean`, `min` or `max`.
 
 """
 FOREIGN_NAMES = """\

@@ -99,8 +99,9 @@ def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
         file.write('{"step":6,"attempt":1,"ids":[1],"tok')  # torn
     code, output = start(killed, words)
     assert code == 0, output
-    expected = read_row_losses(straight / "row_losses.jsonl")
-    found = read_row_losses(killed / "row_losses.jsonl")
+    (expected, _), (found, _) = (
+        read_row_losses(run_dir / "row_losses.jsonl") for run_dir in (straight, killed)
+    )
     assert list(expected) == list(found) == list(range(1, STEPS + 1))
     for step, losses in expected.items():
         assert losses.ids == found[step].ids
@@ -114,19 +115,17 @@ def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
 
 
 def test_the_report_names_the_row_that_stands_out(tmp_path, words):
-    data = [
+    plain, odd = (
         {
             "messages": [
                 {"role": "user", "content": "say a"},
-                {"role": "assistant", "content": "a a a"},
+                {"role": "assistant", "content": answer},
             ]
         }
-    ] * 23
-    odd = {
-        "messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "Zq?9"}]
-    }
+        for answer in ("a a a", "Zq?9")
+    )
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*data[:16], odd, *data[16:]]))
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*[plain] * 16, odd, *[plain] * 7]))
     run_dir = tmp_path / "run"
     words = (
         *words,

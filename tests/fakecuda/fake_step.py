@@ -39,7 +39,7 @@ from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
 from trainer.model import assemble, load, packed_lm, parallelize
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
-from trainer.train.packet import Packet, Totals
+from trainer.train.packet import BY_RANK, Packet, Totals
 from trainer.train.run import Run
 from trainer.train.step import training_step
 
@@ -105,14 +105,13 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
     """What the host would wait for: a packet of ones, in which nobody asks for anything, and
     nothing is abnormal.
     """
-    num_summed = sum(tensor.numel() for tensor in packet.sums.values())
-    num_ranks = (len(packet.values) - num_summed) // max(1, len(packet.fields))
-    by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
+    summed = dict(packet.sums)
+    by_rank = dict.fromkeys(packet.fields, (1.0,) * summed.pop(BY_RANK).shape[1])
     sums = {
         name: float(not name.endswith(("_requests", "is_skipped", "nonfinite")))
-        for name in (*derived, *packet.sums)
+        for name in (*derived, *summed)
     }
-    vectors = {name: np.ones(tuple(tensor.shape)) for name, tensor in packet.sums.items()}
+    vectors = {name: np.ones(tuple(tensor.shape)) for name, tensor in summed.items()}
     return Totals(sums, by_rank, vectors)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from curves import val_curve
 
-from trainer.train.detection.watches import ValidationWatch
+from trainer.train.detection.validations import ValidationWatch
 
 NUM_RUNS = 300
 
@@ -63,10 +63,10 @@ def test_overfitting_is_found_and_healthy_curves_are_not_called_so(noise):
 
 @pytest.mark.covers("S2.36")
 def test_early_stopping_waits_for_its_patience():
-    watch = ValidationWatch(patience=3, min_delta=0.002)
+    watch = ValidationWatch(patience=3)
     assert watch.best_step is None
     stopped = []
     for step, val_loss in enumerate([1.5, 1.2, 1.199, 1.21, 1.1, 1.11, 1.099, 1.12]):
         watch.observe(step, val_loss=val_loss, train_loss=1.0)
         stopped.append(watch.is_exhausted)
-    assert stopped == [False] * 7 + [True], "less than min_delta better is not better"
+    assert stopped == [False] * 7 + [True], "0.001 better is not better"

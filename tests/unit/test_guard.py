@@ -1,6 +1,7 @@
-"""What is done about an abnormal step or validation."""
+"""What the guard does about an abnormal step or validation."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,129 +12,136 @@ from trainer.train.detection import StepLimits
 from trainer.train.guard import Decision, Guard
 
 INF, NAN = math.inf, math.nan
-
-
-class Events:
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str, str]] = []
-
-    def event(self, kind: str, step: int, message: str, level: str) -> None:
-        self.found.append((step, kind, level))
-
-    def kinds(self) -> list[str]:
-        return [kind for _, kind, _ in self.found]
+Events = list[tuple[str, int, str]]
 
 
 def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
-    return {
-        "train/loss": loss,
-        "train/grad_norm": grad_norm,
-        "train/total_valid_token_count": 100,
-        **others,
-    }
+    usual = {"train/loss": loss, "train/grad_norm": grad_norm, "train/total_valid_token_count": 100}
+    return usual | others
+
+
+SEVERE = signals(8.0, 20.0)
+
+
+def new_guard(events: Events | None = None, **changes: Any) -> Guard:
+    def tell(kind: str, step: int, message: str, level: str) -> None:
+        if events is not None:
+            events.append((kind, step, level))
+
+    return Guard(guard_config(**changes), tell=tell)
 
 
 def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
-    """Ordinary steps, a little noise; the next step."""
+    """Make ordinary steps with a little noise; return the next step."""
     for step in range(first, first + num_steps):
         wave = 1 + 0.02 * math.sin(step)
         assert guard.observe(step, signals(2.0 * wave, wave), is_skipped=False) == Decision()
     return first + num_steps
 
 
-def new_guard(events: Events | None = None, **changes: Any) -> Guard:
-    return Guard(guard_config(**changes), tell=None if events is None else events.event)
+def stops(guard: Guard, bad_steps: set[int], num_steps: int, *, first: int = 1) -> list[Decision]:
+    """The decisions to stop or roll back, with a loss of NaN at `bad_steps`."""
+    found = []
+    for step in range(first, num_steps + 1):
+        is_bad = step in bad_steps
+        decision = guard.observe(step, signals(NAN if is_bad else 2.0), is_skipped=is_bad)
+        if decision != Decision():
+            found.append(decision)
+    return found
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, -INF)])
-def test_guard_counts_what_is_not_finite(loss, grad_norm):
+@pytest.mark.parametrize(
+    ("bad_steps", "num_steps", "since"),
+    [
+        ({1, 2, 3, 4, 6, 8, 9, 10, 11}, 12, None),  # four in a row, twice
+        ({1, 2, 3, 4, 6, 8, 9, 10, 11, 12}, 12, 8),
+        (set(range(20, 201, 20)), 200, 20),  # ten in two hundred
+        (set(range(25, 501, 25)), 500, None),
+    ],
+)
+def test_the_guard_gives_up_after_too_many_nonfinite_steps(bad_steps, num_steps, since):
     guard = new_guard()
-    guard.observe(1, signals(1e3, 0.1), is_skipped=False)
-    assert not guard.observe(2, signals(loss, grad_norm), is_skipped=True).is_stop
-    assert guard.scores()["optim/skipped_steps"] == 1
+    found = stops(guard, bad_steps, num_steps)
+    assert [(decision.is_stop, decision.rollback_onset) for decision in found] == (
+        [] if since is None else [(True, None)]
+    )
+    assert since is None or f"since step {since}" in found[0].reason
+    assert guard.scores()["optim/skipped_steps"] == len(bad_steps)
 
 
-def test_guard_gives_up_only_after_steps_in_a_row():
+def test_the_guard_survives_a_restart():
     guard = new_guard()
-    for step, loss in enumerate((NAN, NAN, NAN, NAN, 1.0, NAN, 2.0), start=1):
-        assert not guard.observe(step, signals(loss), is_skipped=math.isnan(loss)).is_stop
-    for step in range(8, 12):
-        assert not guard.observe(step, signals(NAN), is_skipped=True).is_stop
-    decision = guard.observe(12, signals(NAN), is_skipped=True)
-    assert decision.is_stop and "since step 8" in decision.reason and guard.num_skipped == 10
-
-
-def test_guard_gives_up_after_ten_bad_steps_in_two_hundred():
-    guard, rarer = new_guard(), new_guard()
-    assert [n for n in range(1, 201) if nan_every(20, n, guard).is_stop] == [200]
-    assert not any(nan_every(25, n, rarer).is_stop for n in range(1, 500))
-
-
-def nan_every(period: int, step: int, guard: Guard) -> Decision:
-    is_bad = step % period == 0
-    return guard.observe(step, signals(NAN if is_bad else 2.0), is_skipped=is_bad)
-
-
-def test_guard_survives_a_restart():
-    guard = new_guard()
-    for step, loss in enumerate((NAN, 1.0, NAN, NAN, NAN, NAN), start=1):
-        guard.observe(step, signals(loss), is_skipped=math.isnan(loss))
+    assert stops(guard, {1, 3, 4, 5, 6}, 6) == []
     resumed = new_guard(on_diverging="rollback")
     resumed.load_state_dict(guard.state_dict())
-    assert resumed.num_skipped == 5
-    decision = resumed.observe(7, signals(NAN), is_skipped=True)
+    (decision,) = stops(resumed, {7}, 7, first=7)
+    assert resumed.num_skipped == 6
     assert decision.rollback_onset == 3 and decision.is_stop, "the steps before the restart count"
-
-
-SEVERE = signals(8.0, 20.0)
 
 
 @pytest.mark.covers("S2.36", "S2.41")
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
-        ("warn", {"wants_evidence": True}),
-        ("skip", {"wants_evidence": True}),
-        ("rollback", {"wants_evidence": True, "rollback_onset": 61}),
-        ("stop", {"wants_evidence": True, "is_stop": True}),
+        ("warn", {}),
+        ("skip", {}),
+        ("rollback", {"rollback_onset": 61}),
+        ("stop", {"is_stop": True}),
     ],
 )
 def test_a_severe_step_is_answered_as_configured(action, expected):
-    events = Events()
+    events: Events = []
     guard = new_guard(events, on_severe=action)
     step = calm(guard, 60)
     assert (guard.limits().loss_with_grad < 8.0) == (action == "skip")
     decision = guard.observe(step, SEVERE, is_skipped=action == "skip")
-    assert decision == Decision(**expected, reason=decision.reason)
+    assert decision == Decision(**expected, wants_evidence=True, reason=decision.reason)
     assert "train/loss is 8" in decision.reason
-    assert set(events.kinds()) == {"guard/severe"} | ({"skip"} if action == "skip" else set())
+    kinds = {kind for kind, _, _ in events}
+    assert kinds == {"guard/severe"} | ({"skip"} if action == "skip" else set())
     assert guard.episodes == [(61, 61)]
 
 
 def test_evidence_is_kept_once_in_five_hundred_steps():
-    guard = new_guard()
-    step = calm(guard, 60)
-    assert guard.observe(step, SEVERE, is_skipped=False).wants_evidence
-    step = calm(guard, 60, first=step + 1)
-    assert not guard.observe(step, SEVERE, is_skipped=False).wants_evidence
-    step = calm(guard, 450, first=step + 1)
-    assert guard.observe(step, SEVERE, is_skipped=False).wants_evidence
+    guard, step, found = new_guard(), 1, []
+    for num_calm in (60, 60, 450):
+        step = calm(guard, num_calm, first=step)
+        found.append(guard.observe(step, SEVERE, is_skipped=False).wants_evidence)
+        step += 1
+    assert found == [True, False, True]
+
+
+def rollbacks(count: int) -> Any:
+    entry = SimpleNamespace(
+        found_step=61, target_step=40, first_skipped=53, last_skipped=69, reason="a reason"
+    )
+    return SimpleNamespace(
+        entries=(entry,) * count, skipped_steps=frozenset(range(17)), lr_factor=0.5
+    )
 
 
 def test_the_fourth_rollback_stops_the_run():
     guard = new_guard(on_severe="rollback")
     step = calm(guard, 60)
-    guard.note_rollbacks(Rolled(3))
+    guard.note_rollbacks(rollbacks(3))
     decision = guard.observe(step, SEVERE, is_skipped=False)
     assert decision.is_stop and decision.rollback_onset is None and "3 times" in decision.reason
     assert guard.lr_factor == 0.5 and guard.scores()["data/skipped_batches"] == 17
 
 
-class Rolled:
-    def __init__(self, count: int) -> None:
-        self.entries = (None,) * count
-        self.skipped_steps = frozenset(range(17))
-        self.lr_factor = 0.5
+def test_a_rollback_forgets_the_window_and_keeps_the_counts():
+    guard = new_guard(on_severe="rollback")
+    assert stops(guard, {1, 3, 5, 7}, 8) == []
+    saved = guard.state_dict()
+    assert stops(guard, {9, 11}, 12, first=9) == []
+    step = calm(guard, 60, first=13)
+    guard.observe(step, SEVERE, is_skipped=True)
+    before = guard.state_dict()
+    guard.load_state_dict(saved)
+    guard.after_rollback(before, rollbacks(1))
+    assert (guard.num_skipped, guard.num_decisions, guard.episodes) == (7, 1, [(step, step)])
+    assert guard.limits() == StepLimits(), "the window is that of the checkpoint: too short"
+    assert guard.state_dict()["nonfinite_steps"] == [1, 3, 5, 7], "those after it no longer count"
 
 
 @pytest.mark.covers("S2.41:C")
@@ -143,16 +151,16 @@ def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns():
         GuardRule("data/pad_frac", above=0.5, action="stop"),
         GuardRule("train/loss", below=1),
     ]
-    events = Events()
+    events: Events = []
     guard = new_guard(events, rules=rules)
-    assert guard.observe(1, signals(grad_norm=11.0), is_skipped=False) == Decision()
-    decision = guard.observe(2, signals(grad_norm=11.0), is_skipped=False)
-    assert decision.wants_evidence and decision.rollback_onset == 1 and not decision.is_stop
-    assert events.kinds() == ["guard/rule"]
-    decision = guard.observe(3, signals(0.5), is_skipped=False)
-    assert not decision.wants_evidence and decision.rollback_onset is None and not decision.is_stop
-    assert events.kinds() == ["guard/rule", "guard/rule"]
-    assert guard.observe(4, signals(**{"data/pad_frac": 0.9}), is_skipped=False).is_stop
+    steps = (signals(2, 11.0), signals(2, 11.0), signals(0.5), signals(**{"data/pad_frac": 0.9}))
+    first, second, third, fourth = (
+        guard.observe(step, values, is_skipped=False) for step, values in enumerate(steps, 1)
+    )
+    assert first == third == Decision()
+    assert second.wants_evidence and second.rollback_onset == 1 and not second.is_stop
+    assert fourth.is_stop
+    assert [event[:2] for event in events] == [("guard/rule", step) for step in (2, 3, 4)]
 
 
 @pytest.mark.covers("S2.38")
@@ -186,48 +194,14 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
 
 
 @pytest.mark.covers("S3.32", "S3.41:C", "S3.51:C")
-def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the_run():
-    events = Events()
-    guard, stopping = new_guard(events), new_guard(early_stop_patience=2)
+@pytest.mark.parametrize(("patience", "expected"), [(None, [0, 0, 0, 0]), (2, [0, 0, 0, 1])])
+def test_overfitting_is_reported_and_only_early_stopping_ends_the_run(patience, expected):
+    events: Events = []
+    guard = new_guard(events, early_stop_patience=patience)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
     decisions = [
         guard.observe_validation(step, val, train_loss=train) for step, train, val in curve
     ]
-    stops = [
-        stopping.observe_validation(step, val, train_loss=train).is_stop
-        for step, train, val in curve
-    ]
-    assert decisions == [Decision()] * 4 and stops == [False, False, False, True]
-    assert events.found == [(2000, "overfit", "warn")] and guard.best_step == 1000
+    assert [decision.is_stop for decision in decisions] == expected
+    assert events[0] == ("overfit", 2000, "warn") and guard.best_step == 1000
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}
-
-
-def test_a_rollback_forgets_the_window_and_keeps_the_counts():
-    guard = new_guard(on_severe="rollback")
-    saved = guard.state_dict()
-    step = calm(guard, 60)
-    guard.observe(step, SEVERE, is_skipped=True)
-    before = guard.state_dict()
-    guard.load_state_dict(saved)
-
-    class Entry:
-        found_step, target_step, first_skipped, last_skipped, reason = 61, 40, 53, 69, "a reason"
-
-    rolled = Rolled(1)
-    rolled.entries = (Entry,)  # type: ignore[assignment]
-    guard.after_rollback(before, rolled)
-    assert (guard.num_skipped, guard.num_decisions, guard.episodes) == (1, 1, [(61, 61)])
-    assert guard.scores()["guard/loss_z"] != 0, "scores are those of the last step"
-    assert guard.limits() == StepLimits(), "the window is that of the checkpoint: empty"
-
-
-def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint():
-    """Five before the checkpoint and five after it are not ten that the run still stands behind."""
-    guard = new_guard()
-    for step in range(1, 11):
-        guard.observe(step, signals(NAN if step % 2 else 2.0), is_skipped=bool(step % 2))
-    saved = guard.state_dict()
-    for step in range(11, 20):
-        guard.observe(step, signals(NAN if step % 2 else 2.0), is_skipped=bool(step % 2))
-    guard.load_state_dict(saved)
-    assert guard.state_dict()["nonfinite_steps"] == [1, 3, 5, 7, 9]

@@ -26,7 +26,7 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import Storage, require_usable
 from trainer.cli import checkpoint, mirror
-from trainer.config import ConfigError, TrainerConfig
+from trainer.config import ConfigError
 from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.checks import Launch
@@ -181,7 +181,8 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
     monkeypatch.setattr(process, "prepare", functools.partial(prepare, retry_after_s=()))
     save(run_dir, 2)
     storages = [FaultyStorage(1, kind), FaultyStorage(1, kind)]
-    starts = [trainer_of(path, dist_timeout_s=0.2) for path in (run_dir, tmp_path / "new")]
+    monkeypatch.setattr(TrainerConfig, "dist_timeout_s", 0.2)
+    starts = [trainer_of(path) for path in (run_dir, tmp_path / "new")]
     process.prepare_in_time(starts[0], Storage(URL, storages[0]))
     assert "training continues" in caplog.text
     with pytest.raises(ResumableError):

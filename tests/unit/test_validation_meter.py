@@ -59,7 +59,7 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
     return validation.row(train_loss=1.0)
 
 
-@pytest.mark.covers("S0.8", "S0.25", "S3.11")
+@pytest.mark.covers("S0.5", "S0.8", "S0.25", "S3.11")
 def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
     samples = Samples()
     per_document, all_losses = [], []
@@ -85,12 +85,5 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
         assert row["val/tokens"] == samples.lengths.sum() and row["val/seq_total_len_mean"] == 20.0
         assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0
         assert [key for key in row if lookup(key) is None] == []
-
-
-@pytest.mark.covers("S0.5", "S0.8")
-def test_what_is_logged_of_training_is_logged_of_validation():
-    row = run_ranks(validated, 1, 30, None)[0]
-    both = ("loss", "ppl", "seq_total_len_mean", "total_valid_token_count")
-    assert all(f"val/{name}" in row for name in both)
-    for name in ("tokens_per_s", "valid_tokens_per_s"):
-        assert f"throughput/eval/{name}" in row
+        assert {"val/ppl", "val/total_valid_token_count"} <= row.keys()
+        assert {f"throughput/eval/{name}tokens_per_s" for name in ("", "valid_")} <= row.keys()

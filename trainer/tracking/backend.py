@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
-from trainer.tracking.run_info import RunInfo
+from trainer.tracking.run_info import NOTHING_SENT, RunInfo
 
 logger = logging.getLogger(__name__)
 CAPACITY = 1024
 """Calls that may wait for a tracker."""
 RECORD_INTERVAL_S = 10.0
-"""How often the last step sent is recorded. After a kill in between, the next attempt sends some
-steps twice.
+"""Seconds between records of the last step sent. After a kill in between, the next attempt sends
+some steps twice.
 """
 
 
@@ -25,7 +25,7 @@ class Backend:
 
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
-    """Calls run in the caller's thread: the console's order among other output matters."""
+    """Calls run in the caller's thread, because the order of the console's lines matters."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules it imports."""
     install: ClassVar[str] = ""
@@ -46,8 +46,8 @@ class Backend:
     def log(self, row: MetricsRow) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Continue from finished step `step`: rows of later steps come again, with other values
-        after a rollback.
+        """Continue from finished step `step`. Rows of later steps come again; after a rollback they
+        have other values.
         """
 
     def alert(self, event: Event) -> None:
@@ -57,49 +57,50 @@ class Backend:
 
 
 class ContinuedBackend(Backend):
-    """A tracker whose run continues over kills, restarts and rollbacks. It is sent what it lacks of
-    earlier attempts, then the rows of this one.
+    """A tracker whose run continues over kills, restarts and rollbacks. It is sent the rows of
+    earlier attempts that it lacks, then the rows of this one.
 
-    A killed attempt has sent more steps than its checkpoint holds. The next one repeats them, and
-    they are not sent again. Trackers keep rows for a moment before they write them: what `run.json`
-    records as sent was handed over at least `RECORD_INTERVAL_S` earlier, so a kill loses no row.
+    A killed attempt has sent more steps than its checkpoint holds. The next attempt repeats them,
+    and they are not sent again. Trackers keep rows for a moment before they write them. So a step
+    is recorded as sent in `run.json` only `RECORD_INTERVAL_S` after it was, and a kill loses no row.
     """
 
-    takes_back: ClassVar[bool] = False
-    """`take_back` removes the rows of later steps from what the tracker shows."""
-    _sent_before = 0
+    _run_id: str
+    _sent_before: int
     """The last step that earlier attempts sent."""
-    _newest = 0
+    _newest: int
     """The newest step sent."""
-    _handed_over = 0
+    _handed_over: int
     """The last step that was complete at the last record."""
-    _recorded_s = 0.0
+    _recorded_s: float
 
-    def connect(self) -> None:
-        """Begin or continue the tracker's run."""
+    def connect(self, run_id: str | None) -> str:
+        """Continue the tracker's run with this id, or begin one; return its id."""
         raise NotImplementedError
 
     def send(self, rows: Iterable[MetricsRow]) -> None:
         raise NotImplementedError
 
-    def take_back(self, step: int) -> None:
-        """Remove the rows of steps after `step`, where the tracker can."""
+    def take_back(self, step: int) -> bool:
+        """Remove the rows of steps after `step`; return whether the tracker can."""
+        return False
 
     def disconnect(self, exit_code: int) -> None:
         raise NotImplementedError
 
     def open(self) -> None:
-        self.connect()
+        run_id, sent = self.info.run_file.tracker(self.name)
+        self._run_id = self.connect(run_id)
+        if self._run_id != run_id:
+            sent = NOTHING_SENT
         resume_step = self.info.resume_step
-        sent = self.info.run_file.last_sent(self.name)
-        if self.takes_back:
-            # also what a killed attempt wrote without recording it: those rows are sent again
+        if self.take_back(min(sent, resume_step)):
+            # it also took back what a killed attempt wrote without a record: send that again
             sent = min(sent, resume_step)
-            self.take_back(sent)
+        self._record(sent)
         self.send(row for row in self.info.earlier_rows() if row.step > sent)
         self._sent_before = sent
         self._newest = self._handed_over = max(sent, resume_step)
-        self._recorded_s = time.monotonic()
 
     def log(self, row: MetricsRow) -> None:
         """Send a row, unless it repeats a step that an earlier attempt sent."""
@@ -122,43 +123,36 @@ class ContinuedBackend(Backend):
         self._record(self._newest)
 
     def _record(self, step: int) -> None:
-        self.info.run_file.set_last_sent(self.name, step)
+        self.info.run_file.set_tracker(self.name, self._run_id, step)
         self._recorded_s = time.monotonic()
 
 
 class Sink:
     """Calls a backend in a daemon thread, from a bounded queue.
 
-    The backend is dropped, once and for all and with one warning, when a call raises, when
-    `CAPACITY` calls wait, or when it has not closed within its `close_timeout_s` of `finish`.
+    The backend is dropped for good, with one warning, when a call raises, when `CAPACITY` calls
+    wait, or when it has not closed within its `close_timeout_s` of `finish`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.is_dropped = False
-        self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
         self._thread = threading.Thread(
             target=self._work, name=f"tracking-{backend.name}", daemon=True
         )
-        self._call_name = ""
         self._is_open = False
+        self._call_name = ""
         self._deadline_s = 0.0
-
-    @property
-    def depth(self) -> int:
-        """The number of calls that wait."""
-        return self._queue.qsize()
 
     def open(self) -> None:
         self._is_open = True
-        if self.backend.is_inline:
-            self._call("open")
-        else:
+        if not self.backend.is_inline:
             self._thread.start()
+        self.send("open")
 
     def send(self, call: str, *args: Any) -> None:
-        """Hand on a call. Never raises."""
+        """Hand on a call to an open backend. Never raises."""
         if not self._is_open or self.is_dropped:
             return
         if self.backend.is_inline:
@@ -170,7 +164,7 @@ class Sink:
             self._drop(f"{self._call_name}() hangs or is too slow, {CAPACITY} calls wait")
 
     def finish(self, exit_code: int) -> None:
-        """Ask for the end; `wait` returns when it came or its time is over."""
+        """Ask the backend to close; `wait` returns when it has, or its time is over."""
         self._deadline_s = time.monotonic() + self.backend.close_timeout_s
         self.send("close", exit_code)
 
@@ -183,8 +177,7 @@ class Sink:
             self._drop(f"{self._call_name}() did not finish within {limit_s:g} s")
 
     def _work(self) -> None:
-        call = "open"
-        self._call(call)
+        call = ""
         while call != "close" and not self.is_dropped:
             call, args = self._queue.get()
             self._call(call, *args)
@@ -198,12 +191,11 @@ class Sink:
             self._drop(f"{call}() raised {type(error).__name__}: {reason}")
 
     def _drop(self, cause: str) -> None:
-        with self._lock:
-            if self.is_dropped:
-                return
-            self.is_dropped = True
+        if self.is_dropped:
+            return
+        self.is_dropped = True
         logger.warning(
-            "tracker '%s' dropped: %s; training goes on, metrics.jsonl has every row",
+            "tracker '%s' dropped: %s; training continues, metrics.jsonl has every row",
             self.backend.name,
             cause,
         )

@@ -40,24 +40,25 @@ class ConsoleBackend(Backend):
             self._progress.stop()
 
     def log(self, row: MetricsRow) -> None:
-        """Print the metrics that have a console format, in the order of their table, and those of
-        the user's own.
+        """Print the metrics that have a console format, in the order of the table, and the user's
+        own.
         """
-        known = [
-            _format(metric.console, row.data[key] * metric.factor)
-            for key, metric in metrics.METRICS.items()
-            if metric.console and key in row.data
-        ]
-        own = [f"{key} {value:.4g}" for key, value in row.data.items() if not metrics.find(key)]
-        if not known and not own:
+        parts = []
+        for key, metric in metrics.METRICS.items():
+            if metric.console and key in row.data:
+                value = row.data[key] * metric.factor
+                duration = timedelta(seconds=round(value)) if metric.unit == "s" else ""
+                parts.append(metric.console.format(value, duration=duration))
+        parts += [f"{key} {value:.4g}" for key, value in row.data.items() if not metrics.find(key)]
+        if not parts:
             return
-        total_steps = self.info.total_steps
+        num_skipped = row.data.get("optim/skipped_steps")
+        if num_skipped:
+            parts.append(f"skipped {num_skipped:g}")
+        total_steps, is_step = self.info.total_steps, row.kind == "train"
         line = f"step {row.step}" if total_steps is None else f"step {row.step}/{total_steps}"
-        for part in known + own:
+        for part in parts:
             line += f" {part}" if part.startswith(JOINED) else f" | {part}"
-        if num_skipped := row.data.get("optim/skipped_steps"):
-            line += f" | skipped {num_skipped:g}"
-        is_step = row.kind == "train"
         if self._progress is None:
             line = f"{time.strftime('%H:%M:%S')} {line}"
         elif is_step:
@@ -67,11 +68,8 @@ class ConsoleBackend(Backend):
             print(line, flush=True)
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the line of a step is printed: of the first and the last one always."""
+        """Return whether the line of a step is printed; those of the first and the last always
+        are.
+        """
         is_first, self._has_shown_step = not self._has_shown_step, True
         return is_first or step % self.info.log_every == 0 or step == self.info.total_steps
-
-
-def _format(text: str, value: float) -> str:
-    duration = timedelta(seconds=round(value)) if "{duration}" in text else ""
-    return text.format(value, duration=duration)

@@ -1,5 +1,5 @@
-"""The one object the loop logs to: it writes rows and events to files and hands them to the chosen
-backends.
+"""The one object that the loop logs to. It writes rows and events to files and hands them to the
+chosen backends.
 """
 
 import importlib
@@ -43,17 +43,16 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 class Tracking:
-    """Metrics and events of one attempt of a run; rank 0 builds it, and its owner calls `finish` in
+    """Metrics and events of one attempt of a run. Rank 0 builds it, and its owner calls `finish` in
     a `finally`.
 
     `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with
     the attempt. `USE_WANDB=true` in the environment adds "wandb" to the backends and
-    `USE_WANDB=false` takes it away. Calls may come from any thread.
+    `USE_WANDB=false` removes it. Calls may come from any thread.
 
-    Of every `log_every`-th step the console prints a line.
-    `group`, or `WANDB_RUN_GROUP` before it, names the run that this one belongs to, by default
-    itself: trackers show them together.
-    `run_dir` is by default `trainer.default_local_dir` of `config`, else
+    `log_every` is the number of steps between lines of the console. `group`, unless
+    `WANDB_RUN_GROUP` is set, names the run that this one belongs to, by default itself: trackers
+    show them together. `run_dir` is by default `trainer.default_local_dir` of `config`, else
     `checkpoints/<project>/<experiment>`.
 
     Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory
@@ -75,9 +74,8 @@ class Tracking:
         group: str | None = None,
     ) -> None:
         config = config or {}
-        run_dir = Path(
-            run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name)
-        )
+        own_dir = Path("checkpoints", project_name, experiment_name)
+        run_dir = Path(run_dir or _local_dir(config) or own_dir)
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         # imported in the caller's thread, as imports from two threads can clash
         backends = require_backends(names, load=True)
@@ -107,10 +105,10 @@ class Tracking:
         self._sinks = [Sink(backend(self._info, name)) for name, backend in backends.items()]
         self._lock = threading.RLock()
         self._last_step = 0
-        self._has_started = self._has_finished = self._is_closed = False
+        self._has_started = self._has_finished = False
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Keep facts of this attempt in `run.json`, in place of those of earlier ones."""
+        """Keep facts of this attempt in `run.json`; they replace those of earlier attempts."""
         self._info.run_file.update(**facts)
 
     def start(self, step: int) -> None:
@@ -124,17 +122,17 @@ class Tracking:
                     f"Tracking.start({step}) comes too late: attempt {self.attempt} has started"
                 )
             self._has_started = True
-            info.resume_step = self._last_step = step
-            self._metrics_file.mark(metrics_file.START, step)
-            self._row_losses.mark(metrics_file.START, step)
+            info.resume_step = step
+            self._continue_from(metrics_file.START, step)
+            planned = {} if info.total_steps is None else {"total_steps": info.total_steps}
             info.run_file.update(
                 project_name=info.project_name,
                 experiment_name=info.experiment_name,
                 group=info.group,
                 config=info.config,
-                **({} if info.total_steps is None else {"total_steps": info.total_steps}),
+                **planned,
             )
-            self.event("start", step, f"attempt {self.attempt} goes on from step {step}")
+            self.event("start", step, f"attempt {self.attempt} continues from step {step}")
             files = (metrics_file.FILE_NAME, events_file.FILE_NAME, *FILE_NAMES.values())
             places = [f"\n  {place}" for sink in self._sinks if (place := sink.backend.where())]
             logs = f"{info.run_dir}: {', '.join(files)}{''.join(places)}"
@@ -170,9 +168,7 @@ class Tracking:
         """
         with self._lock:
             self._require_open("rewind", step)
-            self._last_step = step
-            self._metrics_file.mark(metrics_file.ROLLBACK, step)
-            self._row_losses.mark(metrics_file.ROLLBACK, step)
+            self._continue_from(metrics_file.ROLLBACK, step)
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
@@ -181,28 +177,17 @@ class Tracking:
         """
         event = Event(kind, step, message, level, fields)
         with self._lock:
-            if self._is_closed:  # backends may log events while they close
-                raise RuntimeError(f"Tracking.event called after finish (step {step})")
+            self._require_open("event", step)
             self._events_file.write(event)
             if level == "error":
                 self._send("alert", event)
         if level in LOG_LEVELS:
             logger.log(LOG_LEVELS[level], "step %d: %s", step, message)
 
-    def health(self) -> dict[str, float]:
-        """Return metrics of the logging itself: calls that wait for a tracker, and dropped
-        trackers.
-        """
-        return {
-            "obs/queue_depth": max(sink.depth for sink in self._sinks),
-            "obs/dropped_trackers": sum(sink.is_dropped for sink in self._sinks),
-        }
-
     def flush(self) -> None:
         """Make what was logged survive a crash of the machine soon, without waiting for it."""
-        self._metrics_file.sync_soon()
-        self._row_losses.sync_soon()
-        self._events_file.sync_soon()
+        for file in (self._metrics_file, self._row_losses, self._events_file):
+            file.sync_soon()
 
     def finish(self, exit_code: int = EXIT_DONE) -> None:
         """Close all backends at once, waiting for each at most its `close_timeout_s`, then record
@@ -219,16 +204,15 @@ class Tracking:
         for sink in self._sinks:
             sink.wait()
         if self._has_started or exit_code != EXIT_DONE:
-            level = "info" if exit_code == EXIT_DONE else "warn"
-            message = (
-                f"attempt {self.attempt} ended after step {self._last_step} with exit code "
-                f"{exit_code}"
-            )
-            self._events_file.write(
-                Event("end", self._last_step, message, level, {"exit_code": exit_code})
-            )
-        self._is_closed = True
+            step, level = self._last_step, "info" if exit_code == EXIT_DONE else "warn"
+            message = f"attempt {self.attempt} ended after step {step} with exit code {exit_code}"
+            self._events_file.write(Event("end", step, message, level, {"exit_code": exit_code}))
         self._events_file.close()
+
+    def _continue_from(self, kind: str, step: int) -> None:
+        self._last_step = step
+        self._metrics_file.mark(kind, step)
+        self._row_losses.mark(kind, step)
 
     def _require_open(self, call: str, step: int) -> None:
         if self._has_finished:
@@ -247,18 +231,16 @@ def _local_dir(config: Mapping[str, Any]) -> str | None:
 
 
 def with_environment(names: Sequence[str]) -> list[str]:
-    """Return the backends chosen, once each, with or without "wandb" as USE_WANDB asks."""
+    """Return the chosen backends, once each, with or without "wandb" as USE_WANDB asks."""
     wish = os.environ.get(USE_WANDB, "").lower()
     if wish not in ("", "true", "false"):
         raise ConfigError(f"{USE_WANDB} in the environment must be true or false, got '{wish}'")
-    chosen = list(dict.fromkeys(names))
-    if not wish:
-        return chosen
-    return [name for name in chosen if name != "wandb"] + ["wandb"] * (wish == "true")
+    chosen = [name for name in dict.fromkeys(names) if name != "wandb" or not wish]
+    return [*chosen, "wandb"] if wish == "true" else chosen
 
 
 def require_backends(names: Sequence[str], *, load: bool = False) -> dict[str, type[Backend]]:
-    """Return the backends chosen. Raises `ConfigError` for an unknown one, and for one whose
+    """Return the chosen backends. Raises `ConfigError` for an unknown one, and for one whose
     packages are missing or, with `load`, cannot be imported.
     """
     found: dict[str, type[Backend]] = {}
@@ -279,7 +261,7 @@ def require_backends(names: Sequence[str], *, load: bool = False) -> dict[str, t
             except Exception as error:  # a broken package raises anything
                 raise ConfigError(
                     f"'trainer.logger' has '{name}', but its package cannot be imported "
-                    f"({type(error).__name__}: {error}). Fix: pip install {backend.install}, or "
-                    f"remove '{name}' from 'trainer.logger'"
+                    f"({type(error).__name__}: {error}).\n"
+                    f"Fix: pip install {backend.install}, or remove '{name}' from 'trainer.logger'"
                 ) from error
     return found

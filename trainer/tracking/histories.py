@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
@@ -42,7 +43,7 @@ class HistoryBackend(Backend):
 
     close_timeout_s = 120.0
     _epoch: int | None = None
-    """The epoch under way, once this attempt has made a step."""
+    """The current epoch, once this attempt has made a step."""
 
     def log(self, row: MetricsRow) -> None:
         if row.kind == "train":
@@ -56,22 +57,20 @@ class HistoryBackend(Backend):
     def _write(self, ended: int | None) -> None:
         """Write both files, and log a summary of the epoch that has ended."""
         histories = epoch_histories(metrics_file.read_rows(self.info.metrics_path))
-        for kind, name in FILE_NAMES.items():
-            atomic_write(self.info.run_dir / name, _table(histories[kind]))
-        training, validation = (
-            next((line for line in histories[kind] if line["epoch"] == ended), {})
-            for kind in FILE_NAMES
-        )
-        if training:
-            summary = f"loss {training.get('loss', math.nan):.4f}"
-            if "loss" in validation:
-                summary += f" | val/loss {validation['loss']:.4f}"
-            logger.info("epoch %d | %s | %d steps", ended, summary, training["steps"])
+        found: dict[str, Cells] = {}
+        for kind, lines in histories.items():
+            atomic_write(self.info.run_dir / FILE_NAMES[kind], _table(lines))
+            found[kind] = next((line for line in lines if line["epoch"] == ended), {})
+        if found["train"]:
+            summary = f"loss {found['train'].get('loss', math.nan):.4f}"
+            if "loss" in found["val"]:
+                summary += f" | val/loss {found['val']['loss']:.4f}"
+            logger.info("epoch %d | %s | %d steps", ended, summary, found["train"]["steps"])
 
 
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
     """Return the lines of both histories. A validation belongs to the epoch of the training step
-    before it; without `progress/epoch` all of a run is the first epoch.
+    before it. Without `progress/epoch` the whole run is the first epoch.
     """
     epoch = 1
     epochs: dict[str, dict[int, Values]] = {"train": {}, "val": {}}
@@ -82,11 +81,11 @@ def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
             epoch = _epoch_of(row)
         else:  # the last validation of the epoch counts
             epochs["val"].pop(epoch, None)
-        values = epochs[row.kind].setdefault(epoch, {})
-        values.setdefault(STEP, []).append(row.step)
+        values = epochs[row.kind].setdefault(epoch, defaultdict(list))
+        values[STEP].append(row.step)
         for key, value in row.data.items():
             if _is_shown(key):
-                values.setdefault(key, []).append(value)
+                values[key].append(value)
     return {
         kind: [_line(kind, epoch, values) for epoch, values in found.items()]
         for kind, found in epochs.items()
@@ -115,8 +114,8 @@ def _line(kind: str, epoch: int, values: Values) -> Cells:
         cells["loss"] = math.fsum(loss * n for loss, n in finite) / num_tokens
     for key, found in numbers.items():
         if found and metrics.find(key) is None:
-            # without the phase
-            cells[re.sub("^(train|val|eval)/", "", key.lower())] = statistics.fmean(found)
+            name = re.sub("^(train|val|eval)/", "", key.lower())
+            cells[name] = statistics.fmean(found)
     if kind == "train":
         cells |= {"steps": len(steps), "last_step": steps[-1]}
     else:
@@ -131,7 +130,7 @@ def _line(kind: str, epoch: int, values: Values) -> Cells:
 
 
 def _table(lines: Sequence[Cells]) -> str:
-    """Return CSV with a column for everything any epoch has."""
+    """Return CSV with a column for everything that any epoch has."""
     if not lines:
         return ""
     columns = dict.fromkeys(name for line in lines for name in line)

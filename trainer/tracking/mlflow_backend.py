@@ -3,8 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -16,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PARAM_CHARS = 6000
 MAX_PARAMS_PER_CALL = 100
-MAX_METRICS_PER_CALL = 1000
 
 
 def metric_name(key: str) -> str:
@@ -25,10 +23,9 @@ def metric_name(key: str) -> str:
 
 
 class MlflowBackend(ContinuedBackend):
-    """One run continued over all attempts; its status follows from the exit code, and is RUNNING
-    after a kill.
+    """One run over all attempts. Its status follows from the exit code, and is RUNNING after a kill.
 
-    After a rollback the repeated steps have two values: MLflow cannot take points back.
+    After a rollback the repeated steps have two values: MLflow cannot remove points.
     """
 
     close_timeout_s = 30.0
@@ -39,14 +36,13 @@ class MlflowBackend(ContinuedBackend):
         "MLFLOW_LOGGING_LEVEL": "WARNING",
     }
     _client: Any = None
-    _run_id = ""
 
     def where(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return "mlflow at " + re.sub("//[^/]*@", "//", uri)  # without a password
         return f"mlflow ui --backend-store-uri {self._own_store}"
 
-    def connect(self) -> None:
+    def connect(self, run_id: str | None) -> str:
         from mlflow.tracking import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -57,20 +53,19 @@ class MlflowBackend(ContinuedBackend):
             artifacts = (directory / "artifacts").as_uri()
         # The model registry is not used; its default needs packages that mlflow-skinny lacks.
         self._client = MlflowClient(tracking_uri=uri or self._own_store)
-        self._run_id = self._continued_run() or self._new_run(artifacts)
-        self.info.run_file.set(self.name, self._run_id)
+        if run_id is None or not self._continue(run_id):
+            run_id = self._new_run(artifacts)
+        return run_id
 
     def send(self, rows: Iterable[MetricsRow]) -> None:
-        """Send rows in as few calls as MLflow allows."""
         from mlflow.entities import Metric
 
-        metrics = (
-            Metric(metric_name(key), value, round(row.ts * 1000), row.step)
-            for row in rows
-            for key, value in row.data.items()
-        )
-        for batch in _batches(metrics, MAX_METRICS_PER_CALL):
-            self._client.log_batch(self._run_id, metrics=batch)
+        for row in rows:
+            metrics = [
+                Metric(metric_name(key), value, round(row.ts * 1000), row.step)
+                for key, value in row.data.items()
+            ]
+            self._client.log_batch(self._run_id, metrics=metrics)
 
     def disconnect(self, exit_code: int) -> None:
         status = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")
@@ -80,23 +75,18 @@ class MlflowBackend(ContinuedBackend):
     def _own_store(self) -> str:
         return f"sqlite:///{(self.info.run_dir / 'mlflow').resolve()}/mlflow.db"
 
-    def _continued_run(self) -> str | None:
+    def _continue(self, run_id: str) -> bool:
+        """Return whether the server knows the run."""
         from mlflow.exceptions import MlflowException
 
-        run_id = self.info.run_file.get(self.name)
-        if run_id is None:
-            return None
         try:
             self._client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning(
-                "mlflow does not know run %s of this directory (other tracking URI?): new run",
-                run_id,
-            )
-            return None
-        return run_id
+            logger.warning("mlflow does not know run %s: a new run begins", run_id)
+            return False
+        return True
 
     def _new_run(self, artifacts: str | None) -> str:
         from mlflow.entities import Param
@@ -108,13 +98,8 @@ class MlflowBackend(ContinuedBackend):
             experiment_id = self._client.create_experiment(name, artifacts)
         run = self._client.create_run(experiment_id, run_name=self.info.experiment_name)
         config = flat(self.info.config).items()
-        params = (Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in config)
-        for batch in _batches(params, MAX_PARAMS_PER_CALL):
+        params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in config]
+        for start in range(0, len(params), MAX_PARAMS_PER_CALL):
+            batch = params[start : start + MAX_PARAMS_PER_CALL]
             self._client.log_batch(run.info.run_id, params=batch)
         return str(run.info.run_id)
-
-
-def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch

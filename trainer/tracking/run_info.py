@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
 NOTHING_SENT = -1
-"""The last step sent of a new tracker run; step 0 is the state before training."""
+"""The last step sent to a new tracker run; step 0 is the state before training."""
 ELSEWHERE = (
     "Fix: log into another directory (run_dir, trainer.default_local_dir or "
     "trainer.experiment_name)"
@@ -25,7 +25,7 @@ ELSEWHERE = (
 
 
 class RunFile:
-    """`run.json`. Thread-safe; a file that cannot be written is only logged."""
+    """`run.json`. Thread-safe; if the file cannot be written, a warning is logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,8 +33,8 @@ class RunFile:
         self._content = read_run_file(path)
 
     def require(self, project_name: str, experiment_name: str) -> None:
-        """Raise `ConfigError` where the directory holds another run: each would take back the rows
-        of the other.
+        """Raise `ConfigError` if the directory holds another run: each would take back the rows of
+        the other.
         """
         holder = (self._content.get("project_name"), self._content.get("experiment_name"))
         if None not in holder and holder != (project_name, experiment_name):
@@ -43,23 +43,16 @@ class RunFile:
                 f"'{experiment_name}' of '{project_name}'. {ELSEWHERE}, or keep its names"
             )
 
-    def get(self, backend: str) -> str | None:
-        """Return the id of the tracker run."""
-        return self._entries("run_ids").get(backend)
+    def tracker(self, name: str) -> tuple[str | None, int]:
+        """Return the id of a tracker's run, and the last step whose rows it surely has."""
+        last_step = self._entries("last_sent").get(name, NOTHING_SENT)
+        return self._entries("run_ids").get(name), int(last_step)
 
-    def set(self, backend: str, run_id: str) -> None:
-        """Keep the id of a tracker run. Nothing has been sent to one with a new id."""
-        if self.get(backend) != run_id:
-            self.update(run_ids=self._entries("run_ids") | {backend: run_id})
-            self.set_last_sent(backend, NOTHING_SENT)
-
-    def last_sent(self, backend: str) -> int:
-        """Return the last step whose rows the tracker surely has."""
-        return int(self._entries("last_sent").get(backend, NOTHING_SENT))
-
-    def set_last_sent(self, backend: str, step: int) -> None:
-        if self.last_sent(backend) != step:
-            self.update(last_sent=self._entries("last_sent") | {backend: step})
+    def set_tracker(self, name: str, run_id: str, last_step: int) -> None:
+        self.update(
+            run_ids=self._entries("run_ids") | {name: run_id},
+            last_sent=self._entries("last_sent") | {name: last_step},
+        )
 
     def update(self, **content: Any) -> None:
         """Replace entries; values that JSON lacks are kept as text."""
@@ -95,7 +88,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     tree = read_run_file(run_dir / FILE_NAME).get("config")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"'{run_dir / FILE_NAME}' does not hold the configuration of the run. Fix: give the "
+            f"'{run_dir / FILE_NAME}' does not hold the configuration of the run. Fix: name the "
             f"directory in which it was trained, with that file"
         )
     return tree

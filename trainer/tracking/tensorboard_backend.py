@@ -1,21 +1,18 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
 from trainer.tracking.backend import ContinuedBackend
 from trainer.tracking.metrics_file import MetricsRow
-from trainer.tracking.run_info import NOTHING_SENT
 
 FLUSH_S = 5
 
 
 class TensorboardBackend(ContinuedBackend):
-    """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn
-    once.
-    """
+    """A later attempt and a rollback purge the steps they repeat, so that each step is drawn once."""
 
-    takes_back = True
     modules = ("tensorboard", "torch.utils.tensorboard")
     install = "'tensorboard>=2.18'"
     _writer: Any = None
@@ -23,17 +20,16 @@ class TensorboardBackend(ContinuedBackend):
     def where(self) -> str:
         return f"tensorboard --logdir={self.info.run_dir}/tensorboard --port=6006"
 
-    def connect(self) -> None:
-        # never switched on before, or removed since
-        if not any((self.info.run_dir / "tensorboard").glob("*tfevents*")):
-            self.info.run_file.set_last_sent(self.name, NOTHING_SENT)
+    def connect(self, run_id: str | None) -> str:
+        has_files = any((self.info.run_dir / "tensorboard").glob("*tfevents*"))
+        return run_id if run_id and has_files else uuid.uuid4().hex
 
     def send(self, rows: Iterable[MetricsRow]) -> None:
         for row in rows:
             for key, value in row.data.items():
                 self._writer.add_scalar(key, value, row.step, walltime=row.ts)
 
-    def take_back(self, step: int) -> None:
+    def take_back(self, step: int) -> bool:
         """Begin a file whose first entry takes back the later steps of the files before it."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -41,6 +37,7 @@ class TensorboardBackend(ContinuedBackend):
             self._writer.close()
         directory = str(self.info.run_dir / "tensorboard")
         self._writer = SummaryWriter(directory, purge_step=step + 1, flush_secs=FLUSH_S)
+        return True
 
     def disconnect(self, exit_code: int) -> None:
         self._writer.close()

@@ -8,7 +8,7 @@ from trainer.tracking.metrics_file import MetricsRow
 
 
 class TrackioBackend(ContinuedBackend):
-    """After a rollback the repeated steps have two values: Trackio cannot take points back."""
+    """After a rollback the repeated steps have two values: Trackio cannot remove points."""
 
     close_timeout_s = 35.0  # it waits for its own thread for 30
     modules = ("trackio",)
@@ -22,7 +22,7 @@ class TrackioBackend(ContinuedBackend):
     def where(self) -> str:
         return f"trackio show --project {self.info.project_name}"
 
-    def connect(self) -> None:
+    def connect(self, run_id: str | None) -> str:
         import huggingface_hub
         import trackio
 
@@ -37,9 +37,9 @@ class TrackioBackend(ContinuedBackend):
             name=self.info.experiment_name,
             group=self.info.group,
             config=dict(self.info.config),
-            run_id=self.info.run_file.get(self.name),
+            run_id=run_id,
         )
-        self.info.run_file.set(self.name, self._run.id)
+        return str(self._run.id)
 
     def send(self, rows: Iterable[MetricsRow]) -> None:
         for row in rows:

@@ -21,7 +21,7 @@ ROWS_PER_ATTEMPT = 10**9
 
 
 def require_login() -> None:
-    """Raise `RuntimeError`, or wandb's error of a bad key, where wandb would ask for a key on the
+    """Raise `RuntimeError`, or wandb's error for a bad key, if wandb would ask for a key on the
     terminal.
     """
     import wandb
@@ -31,8 +31,8 @@ def require_login() -> None:
 
 
 class WandbBackend(ContinuedBackend):
-    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never
-    go back. After a rollback the repeated steps appear a second time: wandb cannot take rows back.
+    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, because it must
+    never decrease. After a rollback the repeated steps appear twice: wandb cannot remove rows.
     """
 
     close_timeout_s = 60.0
@@ -48,13 +48,11 @@ class WandbBackend(ContinuedBackend):
             return f"wandb offline, to upload: wandb sync {run_dir}/wandb/offline-run-*"
         return f"wandb project {self._project}, its address follows"
 
-    def connect(self) -> None:
+    def connect(self, run_id: str | None) -> str:
         import wandb
 
         require_login()
-        run_file = self.info.run_file
-        run_id = run_file.get(self.name) or uuid.uuid4().hex[:12]
-        run_file.set(self.name, run_id)
+        run_id = run_id or uuid.uuid4().hex[:12]
         # WANDB_NAME is the name of the training, not of its evaluations
         name = None if "evaluation" in self.info.config else os.environ.get("WANDB_NAME")
         self._run = wandb.init(
@@ -77,12 +75,13 @@ class WandbBackend(ContinuedBackend):
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            # The files of all attempts are uploaded one after the other as one run, whose own step
-            # must rise; an offline attempt does not know how far earlier ones counted.
+            # All attempts are uploaded one after the other as one run, whose own step must rise. An
+            # offline attempt does not know how far earlier ones counted.
             self._next_row = (self.info.attempt - 1) * ROWS_PER_ATTEMPT
         else:
             logger.info("wandb: %s", self._run.url)
             self._next_row = self._run.step
+        return run_id
 
     @property
     def _project(self) -> str:

@@ -21,7 +21,7 @@ DIRECTORY = "trace"
 
 class TraceFile:
     """`trace/rank_N.json` for Perfetto: an array with one span a line, which is never closed, as
-    the format allows. A file that fails is given up.
+    the format allows. After an error nothing more is written.
     """
 
     def __init__(self, run_dir: Path, *, rank: int) -> None:
@@ -59,8 +59,7 @@ class _Mark(NamedTuple):
 
 
 class PhaseClock:
-    """`mark(phase)` gives the time since the mark before to `phase`; `lap` ends the step and adds
-    up.
+    """Assigns the time between two marks to the phase of the second one.
 
     On CUDA the host runs ahead of the device, so phases of the device are measured by events. They
     are read in `lap`, which the caller reaches after it has waited for the device anyway. At the
@@ -73,7 +72,7 @@ class PhaseClock:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: what passed since the last mark belongs to no step."""
+        """Start a step: the time since the last mark belongs to no step."""
         self._marks = []
         self.mark("")
 
@@ -90,8 +89,8 @@ class PhaseClock:
         return self._marks[-1].at_s - self._marks[-2].at_s
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds by phase of the step that ends here, with `other`, what no mark
-        claims, and `step`, their sum. The next step begins here.
+        """Return the seconds by phase of the step that ends here, `other` for the rest, and their
+        sum as `step`. The next step begins here.
         """
         self.mark("other")
         seconds: defaultdict[str, float] = defaultdict(float)

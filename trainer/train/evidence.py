@@ -2,10 +2,9 @@
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
+from math import isnan
 from pathlib import Path
-from typing import Any
 
 from trainer.data.batch import StepBatch
 from trainer.runtime.files import atomic_write
@@ -34,18 +33,33 @@ class EvidenceKeeper:
         is_skipped: bool,
         reason: str,
     ) -> None:
-        """Write the samples of `batch`, highest mean loss first. A file that cannot be written is
-        only logged.
+        """Write the samples of `batch`, highest mean loss first. If the file cannot be written, a
+        warning is logged.
         """
         if not self._is_main:
             return
+        lengths = dict(zip(batch.sample_ids, batch.lengths, strict=True))
+        samples = [
+            {
+                "sample_id": sample_id,
+                "place": self.location(sample_id),
+                "num_tokens": lengths[sample_id],
+                "num_loss_tokens": int(num_loss_tokens),
+                "loss": loss,
+            }
+            for sample_id, num_loss_tokens, loss in zip(
+                losses.ids, losses.tokens, losses.means.tolist(), strict=True
+            )
+        ]
+        # NaN comes before all numbers
+        samples.sort(key=lambda sample: (not isnan(sample["loss"]), -sample["loss"]))
         evidence = {
             "step": batch.step,
             "epoch": batch.epoch,
             "reason": reason,
             "is_update_skipped": is_skipped,
             "metrics": signals,
-            "samples": self._samples(batch, losses),
+            "samples": samples,
         }
         path = self._directory / f"step_{batch.step}.json"
         try:
@@ -55,23 +69,3 @@ class EvidenceKeeper:
             logger.warning("cannot keep the evidence of step %d in %s: %s", batch.step, path, error)
             return
         logger.warning("the samples of the batch and their losses: %s", path)
-
-    def _samples(self, batch: StepBatch, losses: SampleLosses) -> list[dict[str, Any]]:
-        lengths = dict(zip(batch.sample_ids, batch.lengths, strict=True))
-        columns = (losses.ids, losses.tokens.tolist(), losses.means.tolist())
-        samples = [
-            {
-                "sample_id": sample_id,
-                "place": self.location(sample_id),
-                "num_tokens": lengths[sample_id],
-                "num_loss_tokens": int(num_loss_tokens),
-                "loss": mean,
-            }
-            for sample_id, num_loss_tokens, mean in zip(*columns, strict=True)
-        ]
-        return sorted(samples, key=_highest_loss_first)
-
-
-def _highest_loss_first(sample: Mapping[str, Any]) -> float:
-    """Return the key to sort by; NaN comes before all numbers."""
-    return -math.inf if math.isnan(sample["loss"]) else -sample["loss"]

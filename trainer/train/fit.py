@@ -27,7 +27,7 @@ def fit(run: Run) -> int:
             logger.info("continuing at step %d", run.batches.step + 1)
         # durations of the save and the validation that ended the run are known after the last row
         step = run.batches.step
-        if rest := {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}:
+        if rest := {**metrics.take_for_row(), **run.checkpoints.take_metrics(step)}:
             run.log(rest, step, kind="end")
     return exit_code
 
@@ -43,7 +43,7 @@ def _train(run: Run) -> int | None:
         for batch in batches:
             run.heartbeat.step = batch.step
             result = training_step(run, batch)
-            row, decision = result.row | metrics.take_numbers(), result.decision
+            row, decision = result.row | metrics.take_for_row(), result.decision
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
             if decision.rollback_onset is not None and _roll_back(

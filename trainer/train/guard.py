@@ -1,33 +1,32 @@
-"""Decide what is done about an abnormal step or validation; `trainer.train.detection` finds what is
+"""Decide what to do about an abnormal step or validation; `trainer.train.detection` finds what is
 abnormal.
 
-The guard sees only values that are equal on all ranks, so every rank decides alike. The number of
-decisions travels with each step's packet: a rank that decided differently is found at once.
+The guard sees only values that are equal on all ranks bit by bit, so every rank decides alike. The
+number of decisions travels with each step's packet: a rank that decided differently is found at once.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, ClassVar
 
 from trainer.config import TrainerConfig
 from trainer.runtime.progress import History, Remembered, Rollbacks
-from trainer.train.detection import Anomaly, Detector, Level, StepLimits, skip_limits
-from trainer.train.detection.watches import ValidationWatch
+from trainer.train.detection import Anomaly, Detector, Level, StepLimits
+from trainer.train.detection.validations import ValidationWatch
 
 NUM_EARLY_STEPS = 100
-"""A run that learns nothing this early never did: it is stopped."""
+"""A run that has learned nothing by then never did, and is stopped."""
 NONFINITE_LIMITS = ((5, 5), (10, 200))
-"""(number, window in steps): with this many steps without a finite loss and gradient in a window,
-the run gives up. Their updates are left out anyway.
+"""(number, window in steps): the run gives up at so many steps without a finite loss and gradient
+within a window. Their updates are skipped in any case.
 """
 EVIDENCE_REST_STEPS = 500
 MAX_ROLLBACKS = 3
 MAX_EPISODES = 100
-EARLY_STOP_MIN_DELTA = 0.002
-"""Nats by which a validation must improve to count."""
-HARMFUL = (Level.SEVERE, Level.DIVERGING)
+COUNTS = ("num_skipped", "num_decisions", "last_evidence", "episodes")
+"""State that a rollback does not take back."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Decision:
     rollback_onset: int | None = None
     """The step with which the trouble began: go back to a checkpoint before it."""
     is_stop: bool = False
-    """Stop the run, unless it is rolled back."""
+    """Stop the run, unless it can be rolled back."""
     reason: str = ""
 
 
@@ -64,17 +63,13 @@ class Guard(Remembered):
     ) -> None:
         """`max_first_loss`: a pretrained model starts below it on data that it can read.
 
-        `tell` takes an event: kind, step, message, level.
+        `tell` records an event: kind, step, message, level.
         """
-        self._config = config
+        self._config = config.guard
         self._tell = tell or (lambda *event: None)
-        self._rule_limits = skip_limits(config.guard.rules)
-        # the device applies the rules with `skip`, by `limits`
-        watched = [rule for rule in config.guard.rules if rule.action != "skip"]
-        self._detector = Detector(watched, max_first_loss=max_first_loss)
-        self._overfit = ValidationWatch(
-            patience=config.early_stop_patience, min_delta=EARLY_STOP_MIN_DELTA
-        )
+        self._detector = Detector(config.guard.rules, max_first_loss=max_first_loss)
+        self._patience = config.early_stop_patience
+        self._overfit = ValidationWatch(patience=self._patience)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
         self._last_evidence = -EVIDENCE_REST_STEPS
         self._num_rollbacks = self._num_skipped_batches = 0
@@ -87,35 +82,32 @@ class Guard(Remembered):
         """
 
     def limits(self) -> StepLimits:
-        """The limits beyond which the coming step's update is left out."""
-        found = self._detector.limits() if self._config.guard.on_severe == "skip" else StepLimits()
-        return replace(
-            found,
-            loss_alone=min(found.loss_alone, self._rule_limits.loss_alone),
-            grad_alone=min(found.grad_alone, self._rule_limits.grad_alone),
-        )
+        """Return the limits beyond which the coming step's update is skipped."""
+        is_skipping = self._config.on_severe == "skip"
+        limits = self._detector.limits() if is_skipping else StepLimits()
+        return limits.lowered_by(self._config.rules)
 
     def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
-        """Decide what to do after a step whose update was made, or left out on the device."""
+        """Decide what to do after a step. `is_skipped` tells whether the device skipped its
+        update.
+        """
         self.num_skipped += is_skipped
         is_finite = isfinite(signals["train/loss"]) and isfinite(signals["train/grad_norm"])
-        if is_skipped and is_finite:
-            self._tell(
-                "skip", step, "update left out: loss or gradient norm beyond its limit", "warn"
-            )
         if not is_finite:
             self._nonfinite_steps.append(step)
-        answers = [
-            answer
-            for anomaly in self._detector.observe(step, signals)
-            for answer in self._answers(anomaly)
-        ]
+        elif is_skipped:
+            self._tell(
+                "skip", step, "update skipped: loss or gradient norm above its limit", "warn"
+            )
+        anomalies = self._detector.observe(step, signals)
+        answers = [answer for answer in map(self._answer, anomalies) if answer is not None]
         if not answers:
             return Decision()
         self.num_decisions += 1
-        onset = min((onset for action, onset, _ in answers if action == "rollback"), default=None)
-        is_stop = any(action == "stop" for action, _, _ in answers)
-        reason = "; ".join(dict.fromkeys(reason for _, _, reason in answers))
+        onsets = [found.rollback_onset for found in answers if found.rollback_onset is not None]
+        onset = min(onsets, default=None)
+        is_stop = any(answer.is_stop for answer in answers)
+        reason = "; ".join(dict.fromkeys(answer.reason for answer in answers))
         if onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
             reason += f"; it has been rolled back {MAX_ROLLBACKS} times already"
             onset, is_stop = None, True
@@ -136,7 +128,7 @@ class Guard(Remembered):
             self._tell("overfit", step, message, "warn")
         if not self._overfit.is_exhausted:
             return Decision()
-        reason = f"val/loss has not improved in {self._config.early_stop_patience} validations"
+        reason = f"val/loss has not improved in {self._patience} validations"
         self._tell("early_stop", step, f"{reason}; best at step {self.best_step}", "info")
         self.num_decisions += 1
         return Decision(is_stop=True, reason=reason)
@@ -151,7 +143,7 @@ class Guard(Remembered):
         return History(self.best_step, tuple(self.episodes))
 
     def scores(self) -> dict[str, float]:
-        """Metrics for the row of the step observed last."""
+        """Return metrics of the last observed step."""
         return {
             **self._detector.scores,
             "optim/skipped_steps": self.num_skipped,
@@ -159,58 +151,59 @@ class Guard(Remembered):
         }
 
     def validation_scores(self) -> dict[str, float]:
-        """Metrics for the row of the validation observed last."""
+        """Return metrics of the last observed validation."""
         if self.best_step is None:
             return {}
         return {"val/best_loss": self._overfit.best_loss, "val/best_step": self.best_step}
 
     def note_rollbacks(self, rollbacks: Rollbacks) -> None:
-        """Take all rollbacks of the run so far: they count, and lower the learning rate."""
+        """Count all rollbacks of the run so far; they lower the learning rate."""
         self._num_rollbacks, self.lr_factor = len(rollbacks.entries), rollbacks.lr_factor
         self._num_skipped_batches = len(rollbacks.skipped_steps)
 
     def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None:
-        """Keep what a rollback must not forget: `forgotten` is the state from before the
+        """Report the last rollback and restore the counts. `forgotten` is the state from before the
         checkpoint was loaded.
         """
         self.note_rollbacks(rollbacks)
         entry = rollbacks.entries[-1]
         message = (
             f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to "
-            f"{entry.last_skipped} are left out: {entry.reason}"
+            f"{entry.last_skipped} are skipped: {entry.reason}"
         )
         self._tell("rollback", entry.found_step, message, "error")
-        self.num_skipped = int(forgotten["num_skipped"])
-        self.num_decisions = int(forgotten["num_decisions"])
-        self._last_evidence = int(forgotten["last_evidence"])
-        self.episodes = [(first, last) for first, last in forgotten["episodes"]]
+        self.load_state_dict({name: forgotten[name] for name in COUNTS})
 
-    def _answers(self, anomaly: Anomaly) -> list[tuple[str, int, str]]:
-        """Tell of an anomaly; return what to do about it beyond that: actions, each with the onset
-        of the trouble and a reason.
-        """
-        config, level, step = self._config.guard, anomaly.level, anomaly.step
-        is_bad = level in (*HARMFUL, Level.DEAD)
+    def _answer(self, anomaly: Anomaly) -> Decision | None:
+        """Report an anomaly; return the decision it asks for, None if a warning is enough."""
+        level, step = anomaly.level, anomaly.step
+        is_harmful = level in (Level.SEVERE, Level.DIVERGING)
+        is_bad = is_harmful or level == Level.DEAD
         self._tell(f"guard/{level}", step, anomaly.message, "error" if is_bad else "warn")
-        first_nonfinite = self._given_up_since() if level == Level.NONFINITE else None
-        if first_nonfinite is not None:
-            # where no checkpoint can be gone back to, the run stops
-            actions = {"stop", "rollback"} if config.on_diverging == "rollback" else {"stop"}
-            reason = (
-                f"too many steps without a finite loss and gradient since step {first_nonfinite}"
-            )
-            return [(action, first_nonfinite, reason) for action in sorted(actions)]
-        action = anomaly.action or "warn"
-        if level in HARMFUL:
-            self.episodes = [*self.episodes, (anomaly.onset, step)][-MAX_EPISODES:]
-            action = config.on_severe if level == Level.SEVERE else config.on_diverging
+        action, onset, reason = anomaly.action or "warn", anomaly.onset, anomaly.message
+        if is_harmful:
+            self.episodes = [*self.episodes, (onset, step)][-MAX_EPISODES:]
+            is_severe = level == Level.SEVERE
+            action = self._config.on_severe if is_severe else self._config.on_diverging
         elif level == Level.DEAD and step <= NUM_EARLY_STEPS:
             action = "stop"
-        is_more = action != "warn" or level in HARMFUL
-        return [(action, anomaly.onset, anomaly.message)] if is_more else []
+        elif level == Level.NONFINITE and (first := self._given_up_since()) is not None:
+            # if no checkpoint can be gone back to, the run stops
+            is_rolled_back = self._config.on_diverging == "rollback"
+            reason = f"too many steps without a finite loss and gradient since step {first}"
+            return Decision(
+                rollback_onset=first if is_rolled_back else None, is_stop=True, reason=reason
+            )
+        if action == "warn" and not is_harmful:
+            return None
+        return Decision(
+            rollback_onset=onset if action == "rollback" else None,
+            is_stop=action == "stop",
+            reason=reason,
+        )
 
     def _given_up_since(self) -> int | None:
-        """The first of too many steps that were not finite; None if there are few."""
+        """Return the first of too many steps that were not finite; None if there are few."""
         steps = self._nonfinite_steps
         for number, window in NONFINITE_LIMITS:
             if len(steps) >= number and steps[-1] - steps[-number] < window:

@@ -14,13 +14,19 @@ import torch
 GIB = 2**30
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PERIOD_S = 10.0
+ALLOCATOR = {
+    "memory/allocated_gib": "allocated_bytes.all.current",
+    "memory/max_allocated_gib": "allocated_bytes.all.peak",
+    "memory/max_reserved_gib": "reserved_bytes.all.peak",
+}
+"""The statistic of torch's allocator for each metric."""
 QUERIES = {
     "system/gpu_util": "utilization.gpu",
     "system/gpu_mem_util": "utilization.memory",
     "system/gpu_temp_c": "temperature.gpu",
     "system/gpu_power_w": "power.draw",
 }
-"""The question to `nvidia-smi` for each metric."""
+"""The query of `nvidia-smi` for each metric."""
 
 
 class Memory:
@@ -30,26 +36,23 @@ class Memory:
         self._device = device
         # stays open, since every step reads it
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-        self._device_bytes = 0
+        self._device_gib = 0.0
         if device.type == "cuda":
-            self._device_bytes = torch.cuda.get_device_properties(device).total_memory
+            self._device_gib = torch.cuda.get_device_properties(device).total_memory / GIB
 
     def sample(self) -> dict[str, float]:
-        """Return metrics: memory of the process; on CUDA the allocator's, with its peaks since the
-        last call.
+        """Return metrics: memory of the process; on CUDA also the allocator's, with its peaks since
+        the last call.
         """
-        # "size resident shared …" in pages
+        # the file holds "size resident shared …" in pages
         num_pages = int(os.pread(self._statm, 128, 0).split()[1])
         found = {"memory/cpu/rss_gib": num_pages * PAGE_BYTES / GIB}
-        if not self._device_bytes:
+        if not self._device_gib:
             return found
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        for kind in ("allocated", "reserved"):
-            for name, statistic in ((kind, "current"), (f"max_{kind}", "peak")):
-                num_bytes = stats[f"{kind}_bytes.all.{statistic}"]
-                found[f"memory/{name}_gib"] = num_bytes / GIB
-                found[f"memory/{name}_frac"] = num_bytes / self._device_bytes
+        found |= {key: stats[name] / GIB for key, name in ALLOCATOR.items()}
+        found["memory/max_reserved_frac"] = found["memory/max_reserved_gib"] / self._device_gib
         found["memory/alloc_retries"] = stats["num_alloc_retries"]
         found["memory/ooms"] = stats["num_ooms"]
         return found
@@ -58,8 +61,8 @@ class Memory:
 class GpuSampler:
     """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread.
 
-    By NVML, for which torch needs the package `nvidia-ml-py` (the extra `gpu`), else by the
-    driver's `nvidia-smi`. Without either, or without CUDA, there is nothing to report.
+    It uses NVML if the package `nvidia-ml-py` (the extra `gpu`) is there, else the driver's
+    `nvidia-smi`. Without either, or without CUDA, there is nothing to report.
     """
 
     def __init__(self, device: torch.device) -> None:

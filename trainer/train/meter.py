@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from trainer.runtime.distributed import World
 from trainer.runtime.progress import MAIN, Remembered
 from trainer.tracking import metrics
 from trainer.tracking.metrics.table import PHASES
-from trainer.tracking.metrics.words import COMBINED
 from trainer.train.clock import PhaseClock, TraceFile
 from trainer.train.memory import GpuSampler, Memory
 from trainer.train.packet import Values
@@ -26,9 +25,8 @@ from trainer.train.throughput import peak_tflops
 EMA_DECAY = 0.98
 WINDOW_STEPS = 100
 OWN_PHASES = ("data", "shard", "logging", "guard")
-"""Phases in which a rank works by itself: in the others it may be waiting for a slower one."""
+"""Phases in which a rank works by itself. In the others it may be waiting for a slower one."""
 UPDATE_PHASES = ("forward", "backward", "optimizer")
-TIME_KEYS = {phase: f"time/train/{phase}_s" for phase in (*PHASES, "step")}
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,10 @@ class Plan:
     past_s: float = 0.0
     data_facts: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the preparation of the training data."""
-    tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
 class Meter(Remembered, Part):
-    """One per rank; rows differ between ranks only where the table of metrics takes rank 0's.
+    """One per rank; rows differ between ranks only where the table of metrics uses rank 0's value.
     Survives restarts.
     """
 
@@ -65,7 +62,12 @@ class Meter(Remembered, Part):
         self._world, self._plan, self._cost = world, plan, cost
         self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
         self._peak_tflops = peak_tflops(world.device)
-        self._slots, self._combined = metrics.travelling(), metrics.combined_metrics()
+        self._combined = metrics.combined_metrics()
+        self._combined_often = [
+            entry for entry in self._combined if entry.every not in ("rare", "timer")
+        ]
+        # in the same order on every rank
+        self._slots = sorted({entry.source for entry in self._combined if "<" not in entry.source})
         self._started_s = time.monotonic()
         self._step_s = deque[float](maxlen=WINDOW_STEPS)
         self._clipped = deque[bool](maxlen=WINDOW_STEPS)
@@ -75,12 +77,12 @@ class Meter(Remembered, Part):
         self._ema, self._num_ema = 0.0, 0
 
     def by_rank(self) -> Values:
-        """Return all values that were put and are combined over ranks."""
-        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take(COMBINED)}
+        """Return this rank's values of all metrics that ranks combine."""
+        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take_travelling()}
         return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
-        """Return the loss, and all else of a row that is equal on all ranks."""
+        """Return the loss, and all other metrics of the step that are equal on all ranks."""
         batch, sums = step.batch, step.totals.sums
         loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
         self._num_tokens += batch.num_tokens
@@ -88,6 +90,7 @@ class Meter(Remembered, Part):
         if math.isfinite(loss):
             self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
             self._num_ema += 1
+        entries = self._combined if self._is_rare_row(batch.step) else self._combined_often
         found = {
             "train/loss": loss,
             "train/loss_ema": self.loss_ema,
@@ -104,12 +107,7 @@ class Meter(Remembered, Part):
             "progress/tokens": self._num_tokens,
             **batch.deal_facts,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
-            **metrics.combined(
-                step.totals.by_rank,
-                is_rare=self._is_rare_row(batch.step),
-                among=self._combined,
-            ),
-            **metrics.take_numbers(("global",)),
+            **metrics.combine(entries, step.totals.by_rank),
             **{key: value for key, value in sums.items() if key in metrics.METRICS},
         }
         if "objective_sum" in sums:
@@ -120,29 +118,29 @@ class Meter(Remembered, Part):
         """End the step's time, and add times and speed to its row.
 
         The times of its phases reach all ranks with the next step's packet, so the next row reports
-        them; an attempt's first row has this step's on its own rank.
+        them. An attempt's first row has this step's times on its own rank.
         """
         if self._is_rare_row(step.batch.step):
-            step.row |= {**self._plan.data_facts, **self._plan.tracker_health()}
+            step.row |= self._plan.data_facts
         self.clock.mark("guard")
         phases = self.clock.lap()
         step_s = phases["step"]
         update_s = sum(phases.get(phase, 0.0) for phase in UPDATE_PHASES)
-        times = {key: phases.get(phase, 0.0) for phase, key in TIME_KEYS.items()}
-        times["time/train/update_s"] = update_s
+        times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in PHASES}
+        times |= {"time/train/step_s": step_s, "time/train/update_s": update_s}
         for key, seconds in times.items():
             metrics.put(key, seconds)
         own_s = sum(phases.get(phase, 0.0) for phase in OWN_PHASES)
         metrics.put("time/train/slowest_rank", own_s)
         self._productive_s += step_s
         self._step_s.append(step_s)
-        # what ranks agreed on stands in place of this rank's own times
+        # what the ranks combined replaces this rank's own times
         step.row |= {
             **times,
             **step.signals,
             "train/time(s)": step_s,
             **self._speed(step.batch, step_s, update_s),
-            **self._ahead(step.batch.step),
+            **self._progress(step.batch.step),
         }
 
     def note_duration(self, what: str, seconds: float) -> None:
@@ -159,7 +157,7 @@ class Meter(Remembered, Part):
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
     def _is_rare_row(self, step: int) -> bool:
-        """Rare metrics also stand in an attempt's first row."""
+        """Return whether a row has rare metrics, as an attempt's first row always does."""
         return is_rare(step) or not self._step_s
 
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
@@ -177,8 +175,8 @@ class Meter(Remembered, Part):
                 found["throughput/train/mfu"] = tflops / self._peak_tflops
         return found
 
-    def _ahead(self, step: int) -> dict[str, float]:
-        """Return the time left, with the validations and saves to come, and the time taken."""
+    def _progress(self, step: int) -> dict[str, float]:
+        """Return the time left, including the validations and saves to come, and the time spent."""
         plan = self._plan
         remaining = plan.total_steps - step
         elapsed_s = plan.past_s + time.monotonic() - self._started_s

@@ -1,8 +1,8 @@
 """One packed sum over ranks in a step, and one copy to the host.
 
-Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero:
-maxima, medians and the slowest rank come out of it without a second collective, and a NaN stays in
-the slot of the rank that made it.
+Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero. So
+maxima, medians and the slowest rank need no second collective, and a NaN stays in the slot of the
+rank that made it.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from trainer.runtime.distributed import World
 Value = SupportsFloat | Tensor
 """A tensor, or a number of the host."""
 Values = Mapping[str, Value]
+BY_RANK = "by_rank"
+"""The sum that holds the slots: fields x ranks."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Totals:
     """A packet on the host, equal on all ranks."""
 
     sums: Mapping[str, float]
-    """Scalars summed over ranks; with what was derived from the sums on the device."""
+    """Scalars summed over ranks, and what was derived from the sums on the device."""
     by_rank: Mapping[str, tuple[float, ...]]
-    """Field -> its value on every rank."""
+    """Maps a field to its value on every rank."""
     vectors: Mapping[str, np.ndarray]
     """Tensors of more than one value, summed over ranks."""
 
@@ -38,7 +40,7 @@ class Packet:
     """A packet on the device, float64."""
 
     values: Tensor
-    """All sums one after the other, then the fields of rank 0, of rank 1, …"""
+    """All sums one after the other."""
     sums: Mapping[str, Tensor]
     """Views of `values`, each in its own shape."""
     fields: tuple[str, ...]
@@ -57,34 +59,32 @@ class Packet:
             else:
                 sums[name] = numbers[place]
             place = end
-        by_rank = {
-            name: tuple(numbers[place + index :: len(self.fields)])
-            for index, name in enumerate(self.fields)
-        }
-        return Totals(sums, by_rank, vectors)
+        slots = map(tuple, vectors.pop(BY_RANK).tolist())
+        return Totals(sums, dict(zip(self.fields, slots, strict=True)), vectors)
 
 
 def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) -> Packet:
-    """Add up `sums` over ranks, and tell all ranks the scalars in `by_rank` of each. Collective,
-    one all-reduce; names and shapes are equal on all ranks.
+    """Add up `sums` over ranks, and tell all ranks the scalars in `by_rank` of each.
+
+    Collective, one all-reduce. Names and shapes are equal on all ranks.
     """
-    by_rank = by_rank or {}
-    own = _on_device([*sums.values(), *by_rank.values()], world.device)
-    summed, fields = own[: len(sums)], own[len(sums) :]
-    slots = torch.zeros(world.size, len(fields), dtype=torch.float64, device=world.device)
+    fields = by_rank or {}
+    own = _on_device([*sums.values(), *fields.values()], world.device)
+    slots = torch.zeros(len(fields), world.size, dtype=torch.float64, device=world.device)
     if fields:
-        slots[world.rank] = torch.stack(fields)
-    values = torch.cat([*(tensor.flatten() for tensor in summed), slots.flatten()])
+        slots[:, world.rank] = torch.stack(own[len(sums) :])
+    own[len(sums) :] = [slots]
+    values = torch.cat([tensor.flatten() for tensor in own])
     dist.all_reduce(values)
-    pieces = values.split([*(tensor.numel() for tensor in summed), slots.numel()])
-    shaped = (piece.view(own.shape) for piece, own in zip(pieces, summed, strict=False))
-    return Packet(values, dict(zip(sums, shaped, strict=True)), tuple(by_rank))
+    pieces = values.split([tensor.numel() for tensor in own])
+    shaped = [piece.view(tensor.shape) for piece, tensor in zip(pieces, own, strict=True)]
+    return Packet(values, dict(zip([*sums, BY_RANK], shaped, strict=True)), tuple(fields))
 
 
 def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:
     """Return float64 tensors; numbers of the host go to the device in one copy.
 
-    Which of the values are tensors may differ between ranks. With CPU offload some are on the host.
+    Which values are tensors may differ between ranks. With CPU offload some are on the host.
     """
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     copied = iter(torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True).unbind())

@@ -111,5 +111,5 @@ def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
     limits of this step.
     """
     is_finite = loss.isfinite() & grad_norm.isfinite()
-    is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)
-    return ~is_finite | is_severe | (loss > limits.loss_alone) | (grad_norm > limits.grad_alone)
+    is_severe: Tensor = limits.are_exceeded(loss, grad_norm)
+    return ~is_finite | is_severe

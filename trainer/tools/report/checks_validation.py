@@ -14,7 +14,7 @@ from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Generalisation
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.statistics import Floats, noise, runs, within
-from trainer.train.detection.watches import OVERFITTING, judge_validations
+from trainer.train.detection.validations import OVERFITTING, judge_validations
 from trainer.train.detection.window import curve_noise
 
 NUM_AROUND = 32

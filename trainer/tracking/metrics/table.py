@@ -4,6 +4,8 @@ history's columns, and those of other trainers.
 `words.Metric` explains the fields.
 """
 
+from collections.abc import Mapping
+
 from trainer.tracking.metrics.words import Metric
 
 PHASES = ("data", "shard", "forward", "backward", "optimizer", "logging", "guard", "other")
@@ -55,6 +57,13 @@ def entries(
             csv=CSV.get(key, ""),
         )
         for key, unit, better, meaning in rows
+    ]
+
+
+def foreign(unit: str, better: str, meanings: Mapping[str, str]) -> list[Metric]:
+    """Make metrics of other trainers that share unit and direction, from meanings by key."""
+    return [
+        Metric(key, unit, better, meaning, over_ranks="main") for key, meaning in meanings.items()
     ]
 
 
@@ -118,7 +127,7 @@ TABLE = (
             "data/empty_label",
             "sample",
             "down",
-            "Samples of this step without one supervised token: they teach nothing.",
+            "Samples of this step without a supervised token: nothing is learned from them.",
         ),
         (
             "data/token_imbalance",
@@ -222,7 +231,7 @@ TABLE = (
             "data/dropped",
             "sample",
             "down",
-            "Rows left out of training when the data was prepared: too long, or unusable.",
+            "Rows dropped when the data was prepared: too long or unusable.",
         ),
         ("data/rows_by/<source>", "row", "none", "Training rows of one of several data sources."),
         ("data/tokens_by/<source>", "token", "none", "Tokens of one of several data sources."),
@@ -274,12 +283,6 @@ TABLE = (
             "Device memory in tensors at the end of the step, fullest rank.",
         ),
         (
-            "memory/reserved_gib",
-            "GiB",
-            "down",
-            "Device memory that the allocator holds at the end of the step, fullest rank.",
-        ),
-        (
             "memory/max_allocated_gib",
             "GiB",
             "down",
@@ -291,9 +294,6 @@ TABLE = (
             "down",
             "Peak of reserved memory since the last step, fullest rank: what the card must have.",
         ),
-        ("memory/allocated_frac", "share", "down", "allocated / memory of the device."),
-        ("memory/reserved_frac", "share", "down", "reserved / memory of the device."),
-        ("memory/max_allocated_frac", "share", "down", "max_allocated / memory of the device."),
         (
             "memory/max_reserved_frac",
             "share",
@@ -324,7 +324,7 @@ TABLE = (
             "Allocations that succeeded only after emptying the cache: memory is nearly full, "
             "steps are slow.",
         ),
-        ("memory/ooms", "count", "down", "Allocations that failed for want of memory."),
+        ("memory/ooms", "count", "down", "Allocations that failed: out of memory."),
     ),
     *entries(
         "global",
@@ -356,7 +356,7 @@ TABLE = (
             "val/loss over the tokens of one of several data sources.",
         ),
         ("val/best_loss", "nat/token", "down", "Lowest val/loss so far."),
-        ("val/best_step", "step", "none", "Step of the lowest val/loss: whose checkpoint to take."),
+        ("val/best_step", "step", "none", "Step of the lowest val/loss: use its checkpoint."),
         ("val/gap", "nat/token", "down", "val/loss - train/loss_ema: growing means memorisation."),
         ("val/samples", "sample", "none", "Validation samples that were measured."),
         ("val/tokens", "token", "none", "Tokens of the validation set, supervised or not."),
@@ -544,14 +544,13 @@ TABLE = (
             "optim/skipped_steps",
             "step",
             "down",
-            "Updates left out so far, because loss or gradient was not finite or the guard said "
-            "so.",
+            "Updates skipped so far: loss or gradient not finite, or above the guard's limits.",
         ),
         (
             "data/skipped_batches",
             "count",
             "down",
-            "Batches that the guard's skip list left out so far.",
+            "Batches skipped after rollbacks so far.",
         ),
     ),
     *entries(
@@ -578,178 +577,228 @@ TABLE = (
         ("system/gpu_temp_c", "degC", "down", "Temperature of the hottest GPU."),
         ("system/gpu_power_w", "W", "none", "Power of the GPU that draws most."),
     ),
-    *entries(
-        "main",
-        "rare",
-        ("obs/queue_depth", "count", "down", "Rows that wait for the slowest tracker."),
-        (
-            "obs/dropped_trackers",
-            "count",
-            "down",
-            "Trackers that failed or hung and get nothing more; metrics.jsonl has every row.",
-        ),
-    ),
 )
-FOREIGN = entries(
-    "main",
-    "step",
-    ("train/entropy", "nat/token", "middle", "Mean entropy of the predicted distribution."),
-    ("val/entropy", "nat/token", "middle", "Mean entropy on the validation set."),
-    ("optim/lr/<group>", "1", "none", "Learning rate of one parameter group."),
-    ("train/lr", "1", "none", "Learning rate of the step."),
-    ("actor/lr", "1", "none", "Learning rate of the policy."),
-    ("critic/lr", "1", "none", "Learning rate of the value model."),
-    ("actor/total_loss", "1", "down", "The loss that is back-propagated, with all terms."),
-    (
-        "actor/positive_sft_loss",
+FOREIGN = (
+    *foreign(
+        "nat/token",
+        "middle",
+        {
+            "train/entropy": "Mean entropy of the predicted distribution.",
+            "critic/entropy/mean": (
+                "Entropy of the policy: high = it still explores, near 0 = it has collapsed."
+            ),
+            "kl": "Divergence from the reference policy: 0.01 to 5 is healthy, above 10 is not.",
+        },
+    ),
+    *foreign(
+        "1",
+        "none",
+        {
+            "train/lr": "Learning rate of the step.",
+            "actor/lr": "Learning rate of the policy.",
+            "critic/lr": "Learning rate of the value model.",
+            "actor/pg_loss": "Policy gradient loss; near 0 is normal.",
+            "actor/weighted_pg_loss": "Policy gradient loss with sample weights.",
+            "actor/sample_weights_<statistic>": "Weight in the policy loss.",
+            "critic/value": "Value predicted while sampling, mean.",
+            "critic/vpred": "Value predicted now, mean.",
+            "critic/values/<statistic>": "Estimated value of a state.",
+            "train/adv_std": "Spread of advantages within their group.",
+            "rewards/<name>/std": "Reward of one function, spread.",
+            "<split>/reward_total_std": "Spread of the total reward.",
+        },
+    ),
+    *foreign(
+        "1",
+        "down",
+        {
+            "actor/total_loss": "The loss that is back-propagated, with all terms.",
+            "critic/loss": "Loss of the value model: its distance from the returns.",
+            "critic/error": "Squared difference of value and return, mean.",
+        },
+    ),
+    *foreign(
         "nat/token",
         "down",
-        "SFT loss over samples with a positive reward.",
+        {
+            "actor/positive_sft_loss": "SFT loss over samples with a positive reward.",
+        },
     ),
-    (
-        "actor/negative_sft_loss",
+    *foreign(
         "nat/token",
         "none",
-        "SFT loss over samples with a negative reward, which are to become less likely.",
+        {
+            "actor/negative_sft_loss": (
+                "SFT loss over samples with a negative reward, which are to become less likely."
+            ),
+        },
     ),
-    ("actor/pg_loss", "1", "none", "Policy gradient loss; near 0 is normal."),
-    ("actor/weighted_pg_loss", "1", "none", "Policy gradient loss with sample weights."),
-    ("actor/kl_loss", "nat", "down", "Loss term that keeps the policy near the reference."),
-    (
-        "actor/approxkl",
+    *foreign(
+        "nat",
+        "down",
+        {
+            "actor/kl_loss": "Loss term that keeps the policy near the reference.",
+        },
+    ),
+    *foreign(
         "nat",
         "middle",
-        "Estimated KL divergence of the policy before and after the update.",
+        {
+            "actor/approxkl": "Estimated KL divergence of the policy before and after the update.",
+            "actor/policykl": "KL divergence of the sampling policy and the trained one.",
+        },
     ),
-    (
-        "actor/policykl",
-        "nat",
-        "middle",
-        "KL divergence of the sampling policy and the trained one.",
-    ),
-    ("actor/clipfrac", "share", "middle", "Share of tokens clipped by PPO."),
-    ("actor/ppo_ratio_clipfrac", "share", "middle", "Share of tokens clipped by PPO."),
-    (
-        "actor/ppo_ratio_high_clipfrac",
+    *foreign(
         "share",
         "middle",
-        "Share of tokens clipped at the upper end.",
+        {
+            "actor/clipfrac": "Share of tokens clipped by PPO.",
+            "actor/ppo_ratio_clipfrac": "Share of tokens clipped by PPO.",
+            "actor/ppo_ratio_high_clipfrac": "Share of tokens clipped at the upper end.",
+            "actor/ppo_ratio_low_clipfrac": "Share of tokens clipped at the lower end.",
+            "critic/clipfrac": "Share of clipped value predictions.",
+            "clip_ratio": "Share of clipped tokens: 0.1 to 0.3 is normal.",
+            "clip_ratio/<end>_<statistic>": "Share of clipped tokens at one end or either.",
+        },
     ),
-    (
-        "actor/ppo_ratio_low_clipfrac",
-        "share",
-        "middle",
-        "Share of tokens clipped at the lower end.",
-    ),
-    (
-        "actor/ratio_<statistic>",
+    *foreign(
         "ratio",
         "middle",
-        "New over old probability of the sampled tokens, 1 = unchanged.",
+        {
+            "actor/ratio_<statistic>": (
+                "New over old probability of the sampled tokens, 1 = unchanged."
+            ),
+        },
     ),
-    ("actor/sample_weights_<statistic>", "1", "none", "Weight in the policy loss."),
-    ("actor/valid_samples", "sample", "up", "Samples with a supervised token."),
-    ("actor/total_samples", "sample", "none", "Samples of the step."),
-    ("actor/valid_sample_ratio", "share", "up", "valid_samples / total_samples."),
-    ("critic/loss", "1", "down", "Loss of the value model: its distance from the returns."),
-    ("critic/value", "1", "none", "Value predicted while sampling, mean."),
-    ("critic/vpred", "1", "none", "Value predicted now, mean."),
-    ("critic/clipfrac", "share", "middle", "Share of clipped value predictions."),
-    ("critic/error", "1", "down", "Squared difference of value and return, mean."),
-    ("critic/ref_log_prob/mean", "nat", "none", "Log probability under the reference."),
-    ("critic/old_log_prob/mean", "nat", "none", "Log probability while sampling."),
-    (
-        "critic/entropy/mean",
-        "nat/token",
+    *foreign(
+        "nat",
+        "none",
+        {
+            "critic/ref_log_prob/mean": "Log probability under the reference.",
+            "critic/old_log_prob/mean": "Log probability while sampling.",
+        },
+    ),
+    *foreign(
+        "1",
         "middle",
-        "Entropy of the policy: high = it still explores, near 0 = it has collapsed.",
+        {
+            "critic/advantages/<statistic>": "How much better than expected an action is.",
+            "train/adv_<statistic>": "Advantage within its group.",
+            "reward_std": "Spread of rewards: near 0, nothing can be learned.",
+        },
     ),
-    ("critic/advantages/<statistic>", "1", "middle", "How much better than expected an action is."),
-    ("critic/score/<statistic>", "1", "up", "Raw reward of an episode."),
-    ("critic/rewards/<statistic>", "1", "up", "Normalised and clipped reward."),
-    ("critic/reward_clip_frac", "share", "down", "Share of clipped rewards."),
-    ("critic/returns/<statistic>", "1", "up", "Discounted sum of rewards."),
-    ("critic/values/<statistic>", "1", "none", "Estimated value of a state."),
-    ("val/score/<statistic>", "1", "up", "Score of a validation episode."),
-    (
-        "kl",
-        "nat/token",
-        "middle",
-        "Divergence from the reference policy: 0.01 to 5 is healthy, above 10 is not.",
-    ),
-    ("clip_ratio", "share", "middle", "Share of clipped tokens: 0.1 to 0.3 is normal."),
-    ("clip_ratio/low_<statistic>", "share", "middle", "Share of clipped tokens, lower end."),
-    ("clip_ratio/high_<statistic>", "share", "middle", "Share of clipped tokens, upper end."),
-    ("clip_ratio/region_<statistic>", "share", "middle", "Share of clipped tokens, either end."),
-    ("train/adv_<statistic>", "1", "middle", "Advantage within its group."),
-    ("train/adv_std", "1", "none", "Spread of advantages within their group."),
-    ("reward", "1", "up", "Reward of a generated answer, mean: its trend counts, not its sign."),
-    ("reward_std", "1", "middle", "Spread of rewards: near 0, nothing can be learned."),
-    (
-        "reward_mean",
+    *foreign(
         "1",
         "up",
-        "Accuracy minus penalties for latency and budget, mean of the epoch.",
+        {
+            "critic/score/<statistic>": "Raw reward of an episode.",
+            "critic/rewards/<statistic>": "Normalised and clipped reward.",
+            "critic/returns/<statistic>": "Discounted sum of rewards.",
+            "val/score/<statistic>": "Score of a validation episode.",
+            "reward": "Reward of a generated answer, mean: its trend counts, not its sign.",
+            "reward_mean": "Accuracy minus penalties for latency and budget, mean of the epoch.",
+            "rewards/<name>/mean": "Reward of one function, mean.",
+            "<split>/reward_total_<statistic>": "Total reward.",
+            "<split>/reward_correct_mean": "Weighted share of right answers.",
+            "<split>/reward_format_mean": "Weighted reward for the format.",
+            "<split>/tag_count_reward_mean": "Weighted reward for the tags.",
+        },
     ),
-    ("rewards/<name>/mean", "1", "up", "Reward of one function, mean."),
-    ("rewards/<name>/std", "1", "none", "Reward of one function, spread."),
-    ("frac_reward_zero_std", "share", "down", "Share of groups with equal rewards."),
-    ("<split>/reward_total_<statistic>", "1", "up", "Total reward."),
-    ("<split>/reward_total_std", "1", "none", "Spread of the total reward."),
-    ("<split>/reward_correct_mean", "1", "up", "Weighted share of right answers."),
-    ("<split>/reward_format_mean", "1", "up", "Weighted reward for the format."),
-    ("<split>/tag_count_reward_mean", "1", "up", "Weighted reward for the tags."),
-    ("accuracy", "share", "up", "Share of right answers."),
-    ("accuracy_mean", "share", "up", "Share of right answers, mean."),
-    ("accuracy_std", "share", "none", "Share of right answers, spread."),
-    ("latency_mean", "ms", "down", "Time of an answer, mean."),
-    ("latency_std", "ms", "none", "Time of an answer, spread."),
-    (
-        "budget_violation_rate",
+    *foreign(
         "share",
         "down",
-        "Share of answers slower than the budget: below 0.1 late in training.",
+        {
+            "critic/reward_clip_frac": "Share of clipped rewards.",
+            "frac_reward_zero_std": "Share of groups with equal rewards.",
+            "budget_violation_rate": (
+                "Share of answers slower than the budget: below 0.1 late in training."
+            ),
+            "completions/clipped_ratio": (
+                "Share of answers cut at the longest length: above 0.3 format and reward break."
+            ),
+            "memory/<infix>/end/onload/max_allocated_frac/<device>": (
+                "Peak of allocated memory in one operation / memory of the device."
+            ),
+            "memory/<infix>/end/onload/max_reserved_frac/<device>": (
+                "Peak of reserved memory in one operation / memory of the device."
+            ),
+        },
     ),
-    ("completions/<statistic>_length", "token", "middle", "Length of a generated answer."),
-    (
-        "completions/<statistic>_terminated_length",
+    *foreign(
+        "share",
+        "up",
+        {
+            "accuracy": "Share of right answers.",
+            "accuracy_mean": "Share of right answers, mean.",
+        },
+    ),
+    *foreign(
+        "share",
+        "none",
+        {
+            "accuracy_std": "Share of right answers, spread.",
+        },
+    ),
+    *foreign(
+        "ms",
+        "down",
+        {
+            "latency_mean": "Time of an answer, mean.",
+        },
+    ),
+    *foreign(
+        "ms",
+        "none",
+        {
+            "latency_std": "Time of an answer, spread.",
+        },
+    ),
+    *foreign(
         "token",
         "middle",
-        "Length of an answer that ended by itself.",
+        {
+            "completions/<statistic>_length": "Length of a generated answer.",
+            "completions/<statistic>_terminated_length": (
+                "Length of an answer that ended by itself."
+            ),
+            "tokens/response_length/<statistic>": "Response length.",
+        },
     ),
-    (
-        "completions/clipped_ratio",
-        "share",
-        "down",
-        "Share of answers cut at the longest length: above 0.3 format and reward break.",
+    *foreign(
+        "token",
+        "none",
+        {
+            "tokens/prompt_length/<statistic>": "Prompt length.",
+        },
     ),
-    ("tokens/response_length/<statistic>", "token", "middle", "Response length."),
-    ("tokens/prompt_length/<statistic>", "token", "none", "Prompt length."),
-    ("time/train/rollout_s", "s", "down", "Time of rollout in train."),
-    ("time/train/reward_s", "s", "down", "Time of reward in train."),
-    ("time/train/advantages_s", "s", "down", "Time of advantages in train."),
-    ("time/eval/rollout_s", "s", "down", "Time of rollout in eval."),
-    ("time/eval/reward_s", "s", "down", "Time of reward in eval."),
-    ("time/<infix>/total", "s", "down", "Wall time of one operation."),
-    ("time/<infix>/execute", "s", "down", "An operation's own work."),
-    ("time/rollout", "s", "down", "Generating answers."),
-    ("time/ref_log_probs_values_reward", "s", "down", "Reference log probabilities."),
-    ("time/old_log_probs_values", "s", "down", "Log probabilities while sampling."),
-    ("time/adv", "s", "down", "Computing advantages."),
-    ("weights/sync_s", "s", "down", "Bringing new weights to the generating engine."),
-    ("weights/version", "count", "none", "Number of weight updates of the engine."),
-    ("weights/bytes", "byte", "none", "Size of the weights sent to the engine."),
-    (
-        "memory/<infix>/end/onload/max_allocated_frac/<device>",
-        "share",
+    *foreign(
+        "s",
         "down",
-        "Peak of allocated memory in one operation / memory of the device.",
+        {
+            "time/train/<operation>_s": "Time of one operation of a training step.",
+            "time/eval/<operation>_s": "Time of one operation of a validation.",
+            "time/<infix>/total": "Wall time of one operation.",
+            "time/<infix>/execute": "An operation's own work.",
+            "time/rollout": "Generating answers.",
+            "time/ref_log_probs_values_reward": "Reference log probabilities.",
+            "time/old_log_probs_values": "Log probabilities while sampling.",
+            "time/adv": "Computing advantages.",
+            "weights/sync_s": "Bringing new weights to the generating engine.",
+        },
     ),
-    (
-        "memory/<infix>/end/onload/max_reserved_frac/<device>",
-        "share",
-        "down",
-        "Peak of reserved memory in one operation / memory of the device.",
+    *foreign(
+        "count",
+        "none",
+        {
+            "weights/version": "Number of weight updates of the engine.",
+        },
+    ),
+    *foreign(
+        "byte",
+        "none",
+        {
+            "weights/bytes": "Size of the weights sent to the engine.",
+        },
     ),
 )
 """Metrics of other trainers: the report explains them, and users log them through `Tracking`."""

@@ -14,10 +14,10 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "slowest": lambda values: values.index(max(values)),
     "skew": lambda values: max(values) / max(median(values), 1e-9),
 }
-"""Reductions of the values that ranks measure; such values travel in the step's packet.
+"""Reductions of the values that ranks measure. Such values travel in the step's packet.
 
-The others are "global" (of the whole batch or model, equal on every rank), "guard" (computed by the
-guard, equal on every rank) and "main" (as rank 0 has it).
+The other kinds of metrics are "global" (of the whole batch or model, equal on every rank), "guard"
+(computed by the guard, equal on every rank) and "main" (rank 0's value).
 """
 _REDUCER = re.compile("(.+)@(sum|mean|max|min|last|norm|std|p50|p95|p99)")
 """Other trainers append the reduction over ranks to a key, as in `loss@mean`."""
@@ -27,7 +27,7 @@ PLACEHOLDERS = {
     "<split>": "(train|val)",
     "<statistic>": "(mean|min|max)",
 }
-"""Part of a key that differs from run to run -> the text it matches; any text, if not listed."""
+"""Maps a part of a key that differs from run to run to the text that it matches; by default any."""
 _PARTS = re.compile("(<.*?>)")
 GROUPS = {
     "length": "completions/|tokens/|(train|val)/seq_|.*response_length",
@@ -39,7 +39,7 @@ GROUPS = {
     "optimisation": "train/|val/|optim/|guard/|actor/|critic/|moe/|clip_ratio|.*(kl|entropy)",
     "memory": "memory|train_memory",
 }
-"""Group of metrics -> beginnings of their keys; the first that fits counts."""
+"""Maps a group of metrics to the beginnings of their keys; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Metric:
     10 s) or event.
     """
     of: str = ""
-    """The metric whose values of all ranks it combines in another way; empty: its own."""
+    """The metric whose values it combines in another way; empty: its own."""
     console: str = ""
-    """Format of its part of a console line, of `{}` or `{duration}`."""
+    """Format of its part of a console line, with `{}` or `{duration}`."""
     csv: str = ""
-    """Column in the histories, and how an epoch's steps become one value: `seconds sum`."""
+    """Column in the histories, and the reduction over an epoch's steps, as in `seconds sum`."""
 
     @property
     def factor(self) -> float:
@@ -75,7 +75,7 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """The key of `GROUPS` that its name tells, else "other"."""
+        """The key of `GROUPS` whose beginnings fit, else "other"."""
         found = (group for group, names in GROUPS.items() if re.match(names, self.key))
         return next(found, "other")
 

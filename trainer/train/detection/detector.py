@@ -1,28 +1,337 @@
-"""Watch every step of a training and name what is abnormal; the guard decides what to do.
+"""The detector: judges every step of a training against its own recent past.
 
-Nothing here waits for a device or talks to other ranks: the numbers are already equal on all ranks.
+It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, batches with
+heavy tails, and steps at which a rule of the user holds. It never waits for a device or for another
+rank: the values that it sees are equal on all ranks. The guard decides what to do.
 """
 
-from collections.abc import Iterable, Mapping
-from math import isfinite
-from typing import ClassVar
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf, isfinite, nan
+from statistics import median
+from typing import Any, ClassVar
 
 from trainer.config import GuardRule
 from trainer.runtime.progress import Remembered
-from trainer.train.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Anomaly, Level
-from trainer.train.detection.rules import RuleWatch
-from trainer.train.detection.steps import SpikeWatch, StepLimits
-from trainer.train.detection.watches import Divergence, NoLearning, SpikeLedger
+from trainer.train.detection.window import RobustWindow
+
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+VALID_TOKENS = "train/total_valid_token_count"
 
 MAX_FIRST_LOSS = 5.0
-"""In nats per token: a pretrained model starts below it on data that it can read."""
-EMPTY = (
-    "this step's batch has no label token: nothing is learned from it; check truncation and labels"
-)
+"""Nats per token. A pretrained model starts below it on data that it can read."""
+MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
+"""The smallest scales that count, in nats of the logarithm."""
+LOSS_Z, LOSS_WARN_RATIO, LOSS_SEVERE_RATIO = 8.0, 1.5, 2.0
+"""A loss stands out if its score, its ratio to the usual level and its rise are all large."""
+MIN_LOSS_RISE = 0.1
+"""Nats. A memorised batch may double its tiny loss."""
+GRAD_WARN_Z, GRAD_WARN_RATIO = 6.0, 5.0
+GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
+NUM_WARNS, NUM_WARN_STEPS = 3, 5
+"""The third loss warning within five steps is severe."""
+NUM_GRAD_STEPS = 3
+"""A high gradient makes a high loss of its own step and of the two after it severe."""
+
+NUM_RECENT, NUM_BEST = 32, 64
+"""The median of the last 32 steps is compared with the lowest median of 64 steps in a row."""
+MIN_RATIO = 1.25
+"""The rise over the best level that counts as diverging; at least `MIN_LOSS_RISE`."""
+NUM_IN_A_ROW = 32
+"""Steps for which the rise must last; as many without it end the episode."""
+MIN_GRAD_NORM = 1e-6
+"""A smaller gradient moves nothing."""
+NUM_DEAD_STEPS = 10
+RATE_STEPS, MAX_SINGLES = 1000, 10
+"""More single spikes than 10 in 1000 steps are a property of the data, until half as many."""
+REST_STEPS = 50
+"""Steps between two warnings, and after a rule has acted."""
+
+
+class Level(StrEnum):
+    """The kind of trouble."""
+
+    ADVISORY = "advisory"
+    """Single steps stand out so often that this is a property of the data."""
+    WARN = "warn"
+    """One step stands out."""
+    RULE = "rule"
+    """A rule of the user holds."""
+    SEVERE = "severe"
+    """The update of this step would do harm."""
+    DIVERGING = "diverging"
+    """The loss has been rising for a while."""
+    DEAD = "dead"
+    """The model learns nothing."""
+    NONFINITE = "nonfinite"
+    """Loss or gradient is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """One abnormal thing at one step."""
+
+    step: int
+    level: Level
+    message: str
+    """One sentence for a human."""
+    onset: int
+    """The step at which the trouble began."""
+    action: str = ""
+    """The answer that a rule of the user asks for."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The limits beyond which the coming step is severe, so that the device decides alone; infinity
+    means no limit. They apply to finite values of a step with label tokens.
+    """
+
+    loss_with_grad: float = inf
+    grad_with_loss: float = inf
+    loss_alone: float = inf
+    grad_alone: float = inf
+
+    def is_loss_beyond(self, loss: Any, grad_norm: Any) -> Any:
+        """Return whether the loss makes the step severe, for two floats or two scalar tensors."""
+        are_both = (loss > self.loss_with_grad) & (grad_norm > self.grad_with_loss)
+        return are_both | (loss > self.loss_alone)
+
+    def are_exceeded(self, loss: Any, grad_norm: Any) -> Any:
+        """Return whether the step is severe, for two floats or two scalar tensors."""
+        return self.is_loss_beyond(loss, grad_norm) | (grad_norm > self.grad_alone)
+
+    def lowered_by(self, rules: Iterable[GuardRule]) -> "StepLimits":
+        """Return these limits, or those of rules that skip updates if they are lower."""
+        limits = self
+        for rule in rules:
+            if rule.action == "skip" and rule.above is not None:
+                name = "loss_alone" if rule.metric == LOSS else "grad_alone"
+                limits = replace(limits, **{name: min(getattr(limits, name), rule.above)})
+        return limits
+
+
+class _Spikes(Remembered):
+    """Single steps whose loss or gradient norm stands out from the steps before them."""
+
+    KEPT: ClassVar = ("_loss", "_grad_norm", "_earlier")
+
+    def __init__(self) -> None:
+        self._loss = RobustWindow(MIN_LOSS_SPREAD)
+        self._grad_norm = RobustWindow(MIN_GRAD_SPREAD)
+        self._earlier = deque[tuple[int, bool, bool]](maxlen=NUM_WARN_STEPS - 1)
+        """The steps before: number, whether the loss was worth a warning, gradient high."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether enough steps are known to judge a loss."""
+        return self._loss.usual.is_known
+
+    def limits(self) -> StepLimits:
+        grad = self._grad_norm.usual
+        loss_severe = self._high_loss(LOSS_SEVERE_RATIO)
+        earlier = list(self._earlier)
+        loss_alone = inf
+        if any(is_grad_high for _, _, is_grad_high in earlier[1 - NUM_GRAD_STEPS :]):
+            loss_alone = loss_severe
+        if sum(is_loss_high for _, is_loss_high, _ in earlier) >= NUM_WARNS - 1:
+            loss_alone = self._high_loss(LOSS_WARN_RATIO)
+        return StepLimits(
+            loss_with_grad=loss_severe,
+            grad_with_loss=grad.at(GRAD_WARN_Z),
+            loss_alone=loss_alone,
+            grad_alone=max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level),
+        )
+
+    def scores(self, loss: float, grad_norm: float) -> dict[str, float]:
+        """Return the distances from the usual levels in scales."""
+        return {
+            "guard/loss_z": self._loss.usual.z(loss),
+            "guard/grad_z": self._grad_norm.usual.z(grad_norm),
+        }
+
+    def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
+        """Judge a step with finite values, and count it as part of what is usual."""
+        limits, usual_grad = self.limits(), self._grad_norm.usual
+        is_loss_high = loss > self._high_loss(LOSS_WARN_RATIO)
+        is_grad_high = grad_norm > limits.grad_with_loss
+        is_grad_spike = is_grad_high and grad_norm > GRAD_WARN_RATIO * usual_grad.level
+        is_severe = limits.are_exceeded(loss, grad_norm)
+        found = None
+        if is_severe or is_loss_high or is_grad_spike:
+            is_by_loss = limits.is_loss_beyond(loss, grad_norm) if is_severe else is_loss_high
+            signal, value, usual = (
+                (LOSS, loss, self._loss.usual) if is_by_loss else (GRAD_NORM, grad_norm, usual_grad)
+            )
+            message = f"{signal} is {value:.4g}, usually {usual.level:.4g} (z {usual.z(value):.1f})"
+            first = next((number for number, *flags in self._earlier if any(flags)), step)
+            level, onset = (Level.SEVERE, first) if is_severe else (Level.WARN, step)
+            found = Anomaly(step, level, message, onset)
+        self._earlier.append((step, is_loss_high, is_grad_high))
+        self._loss.push(loss)
+        if grad_norm > 0:  # a gradient of exactly zero does not tell the usual size
+            self._grad_norm.push(grad_norm)
+        return found
+
+    def pass_over(self, step: int) -> None:
+        """Count a step that cannot be judged as one of the last few."""
+        self._earlier.append((step, False, False))
+
+    def _high_loss(self, ratio: float) -> float:
+        usual = self._loss.usual
+        return max(usual.at(LOSS_Z), usual.level + MIN_LOSS_RISE, ratio * usual.level)
+
+
+class _Divergence(Remembered):
+    """A loss that stays above the best level it ever held. Each episode is reported once."""
+
+    KEPT: ClassVar = ("_values", "_best", "_is_diverging", "_num_in_a_row", "_first_step")
+
+    def __init__(self) -> None:
+        self._values = deque[float](maxlen=NUM_BEST)
+        self._best = 0.0
+        self._is_diverging = False
+        self._num_in_a_row = 0
+        """Steps above the bound outside an episode, steps below it inside one."""
+        self._first_step = 0
+
+    def observe(self, step: int, loss: float) -> Anomaly | None:
+        """Judge the finite loss of a step."""
+        is_first = len(self._values) < NUM_BEST
+        self._values.append(loss)
+        if len(self._values) < NUM_BEST:
+            return None
+        losses = list(self._values)
+        level, recent = median(losses), median(losses[-NUM_RECENT:])
+        self._best = level if is_first else min(self._best, level)
+        is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_LOSS_RISE)
+        if is_above == self._is_diverging:
+            self._num_in_a_row = 0
+            return None
+        if self._num_in_a_row == 0:
+            self._first_step = step
+        self._num_in_a_row += 1
+        if self._num_in_a_row < NUM_IN_A_ROW:
+            return None
+        self._num_in_a_row, self._is_diverging = 0, is_above
+        if not is_above:
+            return None
+        # a median crosses the bound when half of its steps are above it
+        onset = max(0, self._first_step - NUM_RECENT // 2)
+        message = (
+            f"{LOSS} has risen from {self._best:.4g} at best to {recent:.4g}, since about step "
+            f"{onset}"
+        )
+        return Anomaly(step, Level.DIVERGING, message, onset)
+
+
+class _NoLearning(Remembered):
+    """`NUM_DEAD_STEPS` steps in a row that teach nothing. It is reported once until a step that
+    does.
+    """
+
+    KEPT: ClassVar = ("_num_dead_steps",)
+
+    def __init__(self) -> None:
+        self._num_dead_steps = 0
+
+    def observe(self, step: int, values: Mapping[str, float]) -> Anomaly | None:
+        if values[VALID_TOKENS] == 0:
+            cause = "no label token in any batch: check data and template"
+        elif values[LOSS] == 0:
+            cause = "the loss is exactly 0: check labels and mask"
+        elif abs(values[GRAD_NORM]) < MIN_GRAD_NORM:
+            cause = "the gradient vanished: check labels and weights"
+        else:
+            self._num_dead_steps = 0
+            return None
+        self._num_dead_steps += 1
+        if self._num_dead_steps != NUM_DEAD_STEPS:
+            return None
+        message = f"nothing learned for {NUM_DEAD_STEPS} steps: {cause}"
+        return Anomaly(step, Level.DEAD, message, max(0, step - NUM_DEAD_STEPS + 1))
+
+
+class _HeavyTails(Remembered):
+    """Counts steps that stood out, to ration warnings and to report once that they are common.
+
+    It numbers steps itself: a step that is trained again counts again.
+    """
+
+    KEPT: ClassVar = ("_num_steps", "_spikes", "_last_warning", "_is_heavy")
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._spikes = deque[int]()
+        """Steps that stood out, of the last `RATE_STEPS`."""
+        self._last_warning = -REST_STEPS
+        self._is_heavy = False
+
+    def count(self, step: int, *, is_spike: bool) -> Anomaly | None:
+        self._num_steps += 1
+        if is_spike:
+            self._spikes.append(self._num_steps)
+        while self._spikes and self._spikes[0] <= self._num_steps - RATE_STEPS:
+            self._spikes.popleft()
+        # a single spike stood out while both of its neighbours did not
+        num_singles = sum(
+            spike < self._num_steps and not {spike - 1, spike + 1} & set(self._spikes)
+            for spike in self._spikes
+        )
+        was_heavy = self._is_heavy
+        self._is_heavy = num_singles > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
+        if was_heavy or not self._is_heavy:
+            return None
+        message = (
+            f"heavy-tailed batches ({num_singles} single steps stood out lately): look at the "
+            f"samples of one, by a rule"
+        )
+        return Anomaly(step, Level.ADVISORY, message, onset=step)
+
+    def may_warn(self) -> bool:
+        """Return whether the last step may cause a warning; if so, the warning counts as given."""
+        if self._is_heavy or self._num_steps - self._last_warning < REST_STEPS:
+            return False
+        self._last_warning = self._num_steps
+        return True
+
+
+class _Rules(Remembered):
+    """Counts the consecutive steps for which each rule holds.
+
+    A rule that a checkpoint does not know starts from zero. The device carries out rules that skip
+    updates.
+    """
+
+    KEPT: ClassVar = ("_num_in_a_row", "_resting")
+
+    def __init__(self, rules: Iterable[GuardRule]) -> None:
+        self._rules = {rule.text: rule for rule in rules if rule.action != "skip"}
+        self._num_in_a_row = dict.fromkeys(self._rules, 0)
+        self._resting = dict.fromkeys(self._rules, 0)
+
+    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
+        """Yield the rules that act after `step`. A rule does not hold at a step without its
+        metric.
+        """
+        for text, rule in self._rules.items():
+            value = values.get(rule.metric, nan)
+            count = self._num_in_a_row[text] + 1 if rule.holds(value) else 0
+            self._num_in_a_row[text] = count
+            if self._resting[text] > 0:
+                self._resting[text] -= 1
+            elif count >= rule.num_steps:
+                self._resting[text] = REST_STEPS
+                message = f"rule '{text}': {rule.metric} is {value:.4g}"
+                onset = max(0, step - count + 1)
+                yield Anomaly(step, Level.RULE, message, onset, rule.action)
 
 
 class Detector(Remembered):
-    """Judge steps: `limits()` before a step and `observe()` after it agree on what is severe."""
+    """Judges steps: `limits()` before a step and `observe()` after it agree on what is severe."""
 
     KEPT: ClassVar = ("_steps", "_divergence", "_ledger", "_dead", "_rules")
 
@@ -30,42 +339,52 @@ class Detector(Remembered):
         self, rules: Iterable[GuardRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS
     ) -> None:
         self._max_first_loss = max_first_loss
-        self._steps, self._divergence, self._ledger = SpikeWatch(), Divergence(), SpikeLedger()
-        self._dead, self._rules = NoLearning(), RuleWatch(rules)
+        self._steps, self._divergence, self._ledger = _Spikes(), _Divergence(), _HeavyTails()
+        self._dead, self._rules = _NoLearning(), _Rules(rules)
         self.scores: Mapping[str, float] = {}
-        """Metrics of the step observed last, all finite."""
+        """Metrics of the last observed step, all finite."""
 
     def limits(self) -> StepLimits:
         """Return the limits of the coming step."""
         return self._steps.limits()
 
     def observe(self, step: int, values: Mapping[str, float]) -> list[Anomaly]:
-        """Judge a finished step. `values` has its loss, gradient norm and number of label tokens,
+        """Judge a finished step. `values` holds its loss, gradient norm and number of label tokens,
         and the metrics that rules name.
         """
-        loss, grad_norm = values[LOSS], values[GRAD_NORM]
         found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
-        bad = next((key for key in (LOSS, GRAD_NORM) if not isfinite(values[key])), None)
-        own = spike = None
-        if bad:
-            own = Anomaly(step, Level.NONFINITE, bad, f"{bad} is {values[bad]}", onset=step)
-        elif values[VALID_TOKENS] == 0:
-            own = Anomaly(step, Level.WARN, VALID_TOKENS, EMPTY, onset=step)
-        if own:
+        loss, grad_norm = values[LOSS], values[GRAD_NORM]
+        spike = None
+        own = self._unjudgeable(step, values)
+        if own is not None:
             self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
             self._steps.pass_over(step)
         else:
             self.scores = self._steps.scores(loss, grad_norm)
-            if not self._steps.is_ready and loss > self._max_first_loss:
-                message = (
-                    f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, "
-                    f"chat template and model"
-                )
-                own = Anomaly(step, Level.WARN, LOSS, message, onset=step)
+            own = self._high_start(step, loss)
             spike = self._steps.observe(step, loss, grad_norm)
-            own = spike or own
             found.append(self._divergence.observe(step, loss))
         found.append(self._ledger.count(step, is_spike=spike is not None))
-        if own and (own.level != Level.WARN or self._ledger.may_warn()):
+        own = spike or own
+        if own is not None and (own.level != Level.WARN or self._ledger.may_warn()):
             found.append(own)
-        return [anomaly for anomaly in found if anomaly]
+        return [anomaly for anomaly in found if anomaly is not None]
+
+    def _unjudgeable(self, step: int, values: Mapping[str, float]) -> Anomaly | None:
+        """Return the reason why loss and gradient cannot be compared with the steps before."""
+        for key in (LOSS, GRAD_NORM):
+            if not isfinite(values[key]):
+                return Anomaly(step, Level.NONFINITE, f"{key} is {values[key]}", onset=step)
+        if values[VALID_TOKENS] == 0:
+            message = "this batch has no label token to learn from: check truncation and labels"
+            return Anomaly(step, Level.WARN, message, onset=step)
+        return None
+
+    def _high_start(self, step: int, loss: float) -> Anomaly | None:
+        if self._steps.is_ready or loss <= self._max_first_loss:
+            return None
+        message = (
+            f"{LOSS} starts at {loss:.4g}, above {self._max_first_loss:g}: check data, chat "
+            f"template and model"
+        )
+        return Anomaly(step, Level.WARN, message, onset=step)

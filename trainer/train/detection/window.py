@@ -1,4 +1,4 @@
-"""Measure the usual level of a signal and its usual spread in a window that outliers cannot spoil."""
+"""Robust location and scale: of a trailing window, which outliers cannot spoil, and of a curve."""
 
 import math
 from bisect import bisect_left, insort
@@ -11,32 +11,35 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation -> standard deviation, of a normal distribution."""
+"""Converts the median absolute deviation of a normal distribution to its standard deviation."""
 SIGMAS_TO_Q95 = 1.645
+"""The 95th percentile of a normal distribution, in standard deviations."""
 MIN_CURVE_POINTS = 5
-"""Fewer points say nothing about the noise of their curve."""
+"""Fewer points do not show the noise of their curve."""
+SIZE, MIN_POINTS = 128, 32
+"""Values in a full window, and in one that is large enough to be measured."""
 NUM_NEWEST, START_Z = 32, 3.0
-"""Values this many spreads above the newest 32 may be the start of a run."""
+"""Values this many scales above the newest 32 may belong to the start of a run."""
 WINSOR_Z = 6.0
-"""Values further out are cut to this: outliers do not hide later ones, yet a lasting shift is
-learned.
+"""Values further out are cut to this score. An outlier then does not hide later ones, and the
+window still learns a lasting shift.
 """
 MIN_POSITIVE = 1e-12
 """Smaller values count as this one, so that their logarithm exists."""
 MAX_EXPONENT = 700.0
-"""`exp` overflows a little beyond."""
+"""`exp` overflows a little beyond it."""
 
 
 def spread(deviations: ArrayLike, axis: int = -1) -> Any:
-    """Return the standard deviation of `deviations` from a middle, by the median of their sizes; an
-    array over the other axes.
+    """Return the standard deviation of `deviations` from a middle, estimated by the median of their
+    sizes; an array over the other axes.
     """
     return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:
-    """Return the standard deviation of a short curve's noise, from its second differences, which a
-    smooth curve hardly has.
+    """Return the standard deviation of a short curve's noise, estimated from its second
+    differences: those of a smooth curve are close to zero.
     """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
     return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
@@ -48,10 +51,13 @@ def _log(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """Centre and spread of a window, both in nats of the signal's logarithm."""
+    """Centre and scale of a window, both in nats of the signal's logarithm.
 
-    centre: float
-    scale: float
+    By default both are unknown: no value is above the usual.
+    """
+
+    centre: float = math.inf
+    scale: float = 1.0
 
     @property
     def is_known(self) -> bool:
@@ -68,41 +74,38 @@ class Usual:
         return math.exp(exponent) if self.is_known else math.inf
 
     def z(self, value: float) -> float:
-        """Return how many spreads a finite value lies above the centre; 0 where none is known."""
+        """Return how many scales a finite value lies above the centre; 0 if that is unknown."""
         return (_log(value) - self.centre) / self.scale if self.is_known else 0.0
 
 
-UNKNOWN = Usual(math.inf, 1.0)
-"""No value is above it."""
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values, by linear interpolation."""
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the quantile of sorted values, by linear interpolation. (numpy takes ten times as
+    long for so few.)
+    """
     place = share * (len(ordered) - 1)
     lower = int(place)
     upper = min(lower + 1, len(ordered) - 1)
     return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
 
 
-def measured(ordered: Sequence[float], least_scale: float) -> Usual:
-    """Return centre and spread of sorted logarithms."""
-    centre = quantile(ordered, 0.5)
+def _measured(ordered: Sequence[float], least_scale: float) -> Usual:
+    """Return centre and scale of sorted logarithms."""
+    centre = _quantile(ordered, 0.5)
     deviations = sorted([abs(value - centre) for value in ordered])
     # a mixture of easy and hard batches has a small median deviation and a long tail
-    tail = (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
-    return Usual(centre, max(MAD_TO_SIGMA * quantile(deviations, 0.5), tail, least_scale))
+    tail = (_quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95
+    return Usual(centre, max(MAD_TO_SIGMA * _quantile(deviations, 0.5), tail, least_scale))
 
 
 class RobustWindow:
-    """The last `size` finite values of a positive signal, winsorised, and what is `usual` for their
-    logarithms from `min_points` on.
+    """The last `SIZE` finite values of a positive signal, and what is `usual` for their logarithms.
 
-    The spread is at least `least_scale`: after a quiet stretch small deviations do not stand out.
+    The scale is at least `least_scale`: small deviations after a quiet stretch do not stand out.
     """
 
-    def __init__(self, least_scale: float, *, size: int = 128, min_points: int = 32) -> None:
-        self._least_scale, self._min_points, self._size = least_scale, min_points, size
-        self.usual = UNKNOWN
+    def __init__(self, least_scale: float) -> None:
+        self._least_scale = least_scale
+        self.usual = Usual()
         self.load_state_dict(())
 
     def push(self, value: float) -> None:
@@ -110,7 +113,7 @@ class RobustWindow:
         self.usual = self._measure()
 
     def state_dict(self) -> list[float]:
-        """Return the values: the rest follows from them."""
+        """Return the values; everything else follows from them."""
         return list(self._values)
 
     def load_state_dict(self, values: Sequence[float]) -> None:
@@ -121,7 +124,7 @@ class RobustWindow:
         self.usual = self._measure()
 
     def _append(self, value: float) -> None:
-        if len(self._values) == self._size:
+        if len(self._values) == SIZE:
             self._values.popleft()
             del self._ordered[bisect_left(self._ordered, self._logs.popleft())]
         self._values.append(value)
@@ -129,21 +132,21 @@ class RobustWindow:
         insort(self._ordered, self._logs[-1])
 
     def _measure(self) -> Usual:
-        """Measure the window, without the start of a run: its oldest part, where that lies high
+        """Measure the window without the start of a run: without its oldest part, if that lies far
         above the newest.
 
-        Were the first steps counted, everything later would look usual. High batches that come now
-        and then are no such part: they count.
+        If the first steps counted, everything later would look usual. High batches that come now
+        and then are not such a part, and count.
         """
-        if len(self._values) < self._min_points:
-            return UNKNOWN
+        if len(self._values) < MIN_POINTS:
+            return Usual()
         logs = list(self._logs)
-        usual = measured(self._ordered, self._least_scale)
-        newest = measured(sorted(logs[-NUM_NEWEST:]), self._least_scale)
+        usual = _measured(self._ordered, self._least_scale)
+        newest = _measured(sorted(logs[-NUM_NEWEST:]), self._least_scale)
         if usual.centre + usual.scale < newest.centre + 2 * newest.scale:
             return usual
         bar = newest.centre + START_Z * newest.scale
         high = [index for index, value in enumerate(logs) if value > bar]
         start = high[-1] + 1 if high else 0
-        is_start = len(high) > start / 2 and len(logs) - start >= self._min_points
-        return measured(sorted(logs[start:]), self._least_scale) if is_start else usual
+        is_start = len(high) > start / 2 and len(logs) - start >= MIN_POINTS
+        return _measured(sorted(logs[start:]), self._least_scale) if is_start else usual

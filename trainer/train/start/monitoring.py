@@ -78,8 +78,7 @@ def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | Non
         data_facts=facts,
     )
     if tracking is not None:
-        past_s = tracking.past.duration_s
-        plan = replace(plan, past_s=past_s, tracker_health=tracking.health)
+        plan = replace(plan, past_s=tracking.past.duration_s)
     trace = TraceFile(setup.run_dir, rank=world.rank) if trainer.trace else None
     return Meter(world, plan=plan, cost=flops.step_flops(model), trace=trace)
 

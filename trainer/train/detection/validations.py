@@ -1,0 +1,96 @@
+"""Judge the validations of a run: overfitting and early stopping."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import ClassVar
+
+from trainer.runtime.progress import Remembered
+from trainer.train.detection.window import curve_noise
+
+OVERFITTING: Mapping[str, float] = {
+    "overfit_note": 0.02,  # rise over the best validation loss, as a share of it
+    "overfit_note_sigma": 4,  # and in standard deviations of the curve; the larger counts
+    "overfit_sure": 0.10,
+    "overfit_sure_sigma": 8,
+    "overfit_train_fall": 0.01,  # training loss must have fallen this much since the best
+}
+MIN_DELTA = 0.002
+"""Nats by which a validation must improve, to put early stopping off."""
+
+
+def judge_validations(
+    val_losses: Sequence[float],
+    train_losses: Sequence[float],
+    limits: Mapping[str, float] = OVERFITTING,
+) -> list[str]:
+    """Return a verdict for each validation: "ok", "note" if it is clearly above the best so far,
+    "overfit" if it is the second such in a row or far above, while training still improves.
+
+    `train_losses` holds the level of the training loss around each validation. If that is above
+    its level at the best validation by the next one, the run has become unstable and does not
+    overfit.
+    """
+    sigma = curve_noise(val_losses)
+    verdicts: list[str] = []
+    best = 0
+    for index, loss in enumerate(val_losses):
+        if loss < val_losses[best]:
+            best = index
+        level, rise = abs(val_losses[best]), loss - val_losses[best]
+        is_noted, is_sure = (
+            rise > max(limits[f"overfit_{name}"] * level, limits[f"overfit_{name}_sigma"] * sigma)
+            for name in ("note", "sure")
+        )
+        fallen = train_losses[best] - limits["overfit_train_fall"] * abs(train_losses[best])
+        is_improving = all(trained < fallen for trained in train_losses[index : index + 2])
+        is_lasting = bool(verdicts) and verdicts[-1] != "ok"
+        if not is_noted:
+            verdicts.append("ok")
+        elif is_improving and (is_lasting or is_sure):
+            verdicts.append("overfit")
+        else:
+            verdicts.append("note")
+    return verdicts
+
+
+class ValidationWatch(Remembered):
+    """Remember the validations of a run: the best one, overfitting, early stopping.
+
+    `patience` validations in a row without a better loss end a run; None turns early stopping off.
+    """
+
+    KEPT: ClassVar = ("_val_losses", "_train_losses", "_best_step")
+
+    def __init__(self, *, patience: int | None = None) -> None:
+        self._patience = patience
+        self._val_losses: list[float] = []
+        self._train_losses: list[float] = []
+        self._best_step = -1
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the lowest validation loss."""
+        return None if self._best_step < 0 else self._best_step
+
+    @property
+    def best_loss(self) -> float:
+        return min(self._val_losses, default=inf)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Return whether the last `patience` validations brought no better loss."""
+        best, num_unimproved = inf, 0
+        for loss in self._val_losses:
+            is_better = loss < best - MIN_DELTA
+            best, num_unimproved = (loss, 0) if is_better else (best, num_unimproved + 1)
+        return self._patience is not None and num_unimproved >= self._patience
+
+    def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
+        """Return whether the model overfits. Both losses are finite; `train_loss` is a level around
+        the step.
+        """
+        if val_loss < self.best_loss:
+            self._best_step = step
+        self._val_losses.append(val_loss)
+        self._train_losses.append(train_loss)
+        return judge_validations(self._val_losses, self._train_losses)[-1] == "overfit"
