@@ -130,6 +130,16 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
     }
 
 
+def test_each_matrix_of_muon_is_computed_by_one_rank(steps):
+    """14 matrices on 8 ranks take two rounds; a matrix takes five iterations of three products."""
+    plain, muon = steps("qwen3"), steps("muon")
+    num_products = muon["operations"]["aten.mm.default"] - plain["operations"]["aten.mm.default"]
+    assert num_products == 2 * 5 * 3
+    exchanges = collectives(muon, "alltoall_base", ranks=8, dtype="float32")
+    assert len(exchanges) == 2 * 2, "the shards of a round go to their owners, and come back"
+    assert len(muon["collectives"]) == len(plain["collectives"]) + len(exchanges)
+
+
 def test_inputs_of_layers_go_and_come_beside_the_step(steps):
     """Three layers and two micro-batches: the last layer's input is still there when the
     backward pass begins.

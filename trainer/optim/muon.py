@@ -8,11 +8,15 @@ Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts
 parameter.
 """
 
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimConfig
 from trainer.optim import rounding
@@ -53,53 +57,109 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update. Collective: every matrix is gathered once."""
+        """Update. Collective: every matrix is sent to its owner, and its update comes back."""
         everything, self.param_groups = self.param_groups, self._of_adamw
         super().step()
         self.param_groups = everything
-        for group in self._of_matrices:
-            for parameter in group["params"]:
-                self._step_matrix(parameter, self._matrices[parameter], group)
+        group_of = {p: group for group in self._of_matrices for p in group["params"]}
+        gradients = {p: self._with_momentum(p, group) for p, group in group_of.items()}
+        for parameter, update in orthogonal_updates(gradients):
+            self._apply(parameter, update, group_of[parameter])
 
-    def _step_matrix(self, parameter: nn.Parameter, name: str, group: dict[str, Any]) -> None:
+    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """Update the momentum, and return the gradient with Nesterov's look-ahead, in place."""
         assert parameter.grad is not None
-        gradient, first = parameter.grad, rounding.first_element(parameter)
-        targets = [
-            local(tensor).detach()
-            for tensor in (parameter, self.state[parameter]["momentum_buffer"])
-        ]
-        # no copies if they are float32
-        weight, momentum = (target.float() for target in targets)
-        local(gradient).div_(self.grad_scale)
-        is_skipped = self.found_inf > 0
+        gradient = local(parameter.grad)
+        state = local(self.state[parameter]["momentum_buffer"])
+        momentum = state.float()  # no copy if it is float32
+        gradient.div_(self.grad_scale)
         # values that are not finite must not enter the momentum, not even times zero
-        local(gradient).copy_(torch.where(is_skipped, momentum, local(gradient)))
-        momentum.lerp_(local(gradient), 1 - group["momentum"])
-        local(gradient).lerp_(momentum, group["momentum"])
-        update = orthogonal_update(gradient)
+        gradient.copy_(torch.where(self.found_inf > 0, momentum, gradient))
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        gradient.lerp_(momentum, group["momentum"])
+        self._store(parameter, state, momentum, "m")
+        return parameter.grad
+
+    def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
+        """Change this rank's shard of the parameter by `update`, its shard of the update."""
+        target = local(parameter).detach()
+        weight = target.float()
         update.add_(weight, alpha=group["weight_decay"])
-        update.masked_fill_(is_skipped, 0.0)
+        update.masked_fill_(self.found_inf > 0, 0.0)
         weight.sub_(update, alpha=group["lr"])
-        for which, target, value in zip("wm", targets, (weight, momentum), strict=True):
-            key = seeding.key(self.rounding_key, name, which)
-            rounding.store(target.view(-1), value.view(-1), key, first)
+        self._store(parameter, target, weight, "w")
+
+    def _store(self, parameter: nn.Parameter, target: Tensor, value: Tensor, which: str) -> None:
+        key = seeding.key(self.rounding_key, self._matrices[parameter], which)
+        first = rounding.first_element(parameter)
+        rounding.store(target.view(-1), value.view(-1), key, first)
 
 
-def orthogonal_update(momentum: Tensor) -> Tensor:
-    """Return this rank's shard of the orthogonal matrix nearest to the whole one, with the size of
-    AdamW's usual updates.
+def orthogonal_updates(
+    matrices: Mapping[nn.Parameter, Tensor],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield this rank's shard of the update of every matrix: the orthogonal matrix nearest to it,
+    with the size of AdamW's usual updates. Collective.
 
-    The whole matrix is gathered and every rank does the same work, so the result does not depend on
-    the number of ranks.
+    Each matrix has one owner among the ranks that share it. The others send their shards to the
+    owner, which does the work and sends the shards of the result back. Ranks work on different
+    matrices at the same time, and the result does not depend on their number.
     """
-    whole = momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
-    update = orthogonalized(whole).mul_(UPDATE_RMS * max(whole.shape[-2:]) ** 0.5)
-    if not isinstance(momentum, DTensor):
-        return update
-    # every rank has the whole matrix, so nothing is sent
-    return local(
-        distribute_tensor(update, momentum.device_mesh, momentum.placements, src_data_rank=None)
-    )
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter, matrix in matrices.items():
+        if isinstance(matrix, DTensor):
+            by_mesh.setdefault(matrix.device_mesh, []).append(parameter)
+        else:
+            yield parameter, _update_of(matrix)
+    for mesh, parameters in by_mesh.items():
+        group = mesh.get_group(mesh.ndim - 1)
+        for owned in _rounds(parameters, group.size()):
+            shards = [local(matrices[parameter]) for parameter in owned]
+            yield from zip(owned, _updates_by_owners(shards, owned, group), strict=True)
+
+
+def _rounds(parameters: list[nn.Parameter], num_ranks: int) -> Iterator[list[nn.Parameter]]:
+    """Deal matrices to ranks, the costliest first; yield up to one matrix for each rank, in rank
+    order.
+    """
+    costs = {p: p.numel() * min(p.shape[-2:]) for p in parameters}
+    ordered = sorted(parameters, key=lambda p: -costs[p])
+    for start in range(0, len(ordered), num_ranks):
+        yield ordered[start : start + num_ranks]
+
+
+def _updates_by_owners(
+    shards: list[Tensor], parameters: list[nn.Parameter], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Return this rank's shards of the updates; rank i of the group owns matrix i."""
+    rank, num_ranks = group.rank(), group.size()
+    num_sent = [shard.numel() for shard in shards] + [0] * (num_ranks - len(shards))
+    sent = torch.cat([shard.reshape(-1) for shard in shards])
+    owned = parameters[rank] if rank < len(parameters) else None
+    num_received = [0] * num_ranks
+    if owned is not None:
+        num_received = _shard_sizes(owned.shape, num_ranks)
+    whole = sent.new_empty(sum(num_received))
+    dist.all_to_all_single(whole, sent, num_received, num_sent, group=group)
+    if owned is not None:
+        whole = _update_of(whole.view(owned.shape)).view(-1)
+    back = torch.empty_like(sent)
+    dist.all_to_all_single(back, whole, num_sent, num_received, group=group)
+    parts = back.split(num_sent[: len(shards)])
+    return [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
+
+
+def _shard_sizes(shape: torch.Size, num_ranks: int) -> list[int]:
+    """Return the elements of each rank's shard. FSDP2 shards by rows, rounded up."""
+    num_rows, row_numel = shape[0], shape[1:].numel()
+    most_rows = -(-num_rows // num_ranks)
+    starts = [min(num_rows, rank * most_rows) for rank in range(num_ranks + 1)]
+    return [(end - start) * row_numel for start, end in pairwise(starts)]
+
+
+def _update_of(matrix_EAB: Tensor) -> Tensor:
+    """Return the update of a whole matrix."""
+    return orthogonalized(matrix_EAB).mul_(UPDATE_RMS * max(matrix_EAB.shape[-2:]) ** 0.5)
 
 
 def orthogonalized(matrix_EAB: Tensor) -> Tensor:
