@@ -164,7 +164,8 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
                 for batch in file.iter_batches(num_rows, row_groups=[index], columns=read):
                     yield RowBlock(path, batch, number + 1, unread)
                     number += len(batch)
-    except (pa.ArrowException, OSError) as error:
+    # pyarrow decodes the names of columns itself
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"'{path}' is not a readable parquet file (after row {number}): {error}"
         ) from error
