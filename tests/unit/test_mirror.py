@@ -26,7 +26,7 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import Storage, require_usable
 from trainer.cli import checkpoint, mirror
-from trainer.config import ConfigError
+from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.checks import Launch
