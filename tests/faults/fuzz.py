@@ -158,9 +158,8 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
     def run_file(path: Path) -> None:
         file = RunFile(path)
         file.require("project", "experiment")
-        file.get("wandb")
-        file.last_sent("wandb")
-        file.set("wandb", "id")
+        file.tracker("wandb")
+        file.set_tracker("wandb", "id", 4)
 
     def report(path: Path) -> None:
         from trainer.tools.report.analyse import analyse

@@ -82,6 +82,12 @@ class Pointer:
     step: int | None
 
 
+def pointed_step(text: str) -> int | None:
+    """Return the step in the text of a pointer file; None for any other text."""
+    match = _POINTER_TEXT.fullmatch(text.strip())
+    return int(match[1]) if match else None
+
+
 def read_pointer(run_dir: Path) -> Pointer:
     try:
         raw = fsio.read_bytes(run_dir / POINTER, limit_bytes=POINTER_BYTES).decode(errors="replace")
@@ -89,8 +95,7 @@ def read_pointer(run_dir: Path) -> Pointer:
         return Pointer(None, None)
     except OSError as error:
         return Pointer(f"unreadable: {error.strerror}", None)
-    match = _POINTER_TEXT.fullmatch(raw.strip())
-    return Pointer(raw[:80], int(match[1]) if match else None)
+    return Pointer(raw[:80], pointed_step(raw))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def read_torch(path: Path) -> Any:
     try:
         with _without_mesh_warnings():
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch's reader fails in many ways on a damaged file
         reason = f"cannot be read: {error}"
         if isinstance(error, pickle.UnpicklingError):
             names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))

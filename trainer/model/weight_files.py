@@ -24,11 +24,13 @@ def read_index(path: Path) -> dict[str, str]:
     missing.
     """
     try:
-        weight_map: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))[
-            "weight_map"
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        weight_map: dict[str, str] = json.loads((path / INDEX).read_bytes())["weight_map"]
+        names = set(weight_map.values())
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not the name of a file")
+        missing = sorted(name for name in names if not (path / name).exists())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path / INDEX} is no index of weights: {error!r}") from error
-    if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
+    if missing:
         raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
     return weight_map

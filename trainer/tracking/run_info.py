@@ -45,8 +45,11 @@ class RunFile:
 
     def tracker(self, name: str) -> tuple[str | None, int]:
         """Return the id of a tracker's run, and the last step whose rows it surely has."""
-        last_step = self._entries("last_sent").get(name, NOTHING_SENT)
-        return self._entries("run_ids").get(name), int(last_step)
+        run_id = self._entries("run_ids").get(name)
+        last_step = self._entries("last_sent").get(name)
+        if not isinstance(run_id, str) or not isinstance(last_step, int):  # edited by hand
+            return None, NOTHING_SENT
+        return run_id, last_step
 
     def set_tracker(self, name: str, run_id: str, last_step: int) -> None:
         self.update(

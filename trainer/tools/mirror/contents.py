@@ -76,7 +76,9 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
 
     Raises `ConfigError` for the mirror of another run, `StorageError`.
     """
-    found = parsed(storage.read(run_info.FILE_NAME) or b"{}") or {}  # may be cut short
+    found = parsed(storage.read(run_info.FILE_NAME) or b"{}")
+    if not isinstance(found, dict):  # cut short
+        found = {}
     own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
     claimed = {name: found.get(name) for name in own}
     if None in claimed.values():
@@ -94,7 +96,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:
     """Return the step; a text without its newline was cut short."""
     text = (_read(storage, POINTER, sizes) or b"").decode(errors="replace")
-    return int(text) if text.endswith("\n") and text.strip().isdecimal() else None
+    return layout.pointed_step(text) if text.endswith("\n") else None
 
 
 def _read(storage: Storage, name: str, sizes: Mapping[str, int]) -> bytes | None:
