@@ -166,3 +166,18 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
 
 def test_this_torch_has_the_signature():
     attention.require_kernel()
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_installed", "expected"),
+    [((9, 0), True, ["FA3"]), ((9, 0), False, []), ((8, 0), True, []), ((10, 0), True, [])],
+)
+def test_flash_attention_3_is_used_on_hopper_where_it_is_installed(
+    monkeypatch, capability, is_installed, expected
+):
+    activated: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if is_installed else None)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
+    attention.choose_kernel()
+    assert activated == expected

@@ -6,6 +6,7 @@ It imports no torch, so that a mistyped key fails at once.
 
 import os
 import re
+import shutil
 import signal
 import sys
 import uuid
@@ -41,6 +42,8 @@ from trainer.runtime.status import ABORTED, new_status
 
 if TYPE_CHECKING:
     from trainer.launch.checks import Launch
+
+NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
@@ -108,9 +111,16 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
     # to stderr: if stdout is broken, a rank reports that
     print(labelled("start", f"{ranks} on {devices}"), file=sys.stderr, flush=True)
     run_dir = Path(config.trainer.default_local_dir)
+    command = agent_command(
+        num_ranks,
+        layout,
+        overrides,
+        timeout_s=config.trainer.dist_timeout_s,
+        binds_numa=launch.num_gpus > 0 and can_bind_numa(),
+    )
     with new_status(num_ranks) as status:
         code = supervise(
-            agent_command(num_ranks, layout, overrides, timeout_s=config.trainer.dist_timeout_s),
+            command,
             env=rank_environment(os.environ, layout, num_ranks=num_ranks, status=status),
             status=status,
             watchdog=Watchdog(status, run_dir=run_dir, has_peers=has_peers),
@@ -127,11 +137,22 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
     return EXIT_CRASH if code == ABORTED else code
 
 
+def can_bind_numa() -> bool:
+    """Return True on a machine with several NUMA nodes and numactl, which torchrun calls."""
+    nodes = list(NUMA_NODES.glob("node[0-9]*"))
+    return len(nodes) > 1 and shutil.which("numactl") is not None
+
+
 def agent_command(
-    num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int
+    num_ranks: int,
+    layout: NodeLayout,
+    overrides: Sequence[str],
+    *,
+    timeout_s: int,
+    binds_numa: bool = False,
 ) -> list[str]:
     """Return the command line of torchrun's agent. `timeout_s`: how long it waits for the other
-    machines.
+    machines. `binds_numa`: each rank runs on the CPUs next to its GPU.
 
     On a single machine the agent picks a free port, so that runs on one host never meet.
     """
@@ -147,6 +168,7 @@ def agent_command(
         f"--nproc-per-node={num_ranks}",
         "--max-restarts=0",
         *meeting,
+        *(["--numa-binding=node"] if binds_numa else []),
         "--signals-to-handle=",  # the launcher stops the ranks
         f"--log-dir={os.devnull}",  # it would leave files in TMPDIR
         *("-m", "trainer", *overrides),

@@ -5,24 +5,32 @@ heads, T, K].
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import activate_flash_attention_impl
 from torch.utils.checkpoint import noop_context_fn
 from transformers import AttentionInterface
 
 from trainer.config import ConfigError
 from trainer.model.cpu_attention import DocumentGroups, Scoring, grouped_attention
 from trainer.model.head_exchange import HeadExchange
+from trainer.runtime.log import labelled
+
+logger = logging.getLogger(__name__)
 
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+HOPPER = 9
+"""Major compute capability of the cards that FlashAttention 3 is for."""
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
 """Limits of FlashAttention 2, the kernel behind `varlen_attn`."""
 
@@ -224,6 +232,14 @@ def require_kernel() -> None:
             f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
             f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
+
+
+def choose_kernel() -> None:
+    """Use FlashAttention 3 behind `varlen_attn` on Hopper, if its package is installed."""
+    is_hopper = torch.cuda.get_device_capability()[0] == HOPPER
+    if is_hopper and find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+        logger.info("%s", labelled("attention", "FlashAttention 3"))
 
 
 @torch.compiler.disable
