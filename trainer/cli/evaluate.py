@@ -54,8 +54,10 @@ def main(argv: list[str]) -> int:
         _attach(run_dir, arguments)
         return EXIT_DONE
     asked = _asked(run_dir, arguments)
-    found: Iterable[CheckpointInfo] = [layout.inspect(path)]
-    if not is_checkpoint:
+    found: Iterable[CheckpointInfo]
+    if is_checkpoint:
+        found = [layout.inspect(path)]
+    else:
         found = _checkpoints(run_dir, is_watching=arguments.watch)
     for info in found:
         row = evaluate(run_dir, info, asked)
