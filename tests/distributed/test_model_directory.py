@@ -189,7 +189,7 @@ def test_files_that_change_while_the_run_starts_are_refused(tmp_path):
         2, *words_of(tmp_path, "text", tmp_path / "run"), log=tmp_path / "log", before=before
     )
     assert code == 2, output
-    assert f"'{tmp_path}/model' changed while this run read them: tokenizer.json changed" in output
+    assert f"'{tmp_path}/model' changed while this run read them: tokenizer.json" in output
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 
@@ -197,7 +197,7 @@ def note_space(noted: Path) -> None:
     """In every rank: write down the room that the start and each save ask for."""
     from trainer.checkpoint import retention
 
-    def require_space(run_dir: Path, needed_bytes: int, kept: Any = None) -> None:
+    def require_space(run_dir: Path, needed_bytes: int) -> None:
         with noted.open("a") as file:
             file.write(f"{needed_bytes}\n")
 

@@ -72,7 +72,7 @@ def load_all(
     for run_dir in run_dirs:
         parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
         manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
-        manager.load(layout.inspect(run_dir / "global_step_6"), contents=["model", "optimizer"])
+        manager.load(layout.inspect(run_dir / "global_step_6"))
         found.append((full_parameters(parts.model), moments_of(parts)))
     return found
 
@@ -124,7 +124,7 @@ def memory_of_loading(world: Any, run_dir: Path, source: Any) -> tuple[int, int]
         for value in parts.optimizer.state[parameter].values():
             value.add_(1)
     before = anonymous_memory_bytes()
-    manager.load(layout.inspect(run_dir / "global_step_2"), contents=["model", "optimizer"])
+    manager.load(layout.inspect(run_dir / "global_step_2"))
     return state_bytes, anonymous_memory_bytes() - before
 
 

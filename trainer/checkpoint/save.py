@@ -273,9 +273,7 @@ class Saver:
             return None
         self.require_lock()
         layout.clean_leftovers(self.run_dir)
-        retention.require_space(
-            self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]), self.kept
-        )
+        retention.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
         self._staging = staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         fsio.make_dir(staging / layout.HUGGINGFACE)
