@@ -41,10 +41,6 @@ EXTRA: dict[str, tuple[str, ...]] = {
             for name in ("gate_proj", "up_proj", "down_proj")
         ),
     ),
-    "nemotron_h": tuple(f"mtp.layers.0.{name}" for name in (*_PREDICTING, "mixer.q_proj.weight")),
-    "mimo_v2_flash": tuple(
-        f"model.mtp.layers.0.{name}" for name in (*_PREDICTING, "mlp.up_proj.weight")
-    ),
     "glm4_moe": tuple(
         f"model.layers.46.{name}"
         for name in (

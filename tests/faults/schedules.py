@@ -1,11 +1,11 @@
-"""Schedules of saves, rotations, rollbacks, restarts, takeovers and uploads, drawn by seeds.
+"""Schedules of saves, rotations, rollbacks, restarts and takeovers, drawn by seeds.
 
 `python tests/faults/schedules.py --schedules 1000000` writes benchmarks/results/schedules.json. In
 each schedule one command is started again and again, on one to three ranks, until its run is
 complete. The real functions run: the start (`decide_start`), `CheckpointManager`, `Saver` with its
-`Agreement`, rotation, rollback, the run's lock, upload and restore. Ranks, threads, launcher and
-uploader are greenlets (`simulation.py`). A seed draws the next process at each operation, and what
-goes wrong: `EVENTS`, and `STORAGE_FAULTS` of the mirror.
+`Agreement`, rotation, rollback and the run's lock. Ranks, threads and launcher are greenlets
+(`simulation.py`). A seed draws the next process at each operation, and what goes wrong (`EVENTS`).
+mirror_campaign.py does the same for uploads and restores.
 
 Small files that name their save replace the shards of torch. `--replay SEED` runs one schedule
 again and prints it.
@@ -40,8 +40,7 @@ import torch  # noqa: E402  found by the paths above
 from campaign import parser_of, run_campaign  # noqa: E402
 from crash_oracle import remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
-from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
-from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
+from simulation import DistError, Distributed, Hub, Process, Ranks, Thread  # noqa: E402
 
 from trainer.checkpoint import (  # noqa: E402
     finished,
@@ -49,7 +48,6 @@ from trainer.checkpoint import (  # noqa: E402
     layout,
     lock,
     manager,
-    reading,
     retention,
     rollback,
     save,
@@ -61,14 +59,11 @@ from trainer.checkpoint.fsio import FileRecord, Operation  # noqa: E402
 from trainer.checkpoint.lineage import Lineage  # noqa: E402
 from trainer.checkpoint.manifest import MANIFEST, TensorInfo, parse_manifest  # noqa: E402
 from trainer.checkpoint.retention import Retention  # noqa: E402
-from trainer.checkpoint.storage import Storage  # noqa: E402
 from trainer.config import CheckpointConfig, ConfigError, TrainerConfig  # noqa: E402
 from trainer.errors import CannotWriteError, ResumableError  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.distributed import World  # noqa: E402
 from trainer.runtime.progress import History, Position  # noqa: E402
-from trainer.tools.mirror import __main__ as mirror_process  # noqa: E402
-from trainer.tools.mirror import restore, upload  # noqa: E402
 
 STRIDE, NUM_STRIDES = 10, 4
 TOTAL = STRIDE * NUM_STRIDES
@@ -79,7 +74,6 @@ EVENTS = {
     "rank killed": 4,
     "all killed": 3,
     "power lost": 3,
-    "machine lost": 2,
     "operation refused": 3,
     "held up": 3,
     "time passes": 2,
@@ -88,8 +82,6 @@ EVENTS = {
     "told to stop": 2,
 }
 """What goes wrong, with the weight by which it is drawn. A lock is lost while its holder is held up."""
-STORAGE_FAULTS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
-STORAGE_FAULT_CHANCE = 0.02
 COLLECT_EVERY = 20
 """Schedules between two garbage collections: garbage holds open files."""
 LINEAGE = Lineage({"data": "rows"})
@@ -127,7 +119,7 @@ class SmallSaver(save.Saver):
         self._staging, self.device = None, torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
-        self._plan: Any = SimpleNamespace(source=source, others=(), copied_bytes=0, num_bytes=0)
+        self._plan: Any = SimpleNamespace(source=source, others=(), num_bytes=0)
 
     def size_bytes(self, state: Any) -> int:
         return 0
@@ -164,44 +156,13 @@ PARTS: Any = {
 }
 
 
-class MirrorStorage(FaultyStorage):
-    """The storage of the mirror; its faults are drawn."""
-
-    def __init__(self, schedule: "Schedule") -> None:
-        super().__init__(faults={}, late_by=schedule.chance.randint(1, 25))
-        self._schedule = schedule
-
-    def _strike(self) -> str:
-        schedule = self._schedule
-        if self._is_still or schedule.hub.current is None:
-            return ""
-        schedule.hub.pause("storage")
-        self.count += 1
-        if schedule.chance.random() >= STORAGE_FAULT_CHANCE:
-            return ""
-        kind = schedule.chance.choice(STORAGE_FAULTS)
-        schedule.met[f"storage: {kind}"] += 1
-        if kind == "refused":
-            raise TimeoutError("the storage does not answer")
-        if kind == "killed before":
-            schedule.hub.die()
-        return kind
-
-    def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
-        try:
-            super()._change(paths, action, half)
-        except Killed:
-            self._is_dead = False
-            self._schedule.hub.die()
-
-
 class Job:
-    """One start of the command: a launcher, its ranks, and the processes of the mirror."""
+    """One start of the command: a launcher and its ranks."""
 
     def __init__(self, schedule: "Schedule", number: int) -> None:
         self.schedule, self.number = schedule, number
         self.size = schedule.chance.randint(1, 3)
-        self.is_stopping = self.is_ending = self.is_complete = False
+        self.is_stopping = self.is_complete = False
         self.window = 0
         """Above 0 the main rank is past its look at the lock."""
         self.held: lock.RunLock | None = None
@@ -223,22 +184,8 @@ class Job:
         self.processes.append(process)
         return process
 
-    def _started(self, name: str, work: Callable[[], Any]) -> Process:
-        process = self._process(name)
-        self.schedule.hub.spawn(process, work)
-        return process
-
     def _launch(self) -> None:
         schedule, hub = self.schedule, self.schedule.hub
-        uploads = None
-        if schedule.config.checkpoint.mirror is not None:
-            prepared = self._started("prepare", self._prepare)
-            hub.wait("launcher", lambda: prepared.is_over)
-            schedule.follow_disk()
-            schedule.judge_error(prepared, self)
-            if prepared.is_dead or prepared.error is not None:
-                return
-            uploads = self._started("uploads", self._follow)
         ranks = [self._process(f"rank {rank}", rank) for rank in range(self.size)]
         group = Ranks(ranks, timeout_s=DIST_TIMEOUT_S)
         for process in ranks:
@@ -253,27 +200,9 @@ class Job:
         for process in ranks:
             process.kill()
             schedule.judge_error(process, self)
-        self.is_ending = True
-        if uploads is not None:
-            hub.wait("launcher", lambda: uploads.is_over, timeout_s=4000.0)
-            schedule.judge_error(uploads, self)
-            uploads.kill()
 
     def _have_left(self, ranks: list[Process]) -> bool:
         return all(process.is_over for process in ranks)
-
-    def _prepare(self) -> None:
-        restore.prepare(self.schedule.config, Storage(URL, self.schedule.storage))
-
-    def _follow(self) -> None:
-        schedule, storage = self.schedule, Storage(URL, self.schedule.storage)
-        ending: Any = SimpleNamespace(
-            is_set=lambda: self.is_ending,
-            wait=lambda seconds: schedule.hub.wait(
-                "ending", lambda: self.is_ending, timeout_s=seconds
-            ),
-        )
-        mirror_process.follow(schedule.config, storage, ending)
 
 
 class Trainer:
@@ -369,20 +298,16 @@ class Schedule:
         self.hub = Hub(self.chance, self._on_tick)
         self.hub.on_death = self._unlock
         self.hub.trace = [] if is_traced else None
-        has_mirror = self.chance.random() < 0.5
         self.config = TrainerConfig(
             project_name="toy",
             experiment_name="toy",
             default_local_dir=str(self.run_dir),
-            checkpoint=CheckpointConfig(
-                mirror=URL if has_mirror else None, async_save=self.chance.random() < 0.5
-            ),
+            checkpoint=CheckpointConfig(async_save=self.chance.random() < 0.5),
         )
         self.kept = Retention(keep=self.chance.choice((1, 2, None)))
         self.save_freq = STRIDE * self.chance.randint(1, 2)
         self.save_every_s = self.chance.choice((1.0, 1e9))
         self.best_step = self.chance.choice((None, STRIDE, 2 * STRIDE))
-        self.storage = MirrorStorage(self)
         self.events = self._drawn_events()
         self.jobs: list[Job] = []
         self.disk: Disk | None = None
@@ -391,8 +316,6 @@ class Schedule:
         # the promise: from here a run continues or from later, and from nothing undone
         self.promised: int | None = None
         self.undone: set[str] = set()
-        self.up: int | None = None
-        self.up_undone: set[str] = set()
         self.owner: Job | None = None
         self.is_refused = False
         self.saved: dict[str, Contents] = {}
@@ -452,8 +375,6 @@ class Schedule:
             job.kill()
         elif kind == "power lost" and self.disk is not None:
             self._lose_power()
-        elif kind == "machine lost" and self.config.checkpoint.mirror is not None:
-            self._lose_machine()
         elif kind == "operation refused" and thread.place.startswith("file "):
             number = self.chance.choice((errno.ENOSPC, errno.EIO, errno.EROFS))
             thread.failure = OSError(number, os.strerror(number))
@@ -469,7 +390,7 @@ class Schedule:
         elif kind == "told to stop" and ranks:
             job.is_stopping = True
         else:
-            return kind == "machine lost" and self.config.checkpoint.mirror is None
+            return False
         return True
 
     def _lose_power(self) -> None:
@@ -487,15 +408,6 @@ class Schedule:
             remove(self.run_dir / name)
             build(self.run_dir / name, tree)
         self.follow_disk()
-
-    def _lose_machine(self) -> None:
-        for job in self.jobs:
-            job.kill()
-            job.is_complete = False
-        remove(self.run_dir)
-        self.run_dir.mkdir()
-        self.disk = None
-        self.promised, self.undone = self.up, set(self.up_undone)
 
     def _steal(self, job: Job, main_rank: Process) -> None:
         """Let the server of the lock forget its holder, and another run take over."""
@@ -528,9 +440,7 @@ class Schedule:
             return
         place = "phase" if operation.kind == "phase" else f"file {operation.kind}"
         self.hub.pause(f"{place} {operation.path.name}")
-        if "prepare" in thread.process.name:
-            self.disk = None  # it takes files from elsewhere
-        elif self.disk is not None and operation.path.is_relative_to(self.run_dir):
+        if self.disk is not None and operation.path.is_relative_to(self.run_dir):
             with suppress(KeyError, ValueError):  # of a file that is not followed
                 self.disk.apply(operation)
 
@@ -578,18 +488,9 @@ class Schedule:
     def decide(self, run_dir: Path, target: layout.CheckpointInfo, **settings: Any) -> Any:
         with self.in_window():
             self.promised = target.step
-            self.up = None if self.up is None else min(self.up, target.step)
             rollbacks = real_decide(run_dir, target, **settings)
             self.undone |= set(rollbacks.entries[-1].discarded)
         return rollbacks
-
-    def sync(self, uploader: upload.Uploader) -> None:
-        real_sync(uploader)
-        pointer = layout.read_pointer(self.run_dir).step
-        if not uploader.is_behind and pointer is not None:
-            is_here = (self.run_dir / layout.step_dir_name(pointer)).is_dir()
-            self.up = pointer if is_here else self.up
-            self.up_undone = set(self.undone)
 
     def judge_start(self, begun: start.Start, job: Job) -> None:
         if not begun.is_complete:
@@ -632,12 +533,9 @@ class Schedule:
         self.judge(chosen)
         for info in layout.committed(self.run_dir):
             self.judge_whole(info)
-        # A killed upload leaves links, also after the end; the next start removes them.
-        left = [n for n in layout.leftovers(self.run_dir) if not n.startswith(".reading_")]
+        left = layout.leftovers(self.run_dir)
         if left and not self.met["lock lost"]:
             raise Fault(f"complete, and leaves {left}")
-        if self.up == TOTAL:
-            self._judge_mirror()
 
     def judge_whole(self, info: layout.CheckpointInfo) -> None:
         assert info.manifest is not None
@@ -646,24 +544,8 @@ class Schedule:
         if any(now.get(name) != data for name, data in saved.items()):
             raise Fault(f"{info.path.name} is kept, and not as saved")
 
-    def _judge_mirror(self) -> None:
-        """Let a machine with an empty disk take the last checkpoint."""
-        other = self.run_dir.with_name("machine")
-        config = TrainerConfig(
-            project_name="toy",
-            experiment_name="toy",
-            default_local_dir=str(other),
-            checkpoint=CheckpointConfig(mirror=URL),
-        )
-        with self.storage.undisturbed():
-            restore.prepare(config, Storage(URL, self.storage), retry_after_s=())
-        found = layout.committed(other)
-        if [info.step for info in found] != [TOTAL]:
-            raise Fault(f"the last step is in the mirror, {found} is taken")
-        self.judge_whole(found[0])
 
-
-real_commit, real_decide, real_sync = layout.commit, rollback.decide, upload.Uploader.sync
+real_commit, real_decide = layout.commit, rollback.decide
 
 
 @contextmanager
@@ -708,21 +590,14 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (time, "monotonic", hub.monotonic),
         (time, "sleep", hub.sleep),
         (secrets, "token_hex", lambda size: f"{chance.getrandbits(8 * size):0{2 * size}x}"),
-        (os, "link", pausing("link", os.link)),
         (layout, "commit", schedule.commit),
         (layout, "clean_leftovers", in_window(layout.clean_leftovers)),
         (layout, "try_lock", try_lock),
-        (reading, "try_lock", try_lock),
-        (upload, "try_lock", try_lock),
         (lock, "try_lock", try_lock),
         (RunLock, "_look", pausing("look at lock", RunLock._look)),
         (RunLock, "_write_record", pausing("write lock", RunLock._write_record)),
         (retention, "settle", in_window(retention.settle)),
         (rollback, "decide", schedule.decide),
-        (upload.Uploader, "sync", lambda uploader: schedule.sync(uploader)),
-        (upload, "ThreadPoolExecutor", Serial),
-        (restore, "ThreadPoolExecutor", Serial),
-        (mirror_process, "_answered", lambda work, storage, *, limit_s: work()),
         (manager, "begun", begun),
         (manager, "wait", wait),
         (manager, "load_state", lambda *args, **kwargs: None),

@@ -6,7 +6,7 @@ never runs again: no `finally` of its code has an effect until the schedule is o
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -144,13 +144,6 @@ class Hub:
 
     def sleep(self, seconds: float) -> None:
         self.wait("sleep", lambda: False, timeout_s=seconds)
-
-    def die(self) -> None:
-        """The running process is killed here and now."""
-        thread = self.current
-        assert thread is not None
-        thread.process.kill()
-        self.main.switch()
 
     def step(self) -> bool:
         """Let one thread run to its next operation; False if none is left that ever can."""
@@ -307,17 +300,3 @@ class Distributed:
             group.messages[key] -= 1
 
         return Work(wait)
-
-
-class Serial:
-    """In place of a pool of threads."""
-
-    def __init__(self, num_threads: int) -> None: ...
-
-    def __enter__(self) -> "Serial":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def map(self, work: Callable[[Any], Any], items: Any) -> Iterator[Any]:
-        return iter([work(item) for item in items])

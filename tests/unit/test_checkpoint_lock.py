@@ -5,7 +5,6 @@ one knows it.
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,36 +75,6 @@ def test_kill_9_releases_it(tmp_path, children, with_worker):
     if worker:
         os.kill(worker, 0)  # still alive
     lock.release()
-
-
-NUM_ROUNDS = 200
-
-
-def race(lock: RunLock, barrier: Any, wins: Any) -> None:
-    """Start together with others in each round, and hold the lock until all have tried."""
-    for index in range(NUM_ROUNDS):
-        barrier.wait(60)
-        try:
-            lock.acquire(timeout_s=0)
-            with wins.get_lock():
-                wins[index] += 1
-        except ConfigError:
-            pass
-        barrier.wait(60)
-        assert lock.is_held() or wins[index] == 1
-        barrier.wait(60)
-        lock.release()
-
-
-def test_exactly_one_of_the_runs_that_start_together_wins(tmp_path):
-    fork: Any = multiprocessing.get_context("fork")
-    barrier, wins = fork.Barrier(3), fork.Array("i", NUM_ROUNDS)
-    racers = [fork.Process(target=race, args=(RunLock(tmp_path), barrier, wins)) for _ in range(3)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-    assert [racer.exitcode for racer in racers] == [0, 0, 0] and list(wins) == [1] * NUM_ROUNDS
 
 
 def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path):

@@ -1,6 +1,5 @@
 """The commands `checkpoint ls` and `verify`, and wrong usage of all of them."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 
 from trainer.checkpoint import fsio, layout, retention
-from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.runtime.files import tree_bytes
@@ -36,21 +34,6 @@ def test_ls_says_why_a_checkpoint_is_not_usable(run_dir, call):
     assert table["4"].startswith("incomplete") and "data.pt has 0 bytes" in table["4"]
     assert table["5"].startswith("incomplete") and "no manifest.json" in table["5"]
     assert table["6"].endswith("00 pointer") and table["8"].endswith("00 resume takes it")
-
-
-def test_ls_json_is_one_object_with_the_same_facts(run_dir, call):
-    (run_dir / "global_step_2" / MANIFEST).unlink()
-    (run_dir / POINTER).write_text("4")
-    (run_dir / ".trash_x").write_bytes(b"abc")
-    (run,) = json.loads(call("ls", "--json", run_dir)[1])["runs"]
-    assert (run["run_dir"], run["resume_step"]) == (str(run_dir), 4)
-    assert "was moved back to" in run["notes"][0]
-    assert run["leftovers"] == [{"name": ".trash_x", "size_bytes": 3}]
-    first, second, third = run["checkpoints"]
-    assert MANIFEST in first["reason"] and first["loss"] is first["world_size"] is None
-    assert second["pointer"] and second["resume"]
-    facts = {"path": str(run_dir / "global_step_6"), "status": "committed", "loss": 1.5}
-    assert (facts | {"pointer": False, "resume": False}).items() <= third.items()
 
 
 def test_ls_alone_shows_every_run_below_checkpoints(tmp_path, call, monkeypatch):

@@ -93,11 +93,6 @@ class ExportPlan:
     def num_bytes(self) -> int:
         return _num_bytes(self.layout) + _num_bytes(shapes_of(self.others))
 
-    @property
-    def copied_bytes(self) -> int:
-        """Disk space that `with_copies` needs, over all writers."""
-        return _num_bytes(shapes_of(self.base)) + _num_bytes(shapes_of(self.others))
-
     def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
         """Copy this writer's share of the tensors from the model directory, which is not read
         again.

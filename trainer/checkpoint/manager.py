@@ -71,7 +71,7 @@ class CheckpointManager:
             for name, part in self._state.items()
             if name in ("model", "optimizer") or is_sharded(part)
         ]
-        needed_bytes = self._saver.size_bytes(sharded) + self._saver.copied_bytes
+        needed_bytes = self._saver.size_bytes(sharded)
         self._on_main(lambda: retention.require_space(self.run_dir, needed_bytes))
         self._saver.keep_sources()
 
