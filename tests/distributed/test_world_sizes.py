@@ -69,9 +69,12 @@ def load_all(
     """What this number of ranks makes of each checkpoint: whole parameters and moments."""
     found = []
     for run_dir in run_dirs:
-        parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+        info = layout.inspect(run_dir / "global_step_6")
+        assert info.manifest is not None
+        model, start = build_toy_model(world, source), info.manifest.position
+        parts = toy_run(world, model, ToySamples(), total_steps=6, start=start)
         manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
-        manager.load(layout.inspect(run_dir / "global_step_6"))
+        manager.load(info)
         found.append((full_parameters(parts.model), moments_of(parts)))
     return found
 

@@ -177,12 +177,12 @@ def _require_shared(run_dir: Path, world: World) -> None:
     """
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
 
-    def write_probe() -> Path:
+    def write_probe() -> str:
         fsio.write_file(run_dir / name, b"", root=run_dir)
         fsio.fsync_dir(run_dir)
-        return run_dir / name
+        return name
 
-    probe = _on_main(write_probe, run_dir, world)
+    probe = run_dir / _on_main(write_probe, run_dir, world)
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
