@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.runtime.distributed import on_main
 from trainer.runtime.processes import begun
 from trainer.runtime.progress import History, Position, Rollbacks
 from trainer.runtime.text import readable
@@ -72,7 +72,7 @@ class CheckpointManager:
             if name in ("model", "optimizer") or is_sharded(part)
         ]
         needed_bytes = self._saver.size_bytes(sharded)
-        self._on_main(lambda: retention.require_space(self.run_dir, needed_bytes))
+        self._on_main(partial(retention.require_space, self.run_dir, needed_bytes))
         self._saver.keep_sources()
 
     def save(
@@ -286,7 +286,4 @@ class CheckpointManager:
             wait([self._pending[1]], CLOSE_TIMEOUT_S)
 
     def _on_main(self, action: Callable[[], T]) -> T:
-        def describe(error: OSError) -> CannotWriteError:
-            return CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
-
-        return on_main(action, self._world, describe=describe)
+        return start.on_main(action, self.run_dir, self._world)

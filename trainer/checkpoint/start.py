@@ -89,7 +89,7 @@ def _begin(config: TrainerConfig, lineage: Lineage, world: World, lock: RunLock)
         layout.clean_leftovers(run_dir)
         rollback.complete(run_dir)
 
-    _on_main(take_run_dir, run_dir, world)
+    on_main(take_run_dir, run_dir, world)
     _require_shared(run_dir, world)
     selection = choose(config, world)
     _log(selection)
@@ -102,7 +102,7 @@ def _begin(config: TrainerConfig, lineage: Lineage, world: World, lock: RunLock)
         position_of(checkpoint),
         is_complete=False,
         lock=lock if world.is_main else None,
-        rollbacks=_on_main(lambda: rollback.read(run_dir), run_dir, world),
+        rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
         fingerprints=lineage.fingerprints,
     )
 
@@ -115,7 +115,7 @@ def _is_complete(
     The manifest is read before the files are verified, which takes long.
     """
     run_dir = Path(config.default_local_dir)
-    end = _on_main(lambda: finished.read(last.path), run_dir, world)
+    end = on_main(lambda: finished.read(last.path), run_dir, world)
     ended_early = end is not None and end.ended_early and step > 0
     has_ended = ended_early or step >= total_steps
     if not has_ended or verify(last, world):
@@ -126,7 +126,7 @@ def _is_complete(
     def is_tidy() -> bool:
         return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
 
-    if end is not None and _on_main(is_tidy, run_dir, world):
+    if end is not None and on_main(is_tidy, run_dir, world):
         return True
     logger.info("%s was the last step, but the run did not end in order", last.path)
     return False
@@ -148,7 +148,7 @@ def _first_verified(
         logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
         if _is_own(candidate, run_dir):
             set_aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
-            _on_main(set_aside, run_dir, world)
+            on_main(set_aside, run_dir, world)
     if candidates:
         raise NoUsableCheckpointError(
             f"every checkpoint in {run_dir} to continue from is damaged, and set aside as "
@@ -159,7 +159,7 @@ def _first_verified(
 
 def choose(config: TrainerConfig, world: World) -> Selection:
     """Choose the checkpoint to continue from, on the main rank. Collective."""
-    return _on_main(partial(candidates_of, config), Path(config.default_local_dir), world)
+    return on_main(partial(candidates_of, config), Path(config.default_local_dir), world)
 
 
 def position_of(checkpoint: CheckpointInfo | None) -> Position:
@@ -167,7 +167,10 @@ def position_of(checkpoint: CheckpointInfo | None) -> Position:
     return Position() if checkpoint is None else _manifest(checkpoint).position
 
 
-def _on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
+def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
+    """Run `action` on the main rank and return its result on every rank. Errors of the disk become
+    `CannotWriteError`. Collective.
+    """
     return distributed.on_main(action, world, describe=partial(cannot_use, run_dir))
 
 
@@ -182,13 +185,13 @@ def _require_shared(run_dir: Path, world: World) -> None:
         fsio.fsync_dir(run_dir)
         return name
 
-    probe = run_dir / _on_main(write_probe, run_dir, world)
+    probe = run_dir / on_main(write_probe, run_dir, world)
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
     seen: list[Any] = [None] * world.size
     dist.all_gather_object(seen, is_seen)
-    _on_main(lambda: fsio.remove_tree(probe), run_dir, world)
+    on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
             f"ranks {blind} do not see what rank 0 writes to "

@@ -209,15 +209,9 @@ def _require_whole(checkpoint: Path) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     """Export one checkpoint. Imports torch."""
-    checkpoint, started, target = arguments.checkpoint, time.perf_counter(), arguments.target
-    if layout.parse_step(checkpoint.name) is None:
-        listing.checkpoints_at(checkpoint)
-        selection = choice.select(checkpoint)
-        assert selection.chosen is not None, "else it raises"
-        checkpoint = selection.chosen.path
-        _show(selection.notes)
-    listing.require_dir(checkpoint)
-    _show([f"exporting {checkpoint} in {arguments.dtype}"])
+    checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
+    _show([*notes, f"exporting {checkpoint} in {arguments.dtype}"])
+    started, target = time.perf_counter(), arguments.target
     from trainer.checkpoint.offline_export import export_from_shards
 
     base = arguments.base or _base(checkpoint)

@@ -81,6 +81,16 @@ def checkpoints_at(path: Path) -> list[Path]:
     raise ConfigError(f"'{path}' has no checkpoint yet. Fix: wait for the first save")
 
 
+def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the checkpoint itself, or the one that a resume of the run takes, with notes."""
+    found = checkpoints_at(path)
+    if found == [path]:
+        return path, ()
+    selection = choice.select(path)
+    assert selection.chosen is not None, "else it raises"
+    return selection.chosen.path, selection.notes
+
+
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Return the contents of a run directory, and the checkpoint that a resume takes, for JSON."""
     try:
