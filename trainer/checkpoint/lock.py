@@ -65,10 +65,14 @@ class RunLock:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
-            if not self._try_acquire(deadline_s):
-                logger.info("waiting up to %g s for the run %s", timeout_s, self._holder())
-                while not self._try_acquire(deadline_s):
-                    pass
+            while not self._try_acquire():
+                if time.monotonic() >= deadline_s:
+                    raise ConfigError(
+                        f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
+                        f"Fix: wait for it or stop it, or train into another directory "
+                        f"(trainer.default_local_dir or trainer.experiment_name)"
+                    )
+                time.sleep(POLL_S)
         except BaseException as error:
             self._close()
             if not isinstance(error, OSError):
@@ -117,20 +121,10 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _try_acquire(self, deadline_s: float) -> bool:
-        """Return False if another run holds the lock or came in between.
-
-        Raises `ConfigError` after the deadline.
-        """
+    def _try_acquire(self) -> bool:
+        """Return False if another run holds the lock or came in between."""
         is_locked = try_lock(self._open(os.O_CREAT))
         if is_locked is None:
-            if (remaining_s := deadline_s - time.monotonic()) <= 0:
-                raise ConfigError(
-                    f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
-                    f"Fix: wait for it or stop it, or train into another directory "
-                    f"(trainer.default_local_dir or trainer.experiment_name)"
-                )
-            time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
             self._accept_no_locks()
