@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trainer.checkpoint import export, fsio, layout, shards
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.state import ModelShards
 from trainer.runtime.distributed import World
 
 
@@ -28,9 +29,8 @@ def export_model(
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
     parameters, buffers = shards.saved_parameters(model), shards.weight_buffers(model)
-    shards.write_torch(
-        root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root
-    )
+    shard = root / layout.model_file(world.size, world.rank)
+    shards.write_torch(shard, ModelShards(model).state_dict(), root=root)
     if world.is_main:
         fsio.make_dir(target)
     dist.barrier()

@@ -195,7 +195,7 @@ def run(
     parts.guard.note_rollbacks(start.rollbacks)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
-        checkpoints.load(start.checkpoint, contents=CONTENTS[:3])
+        checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded, loaded_moments = full_parameters(model), moments_of(parts)
     recorder = (

@@ -1,10 +1,8 @@
 """Case 25, background saves: they hold the state of their step, one at a time, and no error is lost."""
 
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,19 @@ import toy_runs
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from toy import ToySamples, build_toy_model, guard_config, toy_run, write_model_config
-from toy_runs import Recipe, checkpoint_manager, run, save_now
+from toy import write_model_config
+from toy_runs import Recipe, checkpoint_manager, run
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
-from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, ResumableError
+from trainer.errors import ResumableError
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
-from trainer.runtime.signals import StopRequest
-from trainer.train.guard import Decision, Guard
 
 WRITER = "checkpoint"
 FAILED = "checkpoint/failed_in_a_row"
 STALL, BEHIND = "time/train/checkpoint_s", "time/train/checkpoint_bg_s"
-HELD_S = 0.4
 GIVEN_UP_S = 20.0
 
 
@@ -139,66 +134,6 @@ def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_pa
         assert part in found, "steps 2 and 4 must not pass for equal"
 
 
-def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tuple[Any, Any]:
-    """Return a manager of background saves and the run that it saves."""
-    run_dir.mkdir(exist_ok=True)
-    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
-    manager = checkpoint_manager(world, run_dir, source, parts, Recipe(async_save=True), **settings)
-    return manager, parts
-
-
-def save_while_busy(
-    world: World, run_dir: Path, source: Any
-) -> tuple[list[int], list[int], float, int]:
-    """Return the steps on disk after the first and the second save returns, how long the second
-    took, and the largest number in flight.
-    """
-    manager, parts = manager_of(world, run_dir, source)
-    held, in_flight = threading.Event(), [0]
-
-    def observer(operation: Operation) -> None:
-        in_flight[0] = max(in_flight[0], len(writers()))
-        if operation.path.name == "shards.begin":
-            assert held.wait(GIVEN_UP_S)
-
-    fsio.observer = observer
-    parts.batches.step = 1
-    save_now(manager, parts, is_required=False)
-    first = whole_steps(run_dir)
-    threading.Timer(HELD_S, held.set).start()
-    parts.batches.step = 2
-    save_now(manager, parts, is_required=False)
-    second, stalled_s = whole_steps(run_dir), manager.take_metrics(parts.batches.step)[STALL]
-    manager.finish()
-    assert manager.take_metrics(parts.batches.step)[BEHIND] > 0.0
-    return first, second[:1], stalled_s, in_flight[0]
-
-
-def test_the_next_save_waits_for_the_one_in_flight(source, tmp_path):
-    for first, second, stalled_s, in_flight in run_ranks(
-        save_while_busy, 2, tmp_path / "run", source
-    ):
-        assert (first, second, in_flight) == ([], [1], 1)
-        assert HELD_S / 2 < stalled_s < GIVEN_UP_S
-    assert whole_steps(tmp_path / "run") == [1, 2]
-
-
-def save_again_when_required(world: World, run_dir: Path, source: Any) -> list[Operation]:
-    """Return the operations of a required save whose step is being saved already."""
-    manager, parts = manager_of(world, run_dir, source)
-    save_now(manager, parts, is_required=False)
-    manager.finish()
-    operations: list[Operation] = []
-    fsio.observer = operations.append
-    save_now(manager, parts)
-    return operations
-
-
-def test_a_required_save_of_a_saved_step_writes_nothing(source, tmp_path):
-    assert run_ranks(save_again_when_required, 2, tmp_path / "run", source) == [[], []]
-    assert whole_steps(tmp_path / "run") == [0]
-
-
 def train_failing(
     world: World, run_dir: Path, source: Any, num_failures: int
 ) -> tuple[list[int], list[Any], str]:
@@ -242,47 +177,3 @@ def test_the_third_failure_in_a_row_ends_the_run_on_all_ranks_alike(source, tmp_
         assert (tries, last_step) == ([4, 5, 6], [7])
         assert "3 saves in a row failed" in error and "rank 1: OSError: [Errno 28]" in error
     assert whole_steps(tmp_path / "run") == [] and not list((tmp_path / "run").glob(".staging*"))
-
-
-class GivesUp(Guard):
-    """Ends the run once `is_over` is set."""
-
-    is_over = False
-
-    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
-        return Decision(is_stop=self.is_over)
-
-
-def train_until_exit(
-    world: World, run_dir: Path, source: Any, how: str
-) -> tuple[int, list[int], int]:
-    """Leave at step 3 while the save of step 2 is held up. Return the exit code, the steps on disk
-    and the saves in flight at the end.
-    """
-    held, guard, stop = threading.Event(), GivesUp(guard_config()), StopRequest()
-    stop.install()
-
-    def leave(step: int) -> None:
-        if step == 3:
-            threading.Timer(HELD_S, held.set).start()
-            guard.is_over = how == "diverged"
-            if how == "stopped" and not world.is_main:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    fsio.observer = before_shards(lambda: held.wait(GIVEN_UP_S))
-    recipe = Recipe(total_steps=3 if how == "done" else 9, async_save=True)
-    changes = {"local_square_sum": Steps(leave), "guard": guard}
-    code = run(world, run_dir, source, recipe, stop=stop, **changes).exit_code
-    return code, whole_steps(run_dir), len(writers())
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "steps"),
-    [
-        ("done", EXIT_DONE, [2, 3]),
-        ("stopped", EXIT_RESUMABLE, [2, 3]),
-        ("diverged", EXIT_DIVERGED, [2]),
-    ],
-)
-def test_fit_returns_when_the_last_save_is_committed(source, tmp_path, how, code, steps):
-    assert run_ranks(train_until_exit, 2, tmp_path / "run", source, how) == [(code, steps, 0)] * 2

@@ -3,7 +3,6 @@ exports carry them.
 """
 
 import json
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -41,10 +40,6 @@ EXTRA: dict[str, tuple[str, ...]] = {
             f"mtp.layers.0.{_EXPERT}.{name}.weight"
             for name in ("gate_proj", "up_proj", "down_proj")
         ),
-    ),
-    "nemotron_h": tuple(f"mtp.layers.0.{name}" for name in (*_PREDICTING, "mixer.q_proj.weight")),
-    "mimo_v2_flash": tuple(
-        f"model.mtp.layers.0.{name}" for name in (*_PREDICTING, "mlp.up_proj.weight")
     ),
     "glm4_moe": tuple(
         f"model.layers.46.{name}"
@@ -138,15 +133,6 @@ def test_every_tensor_is_in_the_export(exported, name):
     assert not any(report.values()), report
 
 
-@pytest.mark.parametrize("name", EXTRA)
-def test_training_again_from_the_export_carries_them_again(exported, name):
-    path = exported[0] / f"{name}-export"
-    whole = whole_checkpoint(ModelSource(str(path)))
-    assert whole is not None and set(whole.others) == set(EXTRA[name])
-    before = stored(exported[0] / name)
-    assert all(same(tensor.whole(), before[key]) for key, tensor in whole.others.items())
-
-
 def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
     tmp_path,
 ):
@@ -196,16 +182,6 @@ def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp
         for path in (checkpoint / "huggingface", tmp_path / "afterwards")
     )
     assert saved == afterwards
-
-
-def test_other_tensors_are_another_run(source, tmp_path):
-    root, _ = source
-    own = tmp_path / "own"
-    shutil.copytree(root, own)
-    assert train(own, tmp_path / "run") == 0
-    add_tensors(own / "model", ("mtp.another.weight",))
-    assert train(own, tmp_path / "run", "trainer.total_training_steps=8") == 2
-    assert "other_parts: " in (tmp_path / "run.log").read_text()
 
 
 def test_merged_adapters_carry_them_and_adapters_alone_do_not(source, tmp_path):

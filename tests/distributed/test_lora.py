@@ -208,14 +208,6 @@ def test_another_base_or_another_adapter_is_refused(words, straight, root, tmp_p
     assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output
 
 
-def test_an_adapter_begins_where_another_ended(words, straight, tmp_path):
-    """Its rank and scaling are its own; one that peft made is no different."""
-    path = straight["lora 2"] / "global_step_4" / "huggingface"
-    start(tmp_path / "on", 1, *words, f"model.lora_adapter_path={path}", "optim.lr=1e-9")
-    expected = curve(straight["lora 2"], "val/loss")[-1]
-    assert math.isclose(curve(tmp_path / "on", "val/loss")[-1], expected, rel_tol=1e-6)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mamba2"])
 def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tmp_path, family):
     """With the default layers: also those whose names peft takes for experts in this

@@ -54,7 +54,7 @@ def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(sourc
         ({"model": LOW["model"]}, "model.master_dtype"),
     ):
         again = begun(tmp_path / "wide", tmp_path / key, STEPS)
-        with pytest.raises(BaseException, match=rf"ConfigError.* set {key}=float32"):
+        with pytest.raises(BaseException, match=f"{key}=float32"):
             run_ranks(run, 1, again, source, Recipe(STEPS + 2), **changes)
 
 

@@ -56,15 +56,6 @@ def proven(checkpoint: Path) -> Certificate:
     return found
 
 
-@pytest.mark.usefixtures("alone")
-def test_weights_rounded_for_the_export_are_no_fault(words, root):
-    """Of one sample in a run that computes in float32 that outweighs what is rounded while it
-    is served.
-    """
-    start(root / "one", 1, *words, "optim.lr=0.01", "data.val_ratio=0.001")
-    assert proven(root / "one" / STEP).is_equal
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, kind):
     found = proven(trained[kind] / STEP)
@@ -143,9 +134,7 @@ halve = tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))
 SPOILED: dict[str, tuple[str, Callable[[Path], None], str, bool]] = {
     # name: run, fault, cause, whether the loss of so small a model shows it
     "tensors swapped": ("full", tensors(MODEL, swap), f"weights: .*{LAYER}.k_proj", True),
-    "a norm halved": ("full", halve, "weights: .*model.norm.weight", True),
     "rope": ("full", rotate, "config.json: rope_parameters.rope_theta", True),
-    "epsilon": ("full", keys("config.json", rms_norm_eps=0.5), "config.json: rms_norm_eps", True),
     "template": ("full", another_template, "chat template", False),
     "tokens": ("full", other_tokens, "tokenizer: its vocabulary", False),
     "torn": ("full", torn, f"weights: .*{MODEL}", False),

@@ -141,20 +141,3 @@ def test_the_report_names_the_row_that_stands_out(tmp_path, words):
     assert log.hard_rows[0].place == f"{file}:17" and log.hard_rows[0].excess > 0
     _, hardest = read_hard_rows(run_dir / "row_losses.jsonl", limit=3)
     assert any(place == f"{file}:17" for step in (9, 10, 11, 12) for place, _ in hardest[step])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"step":1,"ids":[1,2],"tokens":[3],"loss_sums":[1.0],"places":{}}',
-        '{"step":"x","ids":[]}',
-        '{"step":1,"ids":[1],"tokens":["a"],"loss_sums":[null],"places":3}',
-        "[" * 100_000,
-    ],
-)
-def test_foreign_lines_are_passed_over(tmp_path, line):
-    good = '{"step":2,"ids":[5],"tokens":[3],"loss_sums":[6.0],"places":{"5":"a.jsonl:6"}}'
-    file = tmp_path / "row_losses.jsonl"
-    file.write_text(f"{line}\n{good}\n")
-    rows, hardest = read_hard_rows(file, limit=5)
-    assert [row.place for row in rows] == ["a.jsonl:6"] and hardest == {2: [("a.jsonl:6", 2.0)]}

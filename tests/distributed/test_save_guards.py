@@ -98,7 +98,7 @@ def test_a_run_that_was_taken_over_commits_nothing_and_leaves_the_save_of_the_ot
     source, tmp_path
 ):
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, take_over):
-        assert "another run has taken over" in error
+        assert "another run has taken it over" in error
     assert layout.checkpoints(tmp_path / "run") == []
     assert [path.name for path in (tmp_path / "run").glob(".staging*")] == [STAGED_BY_OTHER]
 
@@ -136,7 +136,7 @@ def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source, tm
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for told in run_ranks(settle_and_roll_back, 2, run_dir, source):
-        assert all("another run has taken over" in text for text in told)
+        assert all("another run has taken it over" in text for text in told)
     assert layout.read_pointer(run_dir).step == 40
     assert [info.step for info in layout.committed(run_dir)] == [10, 40]
 

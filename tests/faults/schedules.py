@@ -127,7 +127,7 @@ class SmallSaver(save.Saver):
         self._staging, self.device = None, torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
-        self._plan: Any = SimpleNamespace(source=source, others=(), copied_bytes=0, num_bytes=0)
+        self._plan: Any = SimpleNamespace(source=source, others=(), num_bytes=0)
 
     def size_bytes(self, state: Any) -> int:
         return 0
@@ -323,7 +323,7 @@ class Trainer:
         """Return False for a run that was stopped early."""
         chance, step = self._schedule.chance, begun.position.step
         if begun.checkpoint is not None:
-            checkpoints.load(begun.checkpoint, contents=("model", "optimizer", "extra"))
+            checkpoints.load(begun.checkpoint)
             checkpoints.settle(step, History())
         while step < TOTAL:
             step += STRIDE
@@ -338,7 +338,7 @@ class Trainer:
                 )
                 if found is not None:
                     step = found[0].step
-                    checkpoints.load(found[0], contents=("model", "optimizer", "extra"))
+                    checkpoints.load(found[0])
                     continue
             is_ending = is_stopping or step == TOTAL
             if is_ending or is_due or step % self._schedule.save_freq == 0:

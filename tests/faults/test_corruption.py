@@ -81,16 +81,6 @@ def require_found(run_dir: Path, what: str, *names: str) -> None:
     assert layout.step_dir_name(NEW) in said
 
 
-def test_the_real_checkpoint_is_whole_and_has_every_kind_of_file(real):
-    kinds = ("extra_state", "model", "optim")
-    ranks = [f"{kind}_world_size_2_rank_{rank}.pt" for kind in kinds for rank in (0, 1)]
-    exported = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json")
-    exported += ("tokenizer_config.json", "model.safetensors")
-    others = [layout.DATA, layout.FSDP_CONFIG, MANIFEST]
-    assert files_of(real) == sorted([*ranks, *(f"huggingface/{n}" for n in exported), *others])
-    assert start_of(real) == (NEW, "")
-
-
 def flip(data: bytearray, chance: random.Random) -> None:
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
 
@@ -258,20 +248,6 @@ def test_a_damaged_pointer_or_mark_never_means_step_0(memory_dir, marks, other):
         assert trainer.restart() == expected, f"pointer: {text!r}"
         assert layout.read_pointer(run_dir).step == expected and mark_of(run_dir, expected).exists()
         assert trainer.restart() == expected, f"pointer: {text!r}, after the repair"
-
-
-@pytest.mark.parametrize("target", ["", "global_step_10/data.pt", "nothing"])
-def test_a_pointer_that_is_a_directory_or_a_link(memory_dir, target):
-    save(memory_dir, *STEPS)
-    pointer = memory_dir / layout.POINTER
-    pointer.unlink()
-    if target:
-        pointer.symlink_to(memory_dir / target)
-    else:
-        pointer.mkdir()
-    selection = choice.select(memory_dir)
-    assert selection.chosen is not None and selection.chosen.step == 30
-    assert selection.notes[0].startswith("WARNING")
 
 
 @pytest.mark.parametrize("marks", MARKS)

@@ -247,26 +247,3 @@ def plain(path: Path | str) -> str:
     text = re.sub(r"^\.(trash)_global.*", r".\1", str(path))
     text = re.sub(r"(\.staging_)?global_step_\d+(\.[0-9a-f]{8})?", "global_step_N", text)
     return re.sub(r"^\.(latest.*)\.[0-9a-f]{8}\.tmp$", r"\1", text)
-
-
-def states_after(log: list[Operation], root: Path) -> set[Tree]:
-    disk = Disk((), root)
-    for operation in log:
-        disk.apply(operation)
-    states = list(disk.states())
-    assert len(states) <= disk.num_combinations()
-    return set(states)
-
-
-def test_the_model_forgets_exactly_what_is_not_synced():
-    root = Path("/run")
-    a, d, f = root / "a", root / "d", root / "d" / "f"
-    log = [Operation("mkdir", d), Operation("create", f), Operation("write", f, data=b"xy")]
-    contents: list[Tree] = [(), *((("f", data),) for data in (b"", b"x", b"\0\0", b"xy"))]
-    assert states_after(log, root) == {(), *((("d", content),) for content in contents)}
-    log += [Operation("fsync", f), Operation("fsync_dir", root)]
-    whole: Tree = (("f", b"xy"),)
-    assert states_after(log, root) == {(("d", ()),), (("d", whole),)}, "f has no durable name"
-    log += [Operation("fsync_dir", d), Operation("create", a), Operation("rename", d, root / "e")]
-    names = [{"d": whole}, {"a": b"", "d": whole}, {"e": whole}, {"a": b"", "e": whole}]
-    assert states_after(log, root) == {tuple(entries.items()) for entries in names}

@@ -19,7 +19,7 @@ from toy import ToySamples, build_toy_model, differing, model_config, relative, 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
-from trainer.checkpoint import shards
+from trainer.checkpoint.state import ModelShards, Shards
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import adapters, assemble, lora_layers
@@ -303,7 +303,7 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     with pytest.raises(
         ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"
     ):
-        shards.load_model(model, [saved], Path("global_step_2"))
+        ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files of a checkpoint: hashed, synced, exclusive, atomic; errors name the place."""
 
+import ast
 import errno
 import hashlib
 import os
@@ -14,6 +15,24 @@ from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 
 RECORD = FileRecord("shard.pt", 5, "0" * 64)
+CHANGES = {"mkdir", "rename", "unlink", "rmdir", "write_bytes", "write_text", "fsync"}
+OTHER_FILES = {"lock", "reading", "requests"}
+"""Modules that change only files that belong to no checkpoint."""
+
+
+def test_no_other_module_changes_the_files_of_a_checkpoint():
+    """Otherwise the crash states, which follow `fsio.observer`, would miss an operation."""
+    found = []
+    for file in Path(fsio.__file__).parent.glob("*.py"):
+        calls = (
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        )
+        for called in (ast.unparse(call.func) for call in calls):
+            owner, _, name = called.rpartition(".")
+            is_change = name in CHANGES and owner not in ("fsio", "")
+            if is_change or called in ("open", "os.open", "os.replace"):
+                found.append(file.stem)
+    assert set(found) == OTHER_FILES | {"fsio"}
 
 
 def test_hashing_file_records_what_is_on_disk(tmp_path):

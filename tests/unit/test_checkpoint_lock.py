@@ -5,7 +5,6 @@ one knows it.
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,36 +77,6 @@ def test_kill_9_releases_it(tmp_path, children, with_worker):
     lock.release()
 
 
-NUM_ROUNDS = 200
-
-
-def race(lock: RunLock, barrier: Any, wins: Any) -> None:
-    """Start together with others in each round, and hold the lock until all have tried."""
-    for index in range(NUM_ROUNDS):
-        barrier.wait(60)
-        try:
-            lock.acquire(timeout_s=0)
-            with wins.get_lock():
-                wins[index] += 1
-        except ConfigError:
-            pass
-        barrier.wait(60)
-        assert lock.is_held() or wins[index] == 1
-        barrier.wait(60)
-        lock.release()
-
-
-def test_exactly_one_of_the_runs_that_start_together_wins(tmp_path):
-    fork: Any = multiprocessing.get_context("fork")
-    barrier, wins = fork.Barrier(3), fork.Array("i", NUM_ROUNDS)
-    racers = [fork.Process(target=race, args=(RunLock(tmp_path), barrier, wins)) for _ in range(3)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-    assert [racer.exitcode for racer in racers] == [0, 0, 0] and list(wins) == [1] * NUM_ROUNDS
-
-
 def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path):
     with RunLock(tmp_path) as lock:
         child = os.fork()
@@ -132,23 +100,22 @@ def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(tmp_
         with pytest.raises(ConfigError, match=f"in use by another run .pid {os.getpid()} "):
             RunLock(tmp_path).acquire(timeout_s=0)
         (tmp_path / LOCK).unlink()
-        with RunLock(tmp_path), pytest.raises(CannotWriteError, match="another run has taken over"):
+        with (
+            RunLock(tmp_path),
+            pytest.raises(CannotWriteError, match="another run has taken it over"),
+        ):
             first.require()
-        with pytest.raises(CannotWriteError, match="another run has taken over"):
+        with pytest.raises(CannotWriteError, match="another run has taken it over"):
             first.require()
 
 
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_no_lock_is_made_again_in_a_directory_that_was_deleted(tmp_path, is_made_again):
+def test_a_run_whose_directory_was_deleted_may_not_go_on(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with RunLock(run_dir) as lock:
         shutil.rmtree(run_dir)
-        if is_made_again:
-            run_dir.mkdir()
-        with pytest.raises(CannotWriteError, match=f"{run_dir} was deleted or renamed"):
+        with pytest.raises(CannotWriteError, match=f"{run_dir} was deleted"):
             lock.require()
-    assert not is_made_again or os.listdir(run_dir) == []
 
 
 @pytest.mark.parametrize("fault", ["copied over", "nonce overwritten", "emptied", "a link"])
@@ -246,7 +213,7 @@ def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     first.require()  # only the lock file was removed
     second.acquire(timeout_s=0)
     assert second.is_held() and f"taking over from the run pid {os.getpid()}" in caplog.text
-    with pytest.raises(CannotWriteError, match="another run has taken over"):
+    with pytest.raises(CannotWriteError, match="another run has taken it over"):
         first.require()
     first.release()
     assert second.is_held()

@@ -33,7 +33,7 @@ class Canary:
 )
 def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path, name):
     torch.save({"weight": torch.zeros(2), "more": Canary(tmp_path / "canary")}, tmp_path / name)
-    with pytest.raises(CorruptShardError, match=rf"{name} .*posix\.mkdir"):
+    with pytest.raises(CorruptShardError, match=f"{name} is a pickle that would run code"):
         read_torch(tmp_path / name)
     assert not (tmp_path / "canary").exists()
     torch.load(tmp_path / name, weights_only=False)

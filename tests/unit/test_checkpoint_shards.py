@@ -11,7 +11,7 @@ from trainer.config import ConfigError
 def test_a_wider_type_takes_over_a_narrower_one_exactly():
     saved = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     live = torch.zeros(5)
-    shards._copy_slice([saved], live, "weight", "model.master_dtype")
+    shards.copy_slice([saved], live, "weight", "model.master_dtype")
     assert torch.equal(live, saved.float())
 
 
@@ -20,12 +20,12 @@ def test_a_type_that_would_lose_digits_is_refused(dtype):
     """The error names the key with which the checkpoint can be continued."""
     live = torch.zeros(5, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"(?s)'weight' .*optim.state_dtype=float32"):
-        shards._copy_slice([torch.zeros(5, dtype=dtype)], live, "weight", "optim.state_dtype")
+        shards.copy_slice([torch.zeros(5, dtype=dtype)], live, "weight", "optim.state_dtype")
 
 
 def test_another_shape_is_refused():
     with pytest.raises(CorruptShardError, match=r"'weight' was saved as \(4,\)"):
-        shards._copy_slice([torch.zeros(4)], torch.zeros(5), "weight", "model.master_dtype")
+        shards.copy_slice([torch.zeros(4)], torch.zeros(5), "weight", "model.master_dtype")
 
 
 def test_shared_memory_counts_once():

@@ -1,24 +1,19 @@
 """The commands `checkpoint ls` and `verify`, and wrong usage of all of them."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from checkpoint_fakes import commit, content_of, save, write_unfinished
-from cli_states import LEFT, flip, leave_behind, names, rows, snapshot
+from cli_states import LEFT, flip, leave_behind, rows, snapshot
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 
 from trainer.checkpoint import fsio, layout, retention
-from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
-
-Patch = pytest.MonkeyPatch
 
 
 def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir, call):
@@ -39,22 +34,6 @@ def test_ls_says_why_a_checkpoint_is_not_usable(run_dir, call):
     assert table["4"].startswith("incomplete") and "data.pt has 0 bytes" in table["4"]
     assert table["5"].startswith("incomplete") and "no manifest.json" in table["5"]
     assert table["6"].endswith("00 pointer") and table["8"].endswith("00 resume takes it")
-    assert "global_step_8 was committed just before the run died" in out
-
-
-def test_ls_json_is_one_object_with_the_same_facts(run_dir, call):
-    (run_dir / "global_step_2" / MANIFEST).unlink()
-    (run_dir / POINTER).write_text("4")
-    (run_dir / ".trash_x").write_bytes(b"abc")
-    (run,) = json.loads(call("ls", "--json", run_dir)[1])["runs"]
-    assert (run["run_dir"], run["resume_step"]) == (str(run_dir), 4)
-    assert "was moved back to" in run["notes"][0]
-    assert run["leftovers"] == [{"name": ".trash_x", "size_bytes": 3}]
-    first, second, third = run["checkpoints"]
-    assert MANIFEST in first["reason"] and first["loss"] is first["world_size"] is None
-    assert second["pointer"] and second["resume"]
-    facts = {"path": str(run_dir / "global_step_6"), "status": "committed", "loss": 1.5}
-    assert (facts | {"pointer": False, "resume": False}).items() <= third.items()
 
 
 def test_ls_alone_shows_every_run_below_checkpoints(tmp_path, call, monkeypatch):
@@ -88,22 +67,7 @@ def test_ls_shows_leftovers_writes_nothing_and_does_not_mind_a_training_run(run_
         assert code == 0 and lock.is_held()
         assert (snapshot(run_dir), (run_dir / LOCK).read_bytes()) == (before, holder)
     for name in LEFT:
-        assert f"  {name}  {readable(tree_bytes(run_dir / name))}  " in out
-
-
-def test_a_directory_that_vanishes_during_ls(run_dir, call, monkeypatch):
-    """The run saves and rotates between the listing of names and the look into the oldest."""
-    inspect, steps = layout.inspect, iter(range(8, 10**6, 2))
-
-    def rotate_first(path: Path) -> layout.CheckpointInfo:
-        save(run_dir, next(steps))
-        oldest = min((layout.parse_step(name) or 0, name) for name in names(run_dir))[1]
-        shutil.rmtree((run_dir / oldest).rename(run_dir / f".trash_{oldest}.ab"))
-        return inspect(path)
-
-    monkeypatch.setattr(layout, "inspect", rotate_first)
-    code, out, err = call("ls", run_dir)
-    assert (code, err) == (0, "") and all(" committed " in row for row in rows(out))
+        assert f"  {name}  {readable(tree_bytes(run_dir / name))}\n" in out
 
 
 def test_control_characters_do_not_reach_the_terminal(run_dir, call):
@@ -156,7 +120,6 @@ WRONG_USAGE = {
     "prune run --keep 0": "--keep",
     "prune run --keep 1 --keep-last 1": "usage: bash run_sft.sh checkpoint prune ",
     "prune run/global_step_2 --keep 1": "'run/global_step_2'",
-    "prune '' --keep 1": "RUN_DIR",
     "verify run/global_step_9": "'run/global_step_9'",
     "verify other": "'other' is no run directory",
     "verify new": "'new' has no checkpoint",

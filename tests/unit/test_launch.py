@@ -1,5 +1,6 @@
 """The launcher: its arguments, the place of this machine, exit codes, mistakes."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
 from trainer.launch import agent
+from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.ranks import (
     Arguments,
     NodeLayout,
@@ -200,5 +202,19 @@ def test_an_aborted_rank_with_peers_may_have_lost_one(
     monkeypatch.setattr("trainer.launch.checks.run_checks", lambda checks, launch: None)
     monkeypatch.setattr(launch, "gpus_for_run", lambda device: num_gpus)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    (tmp_path / "run").mkdir()
     assert launch.main([str(num_ranks), f"trainer.default_local_dir={tmp_path}/run"]) == code
     assert ("as when NCCL loses another machine" in capsys.readouterr().err) is (code == 75)
+
+
+def test_aborts_without_a_new_step_are_not_resumable_forever(tmp_path):
+    def exit_code_after(step: int, node_rank: int = 0) -> int:
+        with (tmp_path / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step, "kind": "train", "attempt": 1, "ts": 0.0}) + "\n")
+        return exit_code_after_abort(tmp_path, node_rank)
+
+    # a new step restarts the count
+    assert [exit_code_after(step) for step in (5, 4, 6, 6)] == [75] * 4
+    assert exit_code_after(6, node_rank=1) == 75, "each machine counts its own starts"
+    assert exit_code_after(5) == 1
+    assert exit_code_after(5) == 75, "a person who starts it again gets as many tries"

@@ -15,8 +15,9 @@ from ranks import run_ranks
 from toy import START, build_toy_model, optim_config, write_model_config
 from transformers import AttentionInterface
 
-from trainer.checkpoint import shards, snapshot
+from trainer.checkpoint import snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.checkpoint.state import ModelShards, OptimizerShards
 from trainer.cli import plan
 from trainer.model import attention, cpu_attention
 from trainer.model.experts import Routers
@@ -426,8 +427,8 @@ def size_of_the_copy(world: Any, source: Any) -> int:
 
     snapshot.mmap.mmap = recorded  # type: ignore[assignment,misc]  # of this process, which ends with this function
     state = {
-        "model": shards.model_state(model),
-        "optim": shards.optimizer_state(model, optimizer),
+        "model": ModelShards(model).state_dict(),
+        "optim": OptimizerShards(model, optimizer).state_dict(),
         "extra": {},
     }
     HostBuffers(torch.device("cpu")).copy(

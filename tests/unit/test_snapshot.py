@@ -163,22 +163,6 @@ def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda, blocks):
         )
 
 
-def test_other_shapes_get_another_block_and_the_first_is_released(cuda, blocks):
-    buffers = HostBuffers(CARD)
-    buffers.copy(state())
-    grown = state(model={"head": torch.randn(1000)})
-    assert bits(buffers.copy(grown).model["head"]) == bits(grown.model["head"])
-    assert len(blocks) == 2 and list(cuda.locked.values()) == blocks[1:]
-
-
-def test_memory_that_cannot_be_locked_names_the_way_out(cuda):
-    buffers, cuda.status = HostBuffers(CARD), 2
-    with pytest.raises(RuntimeError, match=r"(?s)cudaError 2.*trainer.checkpoint.async_save=false"):
-        buffers.copy(state())
-    cuda.status = 0
-    assert bits(buffers.copy(state(extra={"n": torch.ones(3)})).extra["n"]) == bits(torch.ones(3))
-
-
 def test_a_forked_process_does_not_hold_the_copy():
     """A page that parent and child share is copied when it is written; the device would go on
     writing the old one.

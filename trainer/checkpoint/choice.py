@@ -19,7 +19,7 @@ class NoUsableCheckpointError(ConfigError):
 class Selection:
     """`candidates`: the checkpoint to continue from, then older ones in case it is damaged.
 
-    `notes` are for the log: why this one, and what was skipped. A warning begins with `WARNING`.
+    `notes` are warnings: why this one, and what was skipped.
     """
 
     candidates: tuple[CheckpointInfo, ...] = ()
@@ -45,7 +45,7 @@ def select(run_dir: Path) -> Selection:
         return Selection()
     chosen, note = _choose(usable, pointer)
     notes = [note] if note else []
-    notes += [f"WARNING: skipped {i.path.name}: {i.reason}" for i in found if not i.manifest]
+    notes += [f"skipped {i.path.name}: {i.reason}" for i in found if not i.manifest]
     return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
 
 
@@ -60,10 +60,10 @@ def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointI
     ]
     never_pointed = pointer.raw is None and len(unpublished) == len(usable)
     if pointed is None and not never_pointed:
-        said = "is missing"
-        if pointer.raw is not None:
-            said = f"says {pointer.raw!r}, which is no usable checkpoint"
-        return newest, f"WARNING: {POINTER} {said}: continuing from the newest, {newest.path.name}"
+        said = (
+            "is missing" if pointer.raw is None else f"says {pointer.raw!r}: no usable checkpoint"
+        )
+        return newest, f"{POINTER} {said}; continuing from the newest, {newest.path.name}"
     if pointed is None or unpublished:
         first = unpublished[0]
         return first, f"{first.path.name} was committed just before the run died, unpublished"
@@ -76,14 +76,13 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
     corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
     if not found and not corrupt and pointer.raw is None:
         return
-    lines = [f"no checkpoint in '{run_dir}' can be continued from:"]
-    lines += [f"  {info.path.name}: {info.reason}" for info in found]
-    lines += [f"  {name}: set aside as corrupt" for name in corrupt]
-    lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
-    lines += [
-        "Fix: restore one of them, or start a new run with trainer.experiment_name=<new name>"
-    ]
-    raise NoUsableCheckpointError("\n".join(lines))
+    reasons = [f"{info.path.name}: {info.reason}" for info in found]
+    reasons += [f"{name}: set aside as corrupt" for name in corrupt]
+    reasons += [f"{POINTER}: {pointer.raw!r}"]
+    raise NoUsableCheckpointError(
+        f"no checkpoint in '{run_dir}' can be continued from ({'; '.join(reasons)}).\n"
+        f"Fix: restore one of them, or start a new run with trainer.experiment_name=<new name>"
+    )
 
 
 def candidates_of(config: TrainerConfig) -> Selection:

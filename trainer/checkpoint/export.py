@@ -72,7 +72,7 @@ class ExportPlan:
     layout: exported name -> tensor without memory, in the order written; files: file name -> names
     in it; groups: exported name -> tensors it is made from; class_name: the class that an export
     loads as; base: the weights that adapters are merged with; adapted: name in `base` -> parameter
-    `lora_A` that adds to it; has_weights: False for an export without the tensors in the shards.
+    `lora_A` that adds to it. An export without weights has no `files`.
     """
 
     source: ExportSource
@@ -83,7 +83,6 @@ class ExportPlan:
     dtype: str
     base: Mapping[str, StoredTensor]
     adapted: Mapping[str, str]
-    has_weights: bool
 
     @property
     def others(self) -> Mapping[str, StoredTensor]:
@@ -92,14 +91,7 @@ class ExportPlan:
 
     @property
     def num_bytes(self) -> int:
-        weights = self.layout if self.has_weights else {}
-        return _num_bytes(weights) + _num_bytes(shapes_of(self.others))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Disk space that `with_copies` needs, over all writers."""
-        base = self.base if self.has_weights else {}
-        return _num_bytes(shapes_of(base)) + _num_bytes(shapes_of(self.others))
+        return _num_bytes(self.layout) + _num_bytes(shapes_of(self.others))
 
     def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
         """Copy this writer's share of the tensors from the model directory, which is not read
@@ -116,7 +108,7 @@ class ExportPlan:
                     "the weights of the model changed while the run started; start again"
                 )
             source = dataclasses.replace(source, whole=whole)
-        if base and self.has_weights:
+        if base:
             own = {name: base[name] for names in self.files_of(share).values() for name in names}
             base = {**base, **copied(own, directory)}
         return dataclasses.replace(self, source=source, base=base)
@@ -199,6 +191,8 @@ def plan_export(
         made = group.to_stored([own[name] for name in group.own])
         layout |= made
         by_name |= dict.fromkeys(made, group)
+    if not has_weights:
+        layout, by_name, base = {}, {}, {}
     split = split_state_dict_into_shards_factory(
         layout,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -215,7 +209,6 @@ def plan_export(
         dtype=dtype,
         base=base,
         adapted=adapted,
-        has_weights=has_weights,
     )
 
 
@@ -251,10 +244,7 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
 def require_export(info: layout.CheckpointInfo) -> None:
     """Raise `ConfigError` for a checkpoint whose export has no weights."""
     export = info.path / layout.HUGGINGFACE
-    names = [path.name for path in export.glob("*.safetensors")]
-    if info.manifest is not None:
-        names += [file.path for file in info.manifest.files if layout.is_export(file.path)]
-    if not any(name.endswith(".safetensors") and not name.endswith(OTHER_PARTS) for name in names):
+    if not {path.name for path in export.glob("*.safetensors")} - {OTHER_PARTS}:
         raise ConfigError(
             f"'{export}' holds no weights: trainer.checkpoint.save_contents had no hf_model.\n"
             f"Fix: take a checkpoint that was saved with it"
@@ -282,14 +272,14 @@ def write_export(
             fsio.write_file(target / name, data, root=root)
             for name, data in _companions(plan).items()
         ]
-    if is_first and plan.has_weights and card is not None:
+    if is_first and plan.files and card is not None:
         records.append(fsio.write_file(target / CARD, card, root=root))
     if is_first and plan.source.whole is not None:
         others = (tensor.whole() for tensor in plan.others.values())
         records.append(
             write_tensors(target / OTHER_PARTS, shapes_of(plan.others), others, root=root)
         )
-    if not plan.has_weights:
+    if not plan.files:
         return records
     if plan.base and plan.source.adapter is not None:
         reader = MergedReader(plan.base, reader, plan.source.adapter, plan.adapted)
@@ -342,7 +332,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
         if (tokenizer := files.get("tokenizer_config.json")) is not None:
             config = json.loads(tokenizer) | {"chat_template": source.chat_template}
             files["tokenizer_config.json"] = _as_json(config)
-    if source.adapter is not None and ADAPTER_WEIGHTS in plan.files:
+    if source.adapter is not None and not plan.adapted:
         files[ADAPTER_CONFIG] = _as_json(source.adapter.settings)
     else:
         files[CONFIG] = _as_json(_config(plan))

@@ -18,8 +18,6 @@ from trainer.config import ConfigError
 from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
-POINTER_BYTES = 2**16
-"""The pointer is never read beyond this size."""
 PUBLISHED = ".published"
 """Marks a checkpoint that the pointer has named once."""
 FSDP_CONFIG = "fsdp_config.json"
@@ -90,7 +88,7 @@ def pointed_step(text: str) -> int | None:
 
 def read_pointer(run_dir: Path) -> Pointer:
     try:
-        raw = fsio.read_bytes(run_dir / POINTER, limit_bytes=POINTER_BYTES).decode(errors="replace")
+        raw = fsio.read_bytes(run_dir / POINTER).decode(errors="replace")
     except FileNotFoundError:
         return Pointer(None, None)
     except OSError as error:
@@ -133,11 +131,7 @@ def inspect(path: Path) -> CheckpointInfo:
         fsio.require_dir(path)
         names = fsio.list_dir(path)
         if MANIFEST not in names:
-            if PUBLISHED in names:
-                raise OSError(f"its {MANIFEST} was removed")
-            raise OSError(
-                f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it"
-            )
+            raise OSError(f"it has no {MANIFEST}: no save of this trainer finished it")
         manifest = parse_manifest(fsio.read_bytes(path / MANIFEST), step=step)
         for record in manifest.files:
             if not is_export(record.path) and (problem := fsio.size_problem(path, record)):

@@ -41,7 +41,6 @@ class RunLock:
     was stopped meanwhile sees in `is_held` that it may no longer publish. The file is never
     deleted, since a run could wait on the deleted one. A clean release empties it.
 
-    The directory is held open, so that a new directory of the same name is not mistaken for it.
     Forked children let go at once: a loader worker may outlive a killed trainer.
     """
 
@@ -50,7 +49,6 @@ class RunLock:
         self._needs_flock = needs_flock
         self._record: dict[str, str | int | None] = {}
         self._descriptor: int | None = None
-        self._directory: int | None = None
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
         """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
@@ -67,18 +65,18 @@ class RunLock:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
+            while not self._try_acquire():
+                if time.monotonic() >= deadline_s:
+                    raise ConfigError(
+                        f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
+                        f"Fix: wait for it or stop it, or train into another directory "
+                        f"(trainer.default_local_dir or trainer.experiment_name)"
+                    )
+                time.sleep(POLL_S)
+        except BaseException as error:
             self._close()
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-            self._directory = os.open(self._path.parent, flags)
-            if not self._try_acquire(deadline_s):
-                logger.info("waiting up to %g s for the run %s", timeout_s, self._holder())
-                while not self._try_acquire(deadline_s):
-                    pass
-        except ConfigError:
-            self._close()
-            raise
-        except OSError as error:
-            self._close()
+            if not isinstance(error, OSError):
+                raise
             raise CannotWriteError(
                 error.errno,
                 f"cannot lock the run directory: {error.strerror}; make it writable, or choose "
@@ -103,10 +101,9 @@ class RunLock:
         """
         if self.is_held() or self._make_again():
             return
-        run_dir = self._path.parent
-        if not self._is_same_directory():
-            raise CannotWriteError(f"{run_dir} was deleted or renamed while this run trained in it")
-        raise CannotWriteError(f"another run has taken over {run_dir} ({self._holder()})")
+        raise CannotWriteError(
+            f"{self._path.parent} was deleted, or another run has taken it over ({self._holder()})"
+        )
 
     def release(self) -> None:
         """Empty the file and close it. A file of a run that has taken over is left alone."""
@@ -124,20 +121,10 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _try_acquire(self, deadline_s: float) -> bool:
-        """Return False if another run holds the lock or came in between.
-
-        Raises `ConfigError` after the deadline.
-        """
+    def _try_acquire(self) -> bool:
+        """Return False if another run holds the lock or came in between."""
         is_locked = try_lock(self._open(os.O_CREAT))
         if is_locked is None:
-            if (remaining_s := deadline_s - time.monotonic()) <= 0:
-                raise ConfigError(
-                    f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
-                    f"Fix: wait for it or stop it, or train into another directory "
-                    f"(trainer.default_local_dir or trainer.experiment_name)"
-                )
-            time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
             self._accept_no_locks()
@@ -161,8 +148,6 @@ class RunLock:
         """Make a removed lock file again. A file at the path belongs to another run, which came
         while there was none.
         """
-        if not self._is_same_directory():
-            return False
         try:
             if try_lock(self._open(os.O_CREAT | os.O_EXCL)) is None:
                 return False
@@ -173,33 +158,18 @@ class RunLock:
         return self.is_held()
 
     def _open(self, flags: int) -> int:
-        self._let_go()
+        self._close()
         opener = regular_opener(os.O_RDWR | flags, follow_links=False)
         self._descriptor = opener(str(self._path), 0)
         _open_locks.add(self)
         return self._descriptor
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         """Close the file without changing it, which ends the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
         _open_locks.discard(self)
-
-    def _close(self) -> None:
-        self._let_go()
-        if self._directory is not None:
-            os.close(self._directory)
-        self._directory = None
-
-    def _is_same_directory(self) -> bool:
-        """Return True if the path still names the directory in which the lock was taken."""
-        if self._directory is None:
-            return False
-        try:
-            return os.path.samestat(os.stat(self._path.parent), os.fstat(self._directory))
-        except OSError:
-            return False
 
     def _write_record(self) -> None:
         assert self._descriptor is not None

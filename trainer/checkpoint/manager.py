@@ -5,9 +5,10 @@ failed one.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.runtime.distributed import on_main
 from trainer.runtime.processes import begun
 from trainer.runtime.progress import History, Position, Rollbacks
 from trainer.runtime.text import readable
@@ -62,30 +62,17 @@ class CheckpointManager:
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
 
-    def require_space(self) -> None:
-        """Raise `CannotWriteError` unless a checkpoint fits on the disk. Warn if the number to keep
-        does not.
+    def prepare(self) -> None:
+        """Check that a checkpoint fits on the disk, then copy what exports need, so that no save
+        reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
         sharded = [
             part.state_dict()
             for name, part in self._state.items()
             if name in ("model", "optimizer") or is_sharded(part)
         ]
-        size_bytes = self._saver.size_bytes(sharded)
-
-        def check() -> None:
-            retention.require_space(
-                self.run_dir, size_bytes + self._saver.copied_bytes, self._saver.kept
-            )
-            retention.warn_if_tight(self.run_dir, size_bytes, self._saver.kept)
-
-        self._on_main(check)
-
-    def keep_sources(self) -> None:
-        """Copy what exports need, so that no save reads the model directory.
-
-        Raises `ConfigError`, `CannotWriteError`.
-        """
+        needed_bytes = self._saver.size_bytes(sharded)
+        self._on_main(partial(retention.require_space, self.run_dir, needed_bytes))
         self._saver.keep_sources()
 
     def save(
@@ -244,14 +231,10 @@ class CheckpointManager:
             history=history,
         )
 
-    def load(self, checkpoint: CheckpointInfo, *, contents: Sequence[str]) -> None:
-        """Load `contents` of a verified checkpoint.
-
-        Raises `ConfigError` if it belongs to another model.
-        """
-        load_state(checkpoint, self._state, contents=contents, world=self._world)
-        if "extra" in contents:
-            self._committed_step = checkpoint.step
+    def load(self, checkpoint: CheckpointInfo) -> None:
+        """Load a verified checkpoint. Raises `ConfigError` if it belongs to another model."""
+        load_state(checkpoint, self._state, self._world)
+        self._committed_step = checkpoint.step
 
     def decide_rollback(
         self, *, onset: int, step: int, last_step: int, history: History, reason: str
@@ -297,13 +280,10 @@ class CheckpointManager:
 
         self._on_main(point_and_delete)
 
-    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self) -> None:
         """Wait a moment for a background save. After that nothing may be committed."""
         if self._pending is not None:
-            wait([self._pending[1]], timeout_s)
+            wait([self._pending[1]], CLOSE_TIMEOUT_S)
 
     def _on_main(self, action: Callable[[], T]) -> T:
-        def describe(error: OSError) -> CannotWriteError:
-            return CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
-
-        return on_main(action, self._world, describe=describe)
+        return start.on_main(action, self.run_dir, self._world)

@@ -17,8 +17,6 @@ from trainer.runtime.progress import Position
 FORMAT = 2
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
-OPTIONAL = ("text_names", "num_passed_through")
-"""Keys that are absent when they are empty."""
 
 
 class ManifestError(ValueError):
@@ -68,9 +66,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Raises `ValueError` for NaN or infinity: a state that is not finite is never saved."""
-        values = dataclasses.asdict(self).items()
-        tree = {"format": FORMAT}
-        tree |= {name: value for name, value in values if value or name not in OPTIONAL}
+        tree = {"format": FORMAT, **dataclasses.asdict(self)}
         return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
 
 

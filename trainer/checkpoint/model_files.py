@@ -86,16 +86,12 @@ class ModelFiles:
         return sha256.hexdigest()
 
     def changes(self) -> list[str]:
-        """Return how the directory differs now from what was read, one entry per file."""
+        """Return the names of the files that differ now from what was read."""
         try:
             read_again = ModelFiles.read(self.directory)
         except ConfigError as error:
             return [str(error)]
         now = {**read_again.contents, **read_again.weights}
         before = {**self.contents, **self.weights}
-        changes = []
-        for name in sorted(now.keys() | before.keys()):
-            if now.get(name) != before.get(name):
-                change = "changed" if name in now else "is gone"
-                changes.append(f"{name} {change}" if name in before else f"{name} is new")
-        return changes
+        names = sorted(now.keys() | before.keys())
+        return [name for name in names if now.get(name) != before.get(name)]

@@ -28,7 +28,6 @@ from trainer.errors import CannotWriteError
 from trainer.model import weights
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.weights import WholeCheckpoint, stored_in
-from trainer.runtime.text import readable
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -76,9 +75,6 @@ def export_from_shards(
         card = (exported / CARD).read_bytes()
     staging = fsio.temporary_path(target)
     try:
-        if (free_bytes := fsio.free_bytes(target.parent)) < plan.num_bytes:
-            needed = readable(plan.num_bytes)
-            raise OSError(f"it needs {needed}, and {readable(free_bytes)} are free")
         fsio.make_dir(staging)
         write_export(plan, staging, reader, card=card)
         fsio.fsync_tree(staging)

@@ -27,9 +27,6 @@ class Retention:
     keep: int | None = None
 
 
-ALL = Retention()
-
-
 def settle(
     run_dir: Path,
     step: int,
@@ -87,8 +84,6 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
     """Return committed checkpoints that may be deleted, oldest first."""
     if keep is None:
         return []
-    if keep < 1:
-        raise ValueError(f"at least 1 checkpoint must be kept, got {keep}")
     pointed, found = layout.read_pointer(run_dir).step, layout.committed(run_dir)
     spared = {*protect, *newest([info.step for info in found], keep, pointed)}
     return [info.path for info in found if info.step not in spared]
@@ -126,34 +121,16 @@ def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) 
     return kept
 
 
-def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> None:
+def require_space(run_dir: Path, needed_bytes: int) -> None:
     """Raise `OSError` unless one more checkpoint fits."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
-        advice = _advice(kept) if len(layout.committed(run_dir)) > 1 else "free some space"
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: "
-            f"{advice}",
+            f"free some space, or {KEEP_FEWER}",
             str(run_dir),
         )
-
-
-def warn_if_tight(run_dir: Path, needed_bytes: int, kept: Retention) -> None:
-    """Warn if the disk fills up before rotation begins: a save needs one place more than `keep`."""
-    if kept.keep is None:
-        return
-    free_bytes = fsio.free_bytes(run_dir)
-    num_more = kept.keep + 1 - len(layout.committed(run_dir))
-    if free_bytes < num_more * needed_bytes * SPARE:
-        logger.warning(
-            f"{run_dir} has {readable(free_bytes)} free, but {num_more} more checkpoints of "
-            f"{readable(needed_bytes)} come before old ones are deleted: {_advice(kept)}"
-        )
-
-
-def _advice(kept: Retention) -> str:
-    return "free some space" + ("" if kept.keep == 1 else f", or {KEEP_FEWER}")
 
 
 def existing_parent(directory: Path) -> Path:

@@ -183,11 +183,6 @@ class Saver:
             has_weights=config.exports_weights,
         )
 
-    @property
-    def copied_bytes(self) -> int:
-        """Disk space that `keep_sources` needs, over all ranks."""
-        return self._plan.copied_bytes
-
     def keep_sources(self) -> None:
         """Copy what exports take from the model directory, so that no save reads it. Collective.
 
@@ -196,7 +191,9 @@ class Saver:
         """
         error: ConfigError | CannotWriteError | None = None
         try:
-            self._plan = self._plan.with_copies(self.run_dir, share=self._share)
+            self._plan = self._plan.with_copies(
+                self.run_dir, share=(self.world.rank, self.world.size)
+            )
         except ConfigError as failure:
             error = failure
         except OSError as failure:
@@ -205,10 +202,6 @@ class Saver:
         dist.all_gather_object(errors, error)
         for found in filter(None, errors):
             raise found
-
-    @property
-    def _share(self) -> tuple[int, int]:
-        return self.world.rank, self.world.size
 
     def size_bytes(self, state: Any) -> int:
         """Return the size of a checkpoint with `state` (nested tensors) in the shards of each rank."""
@@ -273,9 +266,7 @@ class Saver:
             return None
         self.require_lock()
         layout.clean_leftovers(self.run_dir)
-        retention.require_space(
-            self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]), self.kept
-        )
+        retention.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
         self._staging = staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         fsio.make_dir(staging / layout.HUGGINGFACE)
@@ -311,19 +302,17 @@ class Saver:
             buffers=snapshot.extra["buffers"],
         )
         target = staging / layout.HUGGINGFACE
-        card = self._model_card(snapshot)
-        return export.write_export(self._plan, target, reader, share=self._share, card=card)
-
-    def _model_card(self, snapshot: Snapshot) -> bytes | None:
-        if self._card is None:
-            return None
-        measured = {
-            "step": snapshot.position.step,
-            "epoch": snapshot.position.epoch,
-            "train/loss": snapshot.loss,
-            "best validation at step": snapshot.history.best_step,
-        }
-        return model_card(self._card, measured)
+        card = None
+        if self._card is not None:
+            measured = {
+                "step": snapshot.position.step,
+                "epoch": snapshot.position.epoch,
+                "train/loss": snapshot.loss,
+                "best validation at step": snapshot.history.best_step,
+            }
+            card = model_card(self._card, measured)
+        share = (world.rank, world.size)
+        return export.write_export(self._plan, target, reader, share=share, card=card)
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """On the main rank, check all files, write the manifest and rename the directory."""

@@ -9,9 +9,8 @@ import hashlib
 import json
 import logging
 import pickle
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,6 +29,9 @@ from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
+# torch warns for every file that its mesh has no process group here. Only the local tensors are used.
+logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+
 
 class CorruptShardError(ConfigError):
     """A shard file lacks what the checkpoint needs; the message names file and tensor. Exit code 2."""
@@ -45,34 +47,16 @@ def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
 def read_torch(path: Path) -> Any:
     """Load without executing pickled code. Tensors stay on disk until they are used."""
     try:
-        with _without_mesh_warnings():
-            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except MemoryError:
         raise
     except Exception as error:  # torch's reader fails in many ways on a damaged file
         reason = f"cannot be read: {error}"
         if isinstance(error, pickle.UnpicklingError):
-            names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-            reason = f"is a pickle that would run code ({names}), and was not run"
-        elif path.is_file() and not zipfile.is_zipfile(path):
-            reason = "is a bare pickle, which is never loaded, or damaged"
+            reason = "is a pickle that would run code, and was not run"
         raise CorruptShardError(
             f"{path} {reason}.\nFix: move the checkpoint away and continue from another one"
         ) from error
-
-
-@contextmanager
-def _without_mesh_warnings() -> Iterator[None]:
-    """Silence a warning of torch for every file: its mesh has no process group here. Only the local
-    tensors are used.
-    """
-    torch_logger = logging.getLogger("torch.distributed.device_mesh")
-    before = torch_logger.level
-    torch_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        torch_logger.setLevel(before)
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
@@ -80,38 +64,6 @@ def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
     return adapters or named
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return {parameter name: this rank's shard as a DTensor}. A tied head has both names, and is
-    written once.
-    """
-    saved = list(saved_parameters(model).values())
-    cut = next((parameter for parameter in saved if isinstance(parameter, DTensor)), None)
-    shards = {
-        parameter: compact(parameter if cut is None else _as_shard(parameter, cut))
-        for parameter in saved
-    }
-    return {name: shards[p] for name, p in saved_parameters(model, remove_duplicate=False).items()}
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return {"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
-    "param_names": [...]}]}.
-    """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    state = {
-        names[parameter]: {key: compact(value) for key, value in values.items()}
-        for parameter, values in optimizer.state.items()
-    }
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "param_names": [names[parameter] for parameter in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -153,68 +105,12 @@ class ShardReader:
         """Raises `CorruptShardError` if the pieces do not make up the tensor."""
         if name in self._buffers:
             return self._buffers[name]
-        entries = [_entry(part, name, self._directory) for part in self._parts]
+        entries = [entry_of(part, name, self._directory) for part in self._parts]
         pieces = list(_rows(entries, name))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    """Copy saved parameters into `model`, whatever the number of ranks that saved them.
-
-    `parts`: the result of `model_state` on each rank of one whole copy, read from `directory`.
-    Raises `ConfigError` if the checkpoint has adapters for layers that have none in `model`.
-    """
-    parameters = saved_parameters(model)
-    if lost := sorted(name for name in parts[0].keys() - parameters.keys() if is_adapter(name)):
-        raise ConfigError(
-            f"{directory} has adapters for layers that this run does not adapt: {lost[0]} "
-            f"({len(lost)} such tensors).\nFix: start a new run with trainer.experiment_name=<new "
-            f"name>"
-        )
-    for name, parameter in parameters.items():
-        may_round = not parameter.requires_grad
-        saved = [_entry(part, name, directory) for part in parts]
-        _copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)
-
-
-def load_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[Mapping[str, Any]],
-    directory: Path,
-) -> None:
-    """Copy saved moments and step counts. Rates and decay stay as configured now."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        saved = [_entry(part["state"], name, directory) for part in parts]
-        if saved[0].keys() != optimizer.state[parameter].keys():
-            raise CorruptShardError(
-                f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of "
-                f"'{name}', {type(optimizer).__name__} needs "
-                f"{', '.join(optimizer.state[parameter])}.\nFix: restore optim.name, or start a new "
-                f"run from the weights: another trainer.experiment_name, "
-                f"model.partial_pretrain={directory}/huggingface"
-            )
-        for key, value in optimizer.state[parameter].items():
-            _copy_slice(
-                [entry[key] for entry in saved], value, f"{name}.{key}", "optim.state_dtype"
-            )
-
-
-def cut_again(
-    live: Mapping[str, Tensor], parts: Sequence[Mapping[str, Any]], directory: Path
-) -> dict[str, Tensor]:
-    """Return tensors sharded like those in `live`, with the saved values in `parts`: the state of
-    each rank of one whole copy. Raises `ConfigError`.
-    """
-    found = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-    for name, tensor in found.items():
-        _copy_slice([_entry(part, name, directory) for part in parts], tensor, name, "its dtype")
-    return found
-
-
-def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
+def entry_of(part: Mapping[str, Any], name: str, directory: Path) -> Any:
     if name not in part:
         raise CorruptShardError(
             f"{directory.name} has no tensor '{name}': it was saved from another model"
@@ -222,7 +118,7 @@ def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
     return part[name]
 
 
-def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
+def as_shard(parameter: Tensor, like: DTensor) -> Tensor:
     """Return a parameter that FSDP left alone, since each rank holds it whole, as its only shard."""
     if isinstance(parameter, DTensor):
         return parameter
@@ -251,7 +147,7 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 
 
 @torch.no_grad()
-def _copy_slice(
+def copy_slice(
     saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False
 ) -> None:
     """Fill this rank's part of `live` from the pieces in `saved`, which are in rank order.

@@ -66,106 +66,100 @@ def decide_start(
     continues with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run
     that cannot be continued as configured, `CannotWriteError`.
     """
-    return _Starter(config, lineage, world).decide(selection, total_steps)
+    if (last := selection.chosen) is not None:
+        position = position_of(last)
+        if _is_complete(config, last, position.step, total_steps, world):
+            _log(selection)
+            return Start(last, position, is_complete=True, lock=None)
+    lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
+    try:
+        return _begin(config, lineage, world, lock)
+    except BaseException:
+        lock.release()
+        raise
 
 
-class _Starter:
-    def __init__(self, config: TrainerConfig, lineage: Lineage, world: World) -> None:
-        self._config, self._lineage, self._world = config, lineage, world
-        self._run_dir = Path(config.default_local_dir)
+def _begin(config: TrainerConfig, lineage: Lineage, world: World, lock: RunLock) -> Start:
+    """Decide under the lock, which the main rank takes first."""
+    run_dir = Path(config.default_local_dir)
 
-    def decide(self, selection: Selection, total_steps: int) -> Start:
-        if (last := selection.chosen) is not None:
-            position = position_of(last)
-            if self._is_complete(last, position, total_steps):
-                _log(selection.notes)
-                return Start(last, position, is_complete=True, lock=None)
-        lock = RunLock(self._run_dir, needs_flock=self._config.checkpoint.require_lock)
-        try:
-            return self._begin(lock)
-        except BaseException:
-            lock.release()
-            raise
-
-    def _begin(self, lock: RunLock) -> Start:
-        """Decide under the lock, which the main rank takes first."""
-        self._on_main(partial(self._take_run_dir, lock))
-        _require_shared(self._run_dir, self._world)
-        selection = choose(self._config, self._world)
-        _log(selection.notes)
-        checkpoint = self._first_verified(selection.candidates)
-        if checkpoint is not None:
-            self._require_same_run(checkpoint)
-        return Start(
-            checkpoint,
-            position_of(checkpoint),
-            is_complete=False,
-            lock=lock if self._world.is_main else None,
-            rollbacks=self._on_main(lambda: rollback.read(self._run_dir)),
-            fingerprints=self._lineage.fingerprints,
-        )
-
-    def _on_main(self, action: Callable[[], T]) -> T:
-        return _on_main(action, self._run_dir, self._world)
-
-    def _is_complete(self, last: CheckpointInfo, position: Position, total_steps: int) -> bool:
-        """Return True if a run has ended and left everything in order.
-
-        The manifest is read before the files are verified, which takes long.
-        """
-        end = self._on_main(lambda: finished.read(last.path))
-        ended_early = end is not None and end.ended_early and position.step > 0
-        has_ended = ended_early or position.step >= total_steps
-        if not has_ended or verify(last, self._world):
-            return False
-        if not self._is_own(last):
-            return True
-
-        def is_tidy() -> bool:
-            return layout.is_tidy(self._run_dir, last) and is_given_back(self._run_dir)
-
-        missing = f"{finished.FILE_NAME} is not written" if end is None else ""
-        if not missing and not self._on_main(is_tidy):
-            missing = "pointer, lock or leftovers are not in order"
-        if missing:
-            logger.info("%s was the last step, but the run did not end: %s", last.path, missing)
-        return not missing
-
-    def _is_own(self, checkpoint: CheckpointInfo) -> bool:
-        """Return False for a checkpoint in another run directory."""
-        return checkpoint.path.resolve().parent == self._run_dir.resolve()
-
-    def _first_verified(self, candidates: tuple[CheckpointInfo, ...]) -> CheckpointInfo | None:
-        """Return the first candidate without damage; damaged ones of this run are set aside."""
-        for candidate in candidates:
-            problems = verify(candidate, self._world)
-            if not problems:
-                return candidate
-            logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
-            if self._is_own(candidate):
-                reason = "its contents do not verify"
-                self._on_main(partial(layout.quarantine, candidate.path, reason))
-        if candidates:
-            raise NoUsableCheckpointError(
-                f"every checkpoint in {self._run_dir} to continue from is damaged, and set aside "
-                f"as .corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
-            )
-        return None
-
-    def _require_same_run(self, checkpoint: CheckpointInfo) -> None:
-        for change in compare(_manifest(checkpoint).fingerprints, self._lineage):
-            logger.warning("changed since %s: %s", checkpoint.path.name, change)
-
-    def _take_run_dir(self, lock: RunLock) -> None:
-        fsio.make_dirs(self._run_dir)
+    def take_run_dir() -> None:
+        fsio.make_dirs(run_dir)
         lock.acquire()
-        layout.clean_leftovers(self._run_dir)
-        rollback.complete(self._run_dir)
+        layout.clean_leftovers(run_dir)
+        rollback.complete(run_dir)
+
+    on_main(take_run_dir, run_dir, world)
+    _require_shared(run_dir, world)
+    selection = choose(config, world)
+    _log(selection)
+    checkpoint = _first_verified(selection.candidates, run_dir, world)
+    if checkpoint is not None:
+        for change in compare(_manifest(checkpoint).fingerprints, lineage):
+            logger.warning("changed since %s: %s", checkpoint.path.name, change)
+    return Start(
+        checkpoint,
+        position_of(checkpoint),
+        is_complete=False,
+        lock=lock if world.is_main else None,
+        rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
+        fingerprints=lineage.fingerprints,
+    )
+
+
+def _is_complete(
+    config: TrainerConfig, last: CheckpointInfo, step: int, total_steps: int, world: World
+) -> bool:
+    """Return True if a run has ended with `last`, at `step`, and left everything in order.
+
+    The manifest is read before the files are verified, which takes long.
+    """
+    run_dir = Path(config.default_local_dir)
+    end = on_main(lambda: finished.read(last.path), run_dir, world)
+    ended_early = end is not None and end.ended_early and step > 0
+    has_ended = ended_early or step >= total_steps
+    if not has_ended or verify(last, world):
+        return False
+    if not _is_own(last, run_dir):
+        return True
+
+    def is_tidy() -> bool:
+        return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
+
+    if end is not None and on_main(is_tidy, run_dir, world):
+        return True
+    logger.info("%s was the last step, but the run did not end in order", last.path)
+    return False
+
+
+def _is_own(checkpoint: CheckpointInfo, run_dir: Path) -> bool:
+    """Return False for a checkpoint in another run directory."""
+    return checkpoint.path.resolve().parent == run_dir.resolve()
+
+
+def _first_verified(
+    candidates: tuple[CheckpointInfo, ...], run_dir: Path, world: World
+) -> CheckpointInfo | None:
+    """Return the first candidate without damage; damaged ones of this run are set aside."""
+    for candidate in candidates:
+        problems = verify(candidate, world)
+        if not problems:
+            return candidate
+        logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
+        if _is_own(candidate, run_dir):
+            set_aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
+            on_main(set_aside, run_dir, world)
+    if candidates:
+        raise NoUsableCheckpointError(
+            f"every checkpoint in {run_dir} to continue from is damaged, and set aside as "
+            f".corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
+        )
+    return None
 
 
 def choose(config: TrainerConfig, world: World) -> Selection:
     """Choose the checkpoint to continue from, on the main rank. Collective."""
-    return _on_main(partial(candidates_of, config), Path(config.default_local_dir), world)
+    return on_main(partial(candidates_of, config), Path(config.default_local_dir), world)
 
 
 def position_of(checkpoint: CheckpointInfo | None) -> Position:
@@ -173,7 +167,10 @@ def position_of(checkpoint: CheckpointInfo | None) -> Position:
     return Position() if checkpoint is None else _manifest(checkpoint).position
 
 
-def _on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
+def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
+    """Run `action` on the main rank and return its result on every rank. Errors of the disk become
+    `CannotWriteError`. Collective.
+    """
     return distributed.on_main(action, world, describe=partial(cannot_use, run_dir))
 
 
@@ -182,13 +179,19 @@ def _require_shared(run_dir: Path, world: World) -> None:
     be scattered over machines. Collective.
     """
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
-    probe = run_dir / _on_main(lambda: _write_probe(run_dir / name), run_dir, world)
+
+    def write_probe() -> str:
+        fsio.write_file(run_dir / name, b"", root=run_dir)
+        fsio.fsync_dir(run_dir)
+        return name
+
+    probe = run_dir / on_main(write_probe, run_dir, world)
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
     seen: list[Any] = [None] * world.size
     dist.all_gather_object(seen, is_seen)
-    _on_main(lambda: fsio.remove_tree(probe), run_dir, world)
+    on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
             f"ranks {blind} do not see what rank 0 writes to "
@@ -219,16 +222,6 @@ def _manifest(checkpoint: CheckpointInfo) -> Manifest:
     return checkpoint.manifest
 
 
-def _write_probe(path: Path) -> str:
-    fsio.write_file(path, b"", root=path.parent)
-    fsio.fsync_dir(path.parent)
-    return path.name
-
-
-def _log(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        text = note.removeprefix("WARNING: ")
-        if text != note:
-            logger.warning(text)
-        else:
-            logger.info(text)
+def _log(selection: Selection) -> None:
+    for note in selection.notes:
+        logger.warning(note)

@@ -13,7 +13,7 @@ shards again.
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
+from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import bytes_of
 from trainer.runtime.distributed import World
 from trainer.runtime.progress import ALL, MAIN, OWN
@@ -58,27 +60,91 @@ class Shards:
     directory: Path
     parts: Sequence[Mapping[str, Any]]
 
+    def entries(self, name: str) -> list[Any]:
+        """Return the pieces of a tensor, in rank order."""
+        return [shards.entry_of(part, name, self.directory) for part in self.parts]
+
+
+def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) -> Shards:
+    """Read the files of one whole copy; `file_of`: a function of `layout` that names them."""
+    assert checkpoint.manifest is not None, "it is committed"
+    size, ranks = checkpoint.manifest.world_size, range(checkpoint.manifest.num_shards)
+    files = [checkpoint.path / file_of(size, rank) for rank in ranks]
+    return Shards(checkpoint.path, [shards.read_torch(file) for file in files])
+
 
 class ModelShards:
+    """The parameters in a checkpoint: {name: this rank's shard as a DTensor}.
+
+    A tied head has both names, and is written once.
+    """
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def state_dict(self) -> dict[str, Any]:
-        return shards.model_state(self.model)
+    def state_dict(self) -> dict[str, Tensor]:
+        named = shards.saved_parameters(self.model, remove_duplicate=False)
+        parameters = dict.fromkeys(named.values())
+        cut = next((p for p in parameters if isinstance(p, DTensor)), None)
+        pieces = {
+            p: shards.compact(p if cut is None else shards.as_shard(p, cut)) for p in parameters
+        }
+        return {name: pieces[parameter] for name, parameter in named.items()}
 
     def load_state_dict(self, state_dict: Shards) -> None:
-        shards.load_model(self.model, state_dict.parts, state_dict.directory)
+        """Raises `ConfigError` if the checkpoint has adapters for layers that have none now."""
+        parameters = shards.saved_parameters(self.model)
+        unknown = state_dict.parts[0].keys() - parameters.keys()
+        if lost := sorted(name for name in unknown if is_adapter(name)):
+            raise ConfigError(
+                f"{state_dict.directory} has adapters for layers that this run does not adapt: "
+                f"{lost[0]} ({len(lost)} such tensors).\n"
+                f"Fix: start a new run with trainer.experiment_name=<new name>"
+            )
+        for name, parameter in parameters.items():
+            may_round = not parameter.requires_grad
+            saved = state_dict.entries(name)
+            shards.copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)
 
 
 class OptimizerShards:
+    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
+    "param_names": [...]}]}. Rates and decay stay as configured now.
+    """
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return shards.optimizer_state(self.model, self.optimizer)
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        state = {
+            names[parameter]: {key: shards.compact(value) for key, value in values.items()}
+            for parameter, values in self.optimizer.state.items()
+        }
+        groups = []
+        for group in self.optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            groups.append(settings | {"param_names": [names[p] for p in group["params"]]})
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Shards) -> None:
-        shards.load_optimizer(self.model, self.optimizer, state_dict.parts, state_dict.directory)
+        directory = state_dict.directory
+        states = Shards(directory, [part["state"] for part in state_dict.parts])
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            saved, live = states.entries(name), self.optimizer.state[parameter]
+            if saved[0].keys() != live.keys():
+                raise CorruptShardError(
+                    f"{directory.name} was saved by another optimizer: it has "
+                    f"{', '.join(saved[0])} of '{name}', {type(self.optimizer).__name__} needs "
+                    f"{', '.join(live)}.\nFix: restore optim.name, or start a new run from the "
+                    f"weights: another trainer.experiment_name, "
+                    f"model.partial_pretrain={directory}/huggingface"
+                )
+            for key, value in live.items():
+                pieces = [entry[key] for entry in saved]
+                shards.copy_slice(pieces, value, f"{name}.{key}", "optim.state_dtype")
 
 
 class WeightBuffers:
@@ -99,27 +165,14 @@ class WeightBuffers:
 
 
 def rank_state(state: State, step: int) -> dict[str, Any]:
-    """Return the extra state of this rank after `step`. Raises `ConfigError` for a sharded part
-    whose state is not tensors by name.
-    """
+    """Return the extra state of this rank after `step`."""
     found: dict[str, Any] = {"step": step}
     for name, part in state.items():
         if name not in APART:
             found[name] = part.state_dict()
             if is_sharded(part):
-                found[name] = _compact_tensors(name, found[name])
+                found[name] = {key: shards.compact(v) for key, v in found[name].items()}
     return found
-
-
-def _compact_tensors(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"the state of the part '{name}' cannot be saved: '{key}' is a "
-                f"{type(value).__name__}, and a part with is_sharded holds tensors by name.\n"
-                f"Fix: return a tensor, or keep the value in another part"
-            )
-    return {key: shards.compact(value) for key, value in state.items()}
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
@@ -128,22 +181,25 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
 
     `extra`: the result of `rank_state` on this rank.
     """
-    common, sharded = {}, []
+    common, unfit = {}, []
     for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
-        leaves = tree_leaves(extra[name])
-        if not is_sharded(state[name]) and any(isinstance(leaf, DTensor) for leaf in leaves):
-            sharded.append(name)
+        if is_sharded(state[name]):
+            is_fit = all(isinstance(value, Tensor) for value in extra[name].values())
+        else:
+            is_fit = not any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))
+        if not is_fit:
+            unfit.append(name)
         elif _state_of(state[name]) == ALL:
             common[name] = _digest(_without_shards(extra[name]))
     reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, (common, sharded))
+    dist.all_gather_object(reports, (common, unfit))
     expected, _ = reports[0]
-    for rank, (digests, found_sharded) in enumerate(reports):
-        if found_sharded:
+    for rank, (digests, found_unfit) in enumerate(reports):
+        if found_unfit:
             raise ConfigError(
-                f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded "
-                f"tensor (DTensor).\nFix: set is_sharded = True on the class, and let its "
-                f"state_dict map names to tensors"
+                f"the state of the part '{found_unfit[0]}' cannot be saved: a part with sharded "
+                f"tensors (DTensor) must map names to tensors, and nothing else.\n"
+                f"Fix: set is_sharded = True on the class, and keep other values in another part"
             )
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
@@ -185,28 +241,19 @@ def _digest(value: Any) -> str:
     return digest.hexdigest()
 
 
-def load_state(
-    checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World
-) -> None:
-    """Load `contents` (model, optimizer, extra) of a verified checkpoint.
+def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
+    """Load a verified checkpoint into all parts of `state`.
 
     Raises `ConfigError` if it belongs to another model.
     """
     assert checkpoint.manifest is not None, "it is committed"
     path, manifest = checkpoint.path, checkpoint.manifest
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
-        if name in ("model", *contents):
-            ranks = range(manifest.num_shards)
-            files = [path / file_of(manifest.world_size, rank) for rank in ranks]
-            state[name].load_state_dict(Shards(path, [shards.read_torch(file) for file in files]))
-    if "extra" not in contents:
-        return
+        state[name].load_state_dict(read_shards(checkpoint, file_of))
     is_same_size = manifest.world_size == world.size
     rank = world.rank if is_same_size else 0
     extra = shards.read_torch(path / layout.extra_file(manifest.world_size, rank))
     extra["data"] = shards.read_torch(path / layout.DATA)
-    num_shards = manifest.num_shards
-    extra_files = [layout.extra_file(manifest.world_size, shard) for shard in range(num_shards)]
     for name, part in state.items():
         if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
             continue
@@ -217,18 +264,16 @@ def load_state(
         is_own = _state_of(part) == OWN and name not in SEEDED
         if is_own and not (is_same_size and manifest.mesh == world.mesh_sizes):
             raise ConfigError(
-                f"{path} holds a state of the part '{name}' for each of its "
-                f"{manifest.world_size} ranks ({_described(manifest.mesh)}), which the "
-                f"{world.size} ranks of this run ({_described(world.mesh_sizes)}) cannot load.\n"
+                f"{path} holds a state of the part '{name}' for each of its ranks "
+                f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
                 f"Fix: continue on the same ranks, or start a new run from its weights: another "
                 f"trainer.experiment_name, model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):
             # The rows of one rank may be in the files of several.
-            saved = [shards.read_torch(path / file)[name] for file in extra_files]
-            extra[name] = shards.cut_again(part.state_dict(), saved, path)
+            files = read_shards(checkpoint, layout.extra_file)
+            pieces = Shards(path, [saved[name] for saved in files.parts])
+            extra[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}
+            for key, value in extra[name].items():
+                shards.copy_slice(pieces.entries(key), value, key, "its dtype")
         part.load_state_dict(extra[name])
-
-
-def _described(mesh: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in mesh.items())

@@ -11,14 +11,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from trainer.checkpoint import fsio
+from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint.layout import CORRUPT_PREFIX, READING_PREFIX
+from trainer.checkpoint.lock import RunLock
 from trainer.cli import listing
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
 from trainer.config import DTYPES
-from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.source import find_model
 from trainer.runtime.files import tree_bytes
@@ -28,6 +30,9 @@ from trainer.tools.mirror import STATE
 
 AT_ONCE = ("ls", "verify", "prune")
 """These end at the first signal: the next start finishes a deletion. `export` cleans up."""
+
+
+LOCK_TIMEOUT_S = 1.0
 
 
 def set_up(argv: list[str]) -> None:
@@ -97,8 +102,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _path(text: str) -> Path:
     """Resolve `.` and `..`, because the name of a directory tells what it is."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty (an unset variable?)")
     return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
 
 
@@ -142,29 +145,66 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    """Print what goes, and delete it with `--yes`. It holds the lock of the run meanwhile."""
+    """Print what goes, and delete it with `--yes`. It holds the lock of the run meanwhile.
+
+    The newest `--keep` checkpoints stay, and the one a resume takes. Raises `ConfigError` if a
+    resume would find nothing: leftovers may be all that is left.
+    """
     run_dir = arguments.run_dir
-    with listing.locked(run_dir):
-        pruning = listing.plan_pruning(
-            run_dir, keep=arguments.keep, deletes_corrupt=arguments.corrupt
-        )
-        sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
+    listing.require_run(run_dir)
+    lock = RunLock(run_dir)
+    lock.acquire(timeout_s=LOCK_TIMEOUT_S)
+    try:
+        chosen = choice.select(run_dir).chosen
+        protect = {chosen.step} if chosen else set()
+        old = retention.checkpoints_to_delete(run_dir, keep=arguments.keep, protect=protect)
+        kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
+        to_delete = [*old, *_leftovers(run_dir, with_corrupt=arguments.corrupt)]
+        sizes_bytes = {path: tree_bytes(path) for path in to_delete}
+        names = [
+            info.path.name if info.manifest else f"{info.path.name} (incomplete)" for info in kept
+        ]
+        lines = [f"{run_dir} keeps {', '.join(names) or 'no checkpoint'}"]
         verb = "delete" if arguments.yes else "would delete"
-        lines = [f"{run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
         for path, size_bytes in sizes_bytes.items():
             lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
         if mirror := read_object(run_dir / STATE):
             lines.append(f"{listing.mirror_line(mirror)}; nothing is deleted there")
         _show(lines)
         total = readable(sum(sizes_bytes.values()))
-        if not sizes_bytes:
-            print("nothing to delete")
-        elif not arguments.yes:
+        if not arguments.yes:
             print(f"{total}; nothing is deleted without --yes")
-        else:
-            listing.prune(pruning)
-            print(f"deleted {total}")
+            return EXIT_DONE
+        committed = [info for info in kept if info.manifest]
+        for info in committed:
+            if info is committed[-1] or info.step in protect:
+                _require_whole(info.path)
+        if left := [path.name for path in to_delete if not retention.delete(path)]:
+            raise CannotWriteError(f"cannot delete (reasons above): {', '.join(left)}")
+        print(f"deleted {total}")
+    finally:
+        lock.release()
     return EXIT_DONE
+
+
+def _leftovers(run_dir: Path, *, with_corrupt: bool) -> Iterator[Path]:
+    """Yield what may be deleted besides checkpoints. A living reader keeps its links."""
+    for name in fsio.list_dir(run_dir):
+        is_used = name.startswith(READING_PREFIX) and layout.is_in_use(run_dir / name)
+        is_spared = name.startswith(CORRUPT_PREFIX) and not with_corrupt
+        if name.startswith(listing.LEFTOVERS) and not (is_used or is_spared):
+            yield run_dir / name
+
+
+def _require_whole(checkpoint: Path) -> None:
+    """Raise `OSError` for damage, except of the export, which no resume needs."""
+    problems = listing.prove(checkpoint)
+    if damage := [problem for problem in problems if not layout.is_export(problem)]:
+        raise OSError(
+            f"nothing was deleted, because '{checkpoint}' is damaged: {'; '.join(damage)}.\n"
+            "Fix: start the run (it sets the checkpoint aside and continues from an older one) "
+            "or move it away, then prune again"
+        )
 
 
 def _export(arguments: argparse.Namespace) -> int:

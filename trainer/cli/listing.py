@@ -4,24 +4,20 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import (
     CORRUPT_PREFIX,
     READING_PREFIX,
     STAGING_PREFIX,
     TRASH_PREFIX,
-    CheckpointInfo,
 )
-from trainer.checkpoint.lock import LOCK, RunLock
+from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
 from trainer.config import ConfigError
-from trainer.errors import CannotWriteError
 from trainer.runtime.files import tree_bytes
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
@@ -29,13 +25,8 @@ from trainer.tools.mirror import STATE
 
 RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
-LOCK_TIMEOUT_S = 1.0
-LEFTOVERS = {
-    STAGING_PREFIX: "an unfinished save",
-    TRASH_PREFIX: "an unfinished deletion",
-    CORRUPT_PREFIX: "set aside as damaged",
-    READING_PREFIX: "links of a reader (evaluate or the mirror)",
-}
+LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, CORRUPT_PREFIX, READING_PREFIX)
+"""An unfinished save or deletion, a damaged checkpoint, and links of a reader (evaluate, mirror)."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +83,11 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
     """Return the checkpoint itself, or the one that a resume of the run takes, with notes."""
-    if layout.parse_step(path.name) is not None:
-        require_dir(path)
+    found = checkpoints_at(path)
+    if found == [path]:
         return path, ()
-    require_run(path)
     selection = choice.select(path)
-    if selection.chosen is None:
-        raise ConfigError(f"'{path}' has no checkpoint yet. Fix: wait for the first save")
+    assert selection.chosen is not None, "else it raises"
     return selection.chosen.path, selection.notes
 
 
@@ -107,7 +96,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     try:
         selection = choice.select(run_dir)
     except choice.NoUsableCheckpointError as error:
-        selection = choice.Selection((), (f"WARNING: {error}",))
+        selection = choice.Selection((), (str(error),))
     pointed_step = layout.read_pointer(run_dir).step
     resume_step = selection.chosen.step if selection.chosen else None
     checkpoints = [
@@ -129,7 +118,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     leftovers = [
         {"name": name, "size_bytes": tree_bytes(run_dir / name)}
         for name in fsio.list_dir(run_dir)
-        if name.startswith(tuple(LEFTOVERS))
+        if name.startswith(LEFTOVERS)
     ]
     return {
         "run_dir": str(run_dir),
@@ -160,8 +149,7 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
     if run["mirror"]:
         yield mirror_line(run["mirror"])
     for left in run["leftovers"]:
-        meanings = [text for prefix, text in LEFTOVERS.items() if left["name"].startswith(prefix)]
-        yield f"  {left['name']}  {readable(left['size_bytes'])}  {meanings[0]}"
+        yield f"  {left['name']}  {readable(left['size_bytes'])}"
     for note in run["notes"]:
         yield from (f"  {line}" for line in note.splitlines())
 
@@ -186,78 +174,7 @@ def prove(path: Path) -> list[str]:
     except (OSError, ManifestError):
         return [info.reason]
     with ThreadPoolExecutor(count) as pool:
-        shares = pool.map(
-            lambda index: verify_files(path, manifest, share=(index, count)), range(count)
-        )
-        problems = [problem for share in shares for problem in share]
+        shares = [(index, count) for index in range(count)]
+        found = pool.map(lambda share: verify_files(path, manifest, share=share), shares)
+        problems = [problem for share in found for problem in share]
     return problems or ([info.reason] if info.reason else [])
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """Names of the checkpoints to keep, and paths to delete once `proofs` have verified."""
-
-    kept: list[str]
-    proofs: list[CheckpointInfo]
-    to_delete: list[Path]
-
-
-@contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run. Raises `ConfigError` that names the holder."""
-    require_run(run_dir)
-    lock = RunLock(run_dir)
-    lock.acquire(timeout_s=LOCK_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def plan_pruning(run_dir: Path, *, keep: int, deletes_corrupt: bool) -> Pruning:
-    """Plan to keep the newest `keep` checkpoints and the one a resume takes. Call it under the lock.
-
-    Raises `ConfigError` if a resume would find nothing: leftovers may be all that is left.
-    """
-    chosen = choice.select(run_dir).chosen
-    protect = {chosen.step} if chosen else set()
-    old = retention.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
-    kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
-    committed = [info for info in kept if info.status == "committed"]
-    prefixes = [p for p in LEFTOVERS if p != CORRUPT_PREFIX or deletes_corrupt]
-    leftovers = [
-        run_dir / name
-        for name in fsio.list_dir(run_dir)
-        if name.startswith(tuple(prefixes))
-        and not (name.startswith(READING_PREFIX) and layout.is_in_use(run_dir / name))
-    ]
-    return Pruning(
-        kept=[
-            info.path.name if info.manifest else f"{info.path.name} ({info.status})"
-            for info in kept
-        ],
-        proofs=[info for info in committed if info is committed[-1] or info.step in protect],
-        to_delete=old + leftovers,
-    )
-
-
-def prune(pruning: Pruning) -> None:
-    """Delete what was planned. Call it under the lock.
-
-    Raises `OSError` before it deletes anything if a proof fails, `CannotWriteError` for paths that
-    it cannot delete.
-    """
-    for info in pruning.proofs:
-        problems = prove(info.path)
-        for problem in filter(layout.is_export, problems):
-            logger.warning(
-                "%s: %s; a resume does not need it, and 'export' makes another", info.path, problem
-            )
-        if problems := [problem for problem in problems if not layout.is_export(problem)]:
-            raise OSError(
-                f"nothing was deleted, because '{info.path}' is damaged: {'; '.join(problems)}.\n"
-                "Fix: start the run (it sets the checkpoint aside and continues from an older one) "
-                "or move it away, then prune again"
-            )
-    if left := [path.name for path in pruning.to_delete if not retention.delete(path)]:
-        raise CannotWriteError(f"cannot delete (reasons above): {', '.join(left)}")

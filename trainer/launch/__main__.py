@@ -24,6 +24,7 @@ from trainer.errors import (
     CannotWriteError,
     DataError,
 )
+from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import (
     NodeLayout,
@@ -127,13 +128,7 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
         )
     has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
     if code == ABORTED and (has_peers or has_nccl_peers):
-        print(
-            "a rank was aborted before it could report an error, as when NCCL loses another "
-            "machine or a collective times out",
-            file=sys.stderr,
-            flush=True,
-        )
-        return EXIT_RESUMABLE
+        return exit_code_after_abort(run_dir, layout.node_rank)
     return EXIT_CRASH if code == ABORTED else code
 
 

@@ -128,7 +128,7 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     assert target.manifest is not None, "it is committed"
     before = run.guard.state_dict()
     run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
-    run.checkpoints.load(target, contents=("model", "optimizer", "extra"))
+    run.checkpoints.load(target)
     run.guard.after_rollback(before, rollbacks)
     if run.tracking is not None:
         run.tracking.rewind(target.step)

@@ -17,7 +17,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.shards import ShardReader
-from trainer.checkpoint.state import ModelShards, load_state
+from trainer.checkpoint.state import ModelShards, read_shards
 from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
 from trainer.data.samples import Samples
@@ -184,8 +184,7 @@ def trained_model(trained: Trained) -> Iterator[Any]:
         max_length = config.data.max_length
         design = design_model(config.model, resolve_source(config), max_length=max_length)
         model: Any = build_model(design, world=world, seed=config.trainer.seed)
-        parts = {"model": ModelShards(model)}
-        load_state(trained.info, parts, contents=("model",), world=world)
+        ModelShards(model).load_state_dict(read_shards(trained.info, layout.model_file))
         model.eval()
         yield model
     finally:

@@ -107,9 +107,7 @@ def resume(launch: Launch) -> Iterator[Checked]:
         yield Checked("fail", f"a run trains in {run_dir} now", fix)
     found = preflight.find_candidates(config)
     for note in found.notes:
-        _, is_worry, text = note.rpartition("WARNING: ")
-        fix = "inspect it with `checkpoint ls` before the run continues" if is_worry else ""
-        yield Checked("warn" if is_worry else "ok", text, fix)
+        yield Checked("warn", note, "inspect it with `checkpoint ls` before the run continues")
     if found.chosen is None:
         yield Checked("ok", f"{run_dir} is new")
         return

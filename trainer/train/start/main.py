@@ -26,7 +26,6 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import choose, decide_start, position_of
 from trainer.config import SELECTIVE, Config, ConfigError, parse_duration_s
-from trainer.config.schema import ALWAYS_SAVED
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.show import announce
@@ -124,8 +123,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         held.checkpoints = parts.checkpoints
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, setup)
-        parts.checkpoints.require_space()  # a resume may have deleted old checkpoints
-        parts.checkpoints.keep_sources()
+        parts.checkpoints.prepare()  # after the resume, which may delete old checkpoints
         require_model_unchanged(setup.inputs.model_files)
         described: dict[str, Any] = {"environment": environment(setup.world)}
         if start.position.step < setup.total_steps:
@@ -283,7 +281,7 @@ def _card_facts(setup: RunSetup) -> CardFacts:
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
-    parts.checkpoints.load(found, contents=ALWAYS_SAVED)
+    parts.checkpoints.load(found)
     parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
     step = parts.batches.step
     if step < setup.total_steps:
