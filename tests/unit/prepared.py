@@ -102,7 +102,7 @@ def marked(row: Any, tokenizer: PreTrainedTokenizerBase, *args: Any, **options: 
     samples, _ = encoded(row, tokenizer, *args, **options)
     if isinstance(samples, str):
         return [samples]
-    return [preview(each.input_ids, each.loss_mask, tokenizer, color=False) for each in samples]
+    return [preview(each.input_ids, each.loss_mask, tokenizer) for each in samples]
 
 
 def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[str]:
@@ -114,7 +114,7 @@ def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> 
 def parsed(row: Any, keys: RowKeys = CHATS) -> Item:
     """What is recognised in a row, given as JSON text or an object."""
     record = json.loads(row) if isinstance(row, str) else row
-    return RowParser(keys, make_tokenizer(None)).parse(Row(Path("a.jsonl"), 7, record))
+    return RowParser(keys, make_tokenizer(None), Summary()).parse(Row(Path("a.jsonl"), 7, record))
 
 
 def messages_of(row: Any, keys: RowKeys = CHATS) -> list[dict[str, Any]]:

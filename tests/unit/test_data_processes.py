@@ -77,12 +77,6 @@ def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     assert len(_caches(cache)) == 1
 
 
-def test_every_process_learns_that_preparing_failed(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", "{")
-    for outcome in _prepare_in_three_processes(path, tmp_path / "cache"):
-        assert "1 of 1 rows cannot be trained on" in outcome
-
-
 def test_a_killed_process_of_the_same_number_is_no_obstacle(tmp_path, monkeypatch):
     """A container gives its processes the same numbers after each start."""
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"

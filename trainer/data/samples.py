@@ -147,13 +147,6 @@ class SourceSamples:
         bounds = self.dataset.bounds
         return self.indices if bounds is None else _samples_of(self.indices, bounds)
 
-    @cached_property
-    def num_tokens(self) -> tuple[int, int]:
-        """(Tokens, labels) of all samples."""
-        rows = self.dataset.rows
-        tokens, labels = (rows[name][self.samples] for name in ("num_tokens", "num_loss_tokens"))
-        return int(tokens.sum()), int(labels.sum())
-
     @property
     def row_sizes(self) -> np.ndarray:
         """Number of samples of each row, int64."""
