@@ -5,7 +5,6 @@ measured one by one on any ranks.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -14,7 +13,7 @@ from test_seams import StopsAfter
 from toy import write_model_config
 from toy_runs import Recipe, Result, run
 
-from trainer.data.batch_plan import Limits, RankPlan, Schedule
+from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_RESUMABLE
 from trainer.train.run import Cadence
@@ -57,30 +56,6 @@ def train_in_parts(
     return straight, stopped.exit_code, train(world, run_dir / "parted", source, files)
 
 
-def adds_up(
-    inputs: Inputs, trained: dict[int, dict[str, float]], validated: list[dict[str, float]]
-) -> None:
-    """Losses by source, each with its tokens, are the whole loss."""
-    assert inputs.validation is not None and validated
-    schedule = Schedule(inputs.train.shares, 8, seed=3)
-    steps = [
-        (row, "train", inputs.train, inputs.train.of_rows(schedule.rows(step)))
-        for step, row in trained.items()
-    ]
-    steps += [
-        (row, "val", inputs.validation, np.arange(len(inputs.validation))) for row in validated
-    ]
-    for row, side, samples, ids in steps:
-        counts = np.bincount(
-            samples.source_of(ids), weights=samples.counts(ids)[1], minlength=len(samples.names)
-        )
-        parts = [
-            row[f"{side}/loss_by/{name}"] * count
-            for name, count in zip(samples.names, counts, strict=True)
-        ]
-        assert sum(parts) == pytest.approx(row[f"{side}/loss"] * counts.sum(), rel=1e-12)
-
-
 def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_one(
     tmp_path,
 ):
@@ -98,7 +73,6 @@ def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_on
     rows = {step: row for step, row in straight.rows if "train/loss" in row}
     for step, row in resumed.rows:
         assert all(row[key] == rows[step][key] for key in LOSS_BY if "train/loss" in row)
-    adds_up(inputs, rows, [row for _, row in straight.rows if "val/loss" in row])
     (one_rank,) = run_ranks(train, 1, tmp_path / "one", source, tmp_path)
     assert len(one_rank.rows) == len(straight.rows)
     for (_, ours), (_, theirs) in zip(one_rank.rows, straight.rows, strict=True):

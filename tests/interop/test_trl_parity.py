@@ -5,7 +5,6 @@ Needs VERL_PYTHON, an interpreter that has TRL too.
 
 import json
 import os
-import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -37,42 +36,6 @@ def quickstart() -> Rows:
     return [{"messages": row["messages"]} for row in rows]
 
 
-def tool_conversations() -> Rows:
-    rng = random.Random(13)
-    return [tool_conversation(rng) for _ in range(NUM_TOOL_ROWS)]
-
-
-def tool_conversation(rng: random.Random) -> dict[str, Any]:
-    """One to three requests, each with a call, its result and an answer; some calls leave
-    arguments out.
-    """
-    names = rng.sample(sorted(TOOLS), 2)
-    said = [("system", "Be brief.")] if rng.random() < 0.5 else []
-    messages = [message(role, text) for role, text in said]
-    for turn in range(rng.randint(1, 3)):
-        name = rng.choice(names)
-        given = TOOLS[name][: rng.randint(1, len(TOOLS[name]))]
-        call = {"name": name, "arguments": {key: f"{key} {rng.randint(1, 99)}" for key in given}}
-        messages += [
-            message("user", f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please."),
-            message("assistant", rng.choice(["", "Wait."]), tool_calls=[{"function": call}]),
-            message("tool", f'{{"result": {rng.randint(1, 999)}}}', name=name),
-            message("assistant", f"It is {rng.randint(1, 999)}."),
-        ]
-    tools = [{"type": "function", "function": schema(name)} for name in names]
-    return {"messages": messages, "tools": tools}
-
-
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def schema(name: str) -> dict[str, Any]:
-    properties = {key: {"type": "string"} for key in TOOLS[name]}
-    parameters = {"type": "object", "properties": properties}
-    return {"name": name, "description": f"To {name}.", "parameters": parameters}
-
-
 def job(rows: Rows) -> dict[str, Any]:
     options = {"max_length": 2048, "assistant_only_loss": True}
     return {"model": str(MODEL_DIR), "rows": rows, "options": options}
@@ -84,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     JOB.jsonl.
     """
     directory = tmp_path_factory.mktemp("trl")
-    jobs = {"quickstart": job(quickstart()), "tools": job(tool_conversations())}
+    jobs = {"quickstart": job(quickstart())}
     (directory / "jobs.json").write_text(json.dumps(jobs))
     for name, found in jobs.items():
         lines = "".join(json.dumps(row) + "\n" for row in found["rows"])
@@ -128,7 +91,6 @@ def rows_here(prepared: Path, name: str) -> list[Row]:
 
 
 def test_conversations_equal_trls(prepared):
-    for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
-        here, there = rows_here(prepared, name), rows_there(prepared, name)
-        assert len(here) == count and sum(any(mask) for _, mask in here) == count
-        assert here == there
+    here, there = rows_here(prepared, "quickstart"), rows_there(prepared, "quickstart")
+    assert len(here) == NUM_ROWS and sum(any(mask) for _, mask in here) == NUM_ROWS
+    assert here == there

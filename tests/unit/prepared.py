@@ -1,6 +1,7 @@
 """Rows written to files and prepared with a small tokenizer, for tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def run(
         cache_dir=cache,
         **more,
     )
+
+
+def run_rows(directory: Path, *rows: Any, **changes: Any) -> TokenDataset:
+    """Prepare rows in a file of the directory, with changes of `OPTIONS`."""
+    path = write_rows(directory / "rows.jsonl", *rows)
+    return run(path, replace(OPTIONS, **changes), cache=directory / "cache")
 
 
 def announced(

@@ -1,10 +1,10 @@
 """What the log says of a run's data before its first step."""
 
-import tokenizer_fixtures as fixtures
-from prepared import announced, run, write_rows
+from dataclasses import replace
 
-from trainer.config import RowKeys
-from trainer.data.rows import PrepareOptions
+import tokenizer_fixtures as fixtures
+from prepared import CHATS, OPTIONS, announced, run, write_rows
+
 from trainer.data.samples import Samples
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -15,19 +15,19 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
     chats = [[ASK, THINKING], [ASK, ANSWER, ASK, ANSWER]]
     rows = [{"messages": messages, "context": 1} for messages in chats]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
+    options = replace(OPTIONS, keys=CHATS)
 
     def lines(template: str) -> str:
-        options = PrepareOptions(RowKeys(), max_length=64)
         prepared = run(path, options, cache=tmp_path, template=template)
         samples = Samples([prepared.whole("rows")])
         return "\n".join(announced(samples, None, fixtures.make_tokenizer(), caplog))
 
     plain, apart = lines(fixtures.CHATML), lines(fixtures.QWEN3)
-    assert "leaves out the reasoning of 1 assistant turns" in plain
+    assert "1 assistant turns are rendered without their reasoning" in plain
     assert "nothing reads these keys of messages: 'rating' 1" in plain
     assert "nothing reads these columns: 'context' 2" in plain
     assert "trained turn by turn" not in plain
-    assert "1 of 2 conversations are trained turn by turn" in apart
-    assert "3 samples, " in apart and "leaves out" not in apart
+    assert "1 conversations are trained turn by turn" in apart
+    assert "3 samples, " in apart and "without their reasoning" not in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     assert "3 turns are not rendered as their generation prompt begins" in lines(opens)

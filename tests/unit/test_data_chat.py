@@ -8,18 +8,18 @@ import pytest
 import tokenizer_fixtures as fixtures
 from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
-from tokenizers import AddedToken
 
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import Conversation
 from trainer.data.prepare import RowEncoder
-from trainer.data.rows import PrepareOptions, Summary, UnusableError
+from trainer.data.rows import PrepareOptions, Summary
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
+THINKING = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
-ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE]
+ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE, THINKING]
 
 
 def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
@@ -57,34 +57,6 @@ def test_answers_are_supervised_with_their_end_and_the_tokens_are_those_of_trans
     assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
     assert supervised(messages, tokenizer, turns="together") == expected
-
-
-@pytest.mark.covers("S3.9")
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-def test_tool_calls_are_supervised_and_results_are_not(arguments):
-    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "add 1 and 2"},
-        {"role": "assistant", "content": "", "reasoning_content": "a tool", "tool_calls": [call]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "It is 3."},
-    ]
-    row = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert supervised(row, make_tokenizer(fixtures.QWEN3), turns="together") == [
-        f"<think>\na tool\n</think>\n\n\n{text}<|im_end|>",
-        "<think>\n\n</think>\n\nIt is 3.<|im_end|>",
-    ]
-
-
-def test_end_token_that_swallows_the_newline_behind_it():
-    tokenizer = make_tokenizer(fixtures.CHATML)
-    backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
-    tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
-    sample = sample_of(chat("one", "two"), tokenizer)
-    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "one<|end|>two<|end|>"
 
 
 UNPROMPTED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
@@ -128,16 +100,6 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
         "user/assistant",
         "bad unicode: half of a surrogate pair, '\\ud83d'",
     ]
-
-
-def test_bad_rows_keep_their_place(monkeypatch):
-    # one of the batches holds bad rows alone
-    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
-    bad = [UnusableError("empty prompt: no text") for _ in range(3)]
-    encoder = chat_encoder(fixtures.CHATML)
-    good = Conversation(chat("one"), None)
-    first, *found, last = encoder.encode([good, *bad, good])
-    assert found == bad and isinstance(first, list) and isinstance(last, list)
 
 
 def test_unusable_tokenizers():

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
 from chat_families import QWEN3_TAGGED
-from prepared import CHATS, encoded, run, sample_of, supervised, write_rows
+from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
-
-from trainer.data.rows import PrepareOptions
 
 Message = dict[str, Any]
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
@@ -72,14 +70,6 @@ def test_flags_that_cannot_be_followed_are_bad_rows(messages):
     assert reason(fixtures.CHATML, *messages).startswith("bad flag: message ")
 
 
-def test_flags_decide_what_a_cache_holds(tmp_path):
-    rows = [USER, ONE], [USER, {**ONE, "weight": 0}, USER, TWO]
-    path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
-    options = PrepareOptions(CHATS, max_length=64)
-    input_ids, loss_mask = run(path, options, cache=tmp_path / "cache").sample(1)
-    assert make_tokenizer().decode(input_ids[loss_mask]) == "two<|im_end|>"
-
-
 def test_flags_are_refused_where_tags_do_not_tell_the_turns_apart():
     template = fixtures.LLAMA2.replace("{{ ' ' +", "{% generation %}{{ ' ' +").replace(
         "eos_token }}", "eos_token }}{% endgeneration %}"
@@ -119,15 +109,6 @@ def test_a_forged_role_token_in_a_tool_definition_is_found_and_parsed_on_request
     assert found == f"{fake['content']}<|im_end|>"
 
 
-@pytest.mark.parametrize("template", [fixtures.QWEN3, QWEN3_TAGGED], ids=["prefixes", "tags"])
-def test_tokens_that_belong_into_texts_stay_what_they_are(template):
-    content = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
-    tokenizer = make_tokenizer(template)
-    sample = sample_of([USER, {**ONE, "content": content}], tokenizer)
-    added = tokenizer.convert_tokens_to_ids(list(fixtures.ADDED_TOKENS))
-    assert set(added) <= set(sample.input_ids.tolist())
-
-
 IGNORES_CALLS = fixtures.CHATML.replace("message['content'] +", "(message['content'] or '') +")
 CALLS_ONLY = fixtures.QWEN3.replace(
     "{{- message.content }}", "{{- '' if message.tool_calls else message.content }}"
@@ -160,22 +141,14 @@ def test_what_is_rendered_somehow_or_not_trained_is_not_taken_for_left_out(templ
     ("template", "turn", "count"),
     [
         (fixtures.QWEN3, {"reasoning_content": "hm"}, 1),
-        (QWEN3_TAGGED, {"reasoning_content": "hm"}, 1),
         (fixtures.CHATML, {"reasoning_content": "hm", "reasoning": "hm"}, 2),
         (fixtures.CHATML, {"content": "<think>hm</think>one"}, 0),
         (fixtures.CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"),
          {"content": "<think>hm</think>one"}, 2),
         (fixtures.CHATML, {"reasoning_content": ""}, 0),
-        (fixtures.CHATML, {"reasoning_content": "hm", "weight": 0}, 0),
     ],
 )  # fmt: skip
 def test_reasoning_that_is_left_out_is_counted(template, turn, count):
     messages = [USER, {**ONE, **turn}, USER, {**TWO, **turn}]
     samples, seen = encoded(messages, make_tokenizer(template), turns="together")
     assert isinstance(samples, list) and seen.num_without_reasoning == count
-
-
-def test_keys_of_messages_that_nothing_reads_are_counted():
-    messages = [{**USER, "name": "Ann", "id": 1}, {**ONE, "id": 2}]
-    _, seen = encoded(messages, make_tokenizer(fixtures.CHATML + "{# name #}"))
-    assert seen.unread_keys == {"id": 2}

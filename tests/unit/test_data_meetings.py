@@ -2,8 +2,6 @@
 files.
 """
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from prepared import run, write_rows
 from source_files import chats, words, write_sources
 
-from trainer.cli.data import main
 from trainer.config import RowKeys
 from trainer.data.rows import PrepareOptions
 from trainer.data.samples import TokenDataset
@@ -71,20 +68,3 @@ def test_only_text_is_split(tmp_path):
     row = {"messages": [ask, answer]}
     with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length 16"):
         split(tmp_path, row, keys=RowKeys())
-
-
-def test_packing_a_file_changes_neither_its_name_nor_its_places(files, capsys):
-    rows = (files / "chats.jsonl").read_text().replace("\n", "\r\n")
-    half = len(rows) // 2  # as `cat a.gz b.gz` and parallel packers write them
-    first, second = b"\xef\xbb\xbf" + rows[:half].encode(), rows[half:].encode()
-    (files / "chats.jsonl.gz").write_bytes(gzip.compress(first) + gzip.compress(second))
-    packed = f"{{files:{files}/chats.jsonl.gz}}"
-    inputs, plain = inputs_of(*words(files, packed)), inputs_of(*words(files, chats(files)))
-    assert inputs.train.names == plain.train.names == ("chats",)
-    assert inputs.train.fingerprint == plain.train.fingerprint
-    assert inputs.train.location(3).startswith(f"{files}/chats.jsonl.gz:")
-    (files / "chats.jsonl.gz").write_bytes(
-        gzip.compress((rows + json.dumps({"messages": 3}) + "\r\n").encode())
-    )
-    assert main(["stats", *words(files, packed)]) == 65
-    assert "chats.jsonl.gz:13: messages not a list: 'messages' is int" in capsys.readouterr().err

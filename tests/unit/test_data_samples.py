@@ -43,14 +43,6 @@ def test_rows_come_as_often_as_asked_and_over_epochs_equally_often(shares):
             assert own.max() - own.min() <= 1
 
 
-def test_the_half_of_an_epoch_depends_on_seed_epoch_and_source():
-    halves = (Share(20, 0.5), Share(20, 0.5))
-    first, second = counts(halves, 0), counts(halves, 1)
-    assert np.array_equal(first + second, np.ones(40)), "the other half comes in the next epoch"
-    assert not np.array_equal(first[:20], first[20:]), "sources draw on their own"
-    assert not np.array_equal(first, counts(halves, 0, seed=2))
-
-
 def test_totals_by_source_count_what_the_whole_run_trains():
     samples = Samples([source("a", 20, 1.5), source("b", 16, 2.0)])
     schedule = Schedule(samples.shares, 4, seed=3)
@@ -58,20 +50,16 @@ def test_totals_by_source_count_what_the_whole_run_trains():
     rows = np.concatenate([schedule.rows(step) for step in range(1, last + 1)])
     trained = np.bincount(rows, minlength=36)
     facts = source_facts(samples, schedule, total_steps=last)
-    assert facts == pytest.approx(
-        {
-            "data/rows_by/a": 20,
-            "data/rows_by/b": 16,
-            "data/tokens_by/a": 20 * 21 // 2,
-            "data/tokens_by/b": 16 * 17 // 2,
-            "data/valid_token_frac_by/a": 19 / 21,
-            "data/valid_token_frac_by/b": 15 / 17,
-            "data/repeat_by/a": 1.5,
-            "data/repeat_by/b": 2.0,
-            "data/times_by/a": trained[:20].mean(),
-            "data/times_by/b": trained[20:].mean(),
-        }
-    )
+    expected = {
+        "rows": (20, 16),
+        "tokens": (20 * 21 // 2, 16 * 17 // 2),
+        "valid_token_frac": (19 / 21, 15 / 17),
+        "repeat": (1.5, 2.0),
+        "times": (trained[:20].mean(), trained[20:].mean()),
+    }
+    for name, values in expected.items():
+        found = [facts[f"data/{name}_by/{each}"] for each in "ab"]
+        assert found == pytest.approx(values)
 
 
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
@@ -91,13 +79,6 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
 
 def places(samples: Samples) -> str:
     return " ".join(samples.location(number) for number in range(len(samples)))
-
-
-def test_ids_are_common_to_all_sources_and_lead_back_to_the_row():
-    samples = Samples([source("a", 3), source("b", 4, indices=np.array([1, 3])), source("c", 2)])
-    assert places(samples) == "a1 a2 a3 b2 b4 c1 c2"
-    assert samples.source_of(range(7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert samples.lengths.tolist() == [1, 2, 3, 2, 4, 1, 2]
 
 
 def test_the_samples_of_a_row_stand_together_and_count_once():

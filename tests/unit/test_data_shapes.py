@@ -1,5 +1,7 @@
 """Rows of every format: what is recognised, what is trained of it, and why a row is refused."""
 
+import functools
+import gzip
 import json
 import re
 from typing import Any
@@ -30,11 +32,17 @@ def with_bos() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("codec", [None, "gzip", "zstd"])
-def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(tmp_path, codec):
-    path = tmp_path / {None: "a.jsonl", "gzip": "a.jsonl.gz", "zstd": "a.jsonl.zst"}[codec]
-    with pa.output_stream(path, compression=codec) as file:
-        file.write(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
+PACK = {
+    "a.jsonl": bytes,
+    "a.jsonl.gz": gzip.compress,
+    "a.jsonl.zst": functools.partial(pa.compress, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(tmp_path, name):
+    path, raw = tmp_path / name, b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}'
+    path.write_bytes(PACK[name](raw[:9]) + PACK[name](raw[9:]))  # as `cat a.gz b.gz` makes it
     rows = [(row.line, row.record) for row in iter_rows(path, ())]
     assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
 
@@ -44,22 +52,12 @@ SYSTEM = '{"role": "system", "content": "be kind"}'
 CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
 RECOGNISED = {
     "nested pair": ('{"extra": {"question": "hi", "answer": "hello"}}', PAIR, CHAT),
-    "pair with dots": ('{"extra.question": "hi", "extra.answer": "hello"}', PAIR, CHAT),
     "pair with a chat": (
         f'{{"extra": {{"question": [{SYSTEM}, {json.dumps(USER)}], "answer": "hello"}}}}',
         PAIR,
         f"[{SYSTEM}, {CHAT[1:]}",
     ),
     "messages as text": (json.dumps({"messages": CHAT}), CHATS, CHAT),
-    "sharegpt as text": (
-        json.dumps(
-            {
-                "conversations": '[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'
-            }
-        ),
-        CHATS,
-        CHAT,
-    ),
     "sharegpt": (
         """{"system": "be kind", "conversations": [
             {"from": "human", "value": "hi"},
@@ -77,11 +75,6 @@ RECOGNISED = {
         CHATS,
         f"""[{SYSTEM}, {CHAT[1:-1]}, {{"role": "user", "content": "add\\n1 2"}},
             {{"role": "assistant", "content": "3"}}]""",
-    ),
-    "alpaca without input": (
-        '{"instruction": "add", "input": "", "output": "3"}',
-        CHATS,
-        '[{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}]',
     ),
 }
 
@@ -113,7 +106,7 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls():
         ('{"id": 1}', CHATS, "for single-turn columns set data.prompt_key and data.response_key"),
         ('{"extra": {"question": "hi"}}', PAIR,
          "found 'extra.question'; tried 'extra.answer' (data.response_key), which is missing or null"),
-        (json.dumps({f"column{i}": 0 for i in range(50)}), CHATS, "'column29' and 20 more; tried"),
+        (json.dumps({f"column{i}": 0 for i in range(50)}), CHATS, "'column29'; tried"),
     ],
 )  # fmt: skip
 def test_unrecognised_columns_are_named_with_the_override_that_fits(row, keys, part):
@@ -200,15 +193,12 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"loss_mask": list(map(bool, MASK)), "labels": HIDDEN, **TOLD}, EXPECTED),
     ({"labels": HIDDEN}, f"unknown vocabulary: .* add a column vocabulary_digest with '{DIGEST}'"),
     ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1, .*not that of the next"),
-    ({"labels": HIDDEN[1:], **TOLD}, f"bad tokens: 'labels' has {NUM_IDS - 1} values for {NUM_IDS}"),
-    ({"loss_mask": [0.5] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' is not a list of integers"),
     ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1, known are 0 and 1"),
     ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
     (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
     *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of integers")
       for ids in ([9**30], [9**15], [[1], [2, 3]], None)],
-    ({"input_ids": [], "labels": [], **TOLD}, "bad tokens: 'input_ids' is an empty list"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 import tokenizer_fixtures as fixtures
 from chat_families import FAMILIES, Family
 from prepared import marked as marked_by
-from prepared import run, write_rows
+from prepared import run_rows
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
@@ -26,7 +26,6 @@ from trainer.data.tokens import Encoded
 NUM_CONVERSATIONS = 25
 WORDS = [
     "hello",
-    "world",
     "4",
     "  two spaces  ",
     "你好，世界",
@@ -40,68 +39,52 @@ Message = dict[str, Any]
 
 
 def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
-    """One to four questions; some call a tool first, reason, have a system text, flags, a
-    question without answer.
+    """One to four questions; some call a tool first, reason, have a system text, a question
+    without answer.
     """
 
     def text() -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(1, 4)))
 
-    def turn(**more: Any) -> Message:
-        flag: Message = draw.choice(
-            [{}, {}, {"weight": 0}, {"train": True}, {"trainable": False, "loss_mask": 0}]
-        )
-        reasons = family.thinking is not None and draw.random() < 0.5
-        message: Message = {"role": "assistant", "content": text(), **more, **flag}
-        if reasons and family.thinking:  # gpt-oss refuses a call with both text and reasoning
-            message |= {
-                family.thinking: text(),
-                "content": "" if "tool_calls" in more else message["content"],
-            }
+    def turn(content: str, calls: list[Any]) -> Message:
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        if family.thinking and draw.random() < 0.5:
+            message[family.thinking] = text()
+            if calls:  # gpt-oss refuses a call with both text and reasoning
+                message["content"] = ""
         return message
 
-    messages: list[Message] = (
-        [{"role": "system", "content": text()}] if family.system and draw.random() < 0.4 else []
-    )
+    messages: list[Message] = []
+    if family.system and draw.random() < 0.4:
+        messages.append({"role": "system", "content": text()})
     has_tools = family.tools and draw.random() < 0.4
     for _ in range(draw.randint(1, 4)):
         messages.append({"role": "user", "content": text()})
         for number in range(draw.randint(0, 2) if has_tools else 0):
             arguments = {"a": text(), "b": number}
-            function = {
-                "name": "add",
-                "arguments": draw.choice([arguments, json.dumps(arguments, ensure_ascii=False)]),
-            }
+            as_text = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": "add", "arguments": draw.choice([arguments, as_text])}
             call = {"id": "call00001", "type": "function", "function": function}
-            messages.append(turn(content=draw.choice(["", "I add."]), tool_calls=[call]))
+            messages.append(turn(draw.choice(["", "I add."]), [call]))
             messages.append({"role": "tool", "tool_call_id": "call00001", "content": text()})
-        messages.append(turn())
+        messages.append(turn(text(), []))
     if draw.random() < 0.2:
         messages.append({"role": "user", "content": text()})
     return {"messages": messages, "tools": TOOLS if has_tools else None}
 
 
 def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
-    """Without flags, with tool arguments as the family's template takes them."""
+    """With tool arguments as the family's template takes them."""
     found: list[Message] = json.loads(json.dumps(messages))
     for message in found:
-        for flag in ("weight", "train", "trainable", "loss_mask"):
-            message.pop(flag, None)
         for call in message.get("tool_calls", ()):
             given = call["function"]["arguments"]
             given = json.loads(given) if isinstance(given, str) else given
-            call["function"]["arguments"] = (
-                json.dumps(given, ensure_ascii=False) if family.text_arguments else given
-            )
+            as_text = json.dumps(given, ensure_ascii=False)
+            call["function"]["arguments"] = as_text if family.text_arguments else given
     return found
-
-
-def is_trained(message: Message) -> bool:
-    return (
-        message["role"] == "assistant"
-        and message.get("weight", 1) == 1
-        and message.get("trainable", True)
-    )
 
 
 def served(
@@ -156,7 +139,7 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name, turns, train
         messages = row["messages"]
         asked = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         asked = asked[-1:] if train_on == "last" else asked
-        expected = [served(row, i, family, tokenizer) for i in asked if is_trained(messages[i])]
+        expected = [served(row, i, family, tokenizer) for i in asked]
         found = [stretch for sample in samples for stretch in shown(sample, tokenizer)]
         assert found == expected
         num_apart += len(samples) > 1
@@ -206,9 +189,8 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
 def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(tmp_path, truncation, found):
     long = {"role": "user", "content": "hi " * 40}
     rows = [{"messages": [ASK, ONE, long, TWO]}, {"messages": [ASK, ONE]}]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
-    options = PrepareOptions(RowKeys(), max_length=30, truncation=truncation, turns="apart")
-    dataset = run(path, options, cache=tmp_path / "cache")
+    options = {"keys": RowKeys(), "max_length": 30, "truncation": truncation, "turns": "apart"}
+    dataset = run_rows(tmp_path, *rows, **options)
     summary = dataset.summary
     assert (len(dataset), summary.num_truncated, summary.num_dropped) == found
     assert dataset.num_rows == 2 - summary.num_dropped

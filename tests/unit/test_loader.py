@@ -61,20 +61,6 @@ def test_pack_of_nothing_is_one_token_without_a_label():
     assert (batch.sample_ids, batch.seqlens) == ((), (1,))
 
 
-def test_shares_of_a_batch_hold_each_token_once_and_its_documents():
-    whole = pack(Fixed(), [0, 1, 2])
-    shares = [whole.share(rank, 3) for rank in range(3)]
-    for name in ("input_ids_T", "labels_T", "position_ids_T"):
-        joined = torch.cat([getattr(share, name) for share in shares])
-        assert torch.equal(joined, getattr(whole, name))
-    assert [len(share.input_ids_T) for share in shares] == [2, 3, 3]
-    assert [(share.supervised_S + share.start).tolist() for share in shares] == [[0], [2], [5, 6]]
-    assert [share.num_tokens for share in shares] == [2, 3, 3]
-    assert [share.num_loss_tokens for share in shares] == [1, 1, 2]
-    for share in shares:
-        assert (share.seqlens, share.sample_ids) == (whole.seqlens, whole.sample_ids)
-
-
 def test_of_fewer_tokens_than_ranks_the_last_hold_padding():
     shares = [pack(Fixed(), [2]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]

@@ -250,9 +250,7 @@ def _columns(row: Row) -> list[str]:
 
 
 def _found(row: Row) -> str:
-    names = _columns(row)
-    more = f" and {len(names) - NUM_COLUMNS} more" if len(names) > NUM_COLUMNS else ""
-    return (", ".join(map(repr, names[:NUM_COLUMNS])) or "no columns") + more
+    return ", ".join(map(repr, _columns(row)[:NUM_COLUMNS])) or "no columns"
 
 
 def _proposal(row: Row) -> str:

@@ -39,17 +39,17 @@ class MappedFile:
         """Raise `ResumableError` if the content changed; it takes about a microsecond. A file whose
         time alone has changed, as `touch` does, is hashed.
         """
-        now, before = self._size_and_time(), self._state
-        self._state = now
-        if now == before:
+        now = self._size_and_time()
+        if now == self._state:
             return
-        if now[0] != before[0] or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
-            self._state = before
+        is_same_size = now[0] == self._state[0]
+        if not is_same_size or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
             raise ResumableError(
                 f"prepared tokens changed while the run trained on them: {self._path}.\nFix: find "
                 f"what writes to data.cache_dir, and start again with the same command: it "
                 f"prepares the tokens again, and continues from the last checkpoint"
             )
+        self._state = now
 
     def _size_and_time(self) -> tuple[int, int]:
         state = os.fstat(self._file.fileno())

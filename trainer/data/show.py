@@ -237,14 +237,14 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _log_turns(train: Samples) -> None:
     """Log the turns of conversations that are not trained as they stand."""
-    if num_apart := train.total("num_apart"):
-        num_conversations = train.total("num_conversations")
-        text = f"{num_apart:,} of {num_conversations:,} conversations are trained turn by turn"
-        _log("turns", f"{text} (data.turns)")
-    if num_turns := train.total("num_unlike_prompt"):
-        _log("", f"{num_turns:,} turns are not rendered as their generation prompt begins")
-    if num_turns := train.total("num_without_reasoning"):
-        _log("", f"the template leaves out the reasoning of {num_turns:,} assistant turns")
+    texts = {
+        "num_apart": "conversations are trained turn by turn (data.turns)",
+        "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
+        "num_without_reasoning": "assistant turns are rendered without their reasoning",
+    }
+    for name, text in texts.items():
+        if count := train.total(name):
+            _log("turns", f"{count:,} {text}")
 
 
 def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
