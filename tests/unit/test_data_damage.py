@@ -67,15 +67,12 @@ def test_whole_tokens_are_read_where_nothing_can_be_written(prepared, monkeypatc
     assert len(run(prepared[0], cache=prepared[1])) == 300
 
 
-@pytest.mark.parametrize(("name", "decides"), [("formats.py", True), ("loader.py", False)])
-def test_the_name_of_a_cache_covers_the_code_that_makes_it_and_no_other(
-    tmp_path, monkeypatch, name, decides
-):
+def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path, monkeypatch):
     sources = tmp_path / "data"
     shutil.copytree(Path(token_cache.__file__).parent, sources)
     monkeypatch.setattr(token_cache, "__file__", str(sources / "token_cache.py"))
     digest = token_cache._code_digest.__wrapped__
     before = digest()
-    with (sources / name).open("a") as file:
+    with (sources / "formats.py").open("a") as file:
         file.write("# another rule\n")
-    assert (digest() != before) == decides
+    assert digest() != before

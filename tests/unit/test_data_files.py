@@ -26,11 +26,11 @@ def test_resolve_files(tmp_path):
         ("missing.jsonl", "no file matches '.*missing.jsonl'"),
         ("*.parquet", r"no file matches '.*\*.parquet'"),
         ("dangling.jsonl", "no file matches '.*dangling.jsonl'"),
-        (".", r"is a directory.\nFix: name its files, such as '.*/\*.jsonl'$"),
+        (".", "is not a regular file.\nFix: "),
         ("notes.log", "unsupported format '.log'; supported are .jsonl, .jsonl.gz, "),
         ("rows.csv", r"unsupported format '.csv'(?s:.*) convert it: python -c .*rows.csv'"),
-        ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, a socket or a device"),
-        ("link.jsonl", "'.*link.jsonl' is a pipe, a socket or a device"),
+        ("pipe.jsonl", "'.*pipe.jsonl' is not a regular file"),
+        ("link.jsonl", "'.*link.jsonl' is not a regular file"),
     ],
 )
 def test_unresolvable_files_are_named(tmp_path, name, message):

@@ -155,8 +155,6 @@ def test_two_lists_of_messages_train_the_second():
     bye = {"role": "assistant", "content": "bye"}
     [text] = marked({"prompt": [USER, ASSISTANT, USER], "completion": [bye]}, tokenizer)
     assert text.count("[[") == 1 and text.endswith("<|im_start|>assistant\n[[bye<|im_end|>]]\n")
-    [mixed] = marked({"prompt": [USER], "completion": "bye"}, tokenizer)
-    assert "data.prompt_key=prompt data.response_key=completion" in mixed
 
 
 TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'

@@ -162,8 +162,7 @@ class ChatEncoder:
         for part in parts:
             self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
-            if not READ_KEYS.issuperset(message):
-                self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
+            self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
         return [part.marked for part in parts]
 
     def _template(self, tools: Tools) -> ChatTemplate:

@@ -60,13 +60,8 @@ def _check_file(path: Path) -> None:
         mode = path.stat().st_mode
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    if stat.S_ISDIR(mode):
-        raise DataError(f"'{path}' is a directory.\nFix: name its files, such as '{path}/*.jsonl'")
-    if not stat.S_ISREG(mode):
-        raise DataError(
-            f"'{path}' is a pipe, a socket or a device; data is read more than once: write it to a "
-            f"file"
-        )
+    if not stat.S_ISREG(mode):  # a pipe could be read only once
+        raise DataError(f"'{path}' is not a regular file.\nFix: name files, such as 'DIR/*.jsonl'")
     if not path.name.endswith(SUFFIXES):
         fix = CSV_FIX.format(path=path) if path.suffix == ".csv" else "convert, rename or unpack it"
         raise DataError(

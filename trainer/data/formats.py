@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,19 +36,10 @@ ALPACA = ("instruction", "input", "output", "history", "system")
 TRL = ("prompt", "completion")
 TOKENS = ("input_ids", "loss_mask", "labels", "vocabulary_digest")
 UNSUPERVISED = -100
-CHAT_NAMES = ["messages", "conversation", "conversations", "dialog", "dialogue", "chat"]
-PROMPT_NAMES = ["prompt", "question", "query", "instruction", "problem", "input", "user", "source"]
-RESPONSE_NAMES = [
-    "completion",
-    "response",
-    "answer",
-    "output",
-    "solution",
-    "assistant",
-    "target",
-    "chosen",
-]
-TEXT_NAMES = ["text", "content"]
+CHAT_NAMES = r"messages|conversations?|dialog|dialogue|chat"
+PROMPT_NAMES = r"prompt|question|query|instruction|problem"
+RESPONSE_NAMES = r"completion|response|answer|output|solution|target|chosen"
+TEXT_NAMES = r"text|content"
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class RowParser:
             for column, value in row.record.items()
             if column not in read and value not in (None, "", [], {})
         ]
-        self._seen.unread_columns.update([*unread, *row.unread][:NUM_COLUMNS])
+        self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
     def _recognised(self, row: Row) -> Recognised:
@@ -255,10 +247,10 @@ def _found(row: Row) -> str:
 
 def _proposal(row: Row) -> str:
     """Return the override that reads columns with usual names."""
-    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(_columns(row))}
 
-    def first(names: list[str]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
+    def first(names: str) -> str | None:
+        pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
+        return next(filter(pattern.fullmatch, _columns(row)), None)
 
     prompt, response = first(PROMPT_NAMES), first(RESPONSE_NAMES)
     if chat := first(CHAT_NAMES):

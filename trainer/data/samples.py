@@ -87,11 +87,6 @@ class TokenDataset:
         tokens = self.tokens[end - int(self.rows["num_tokens"][index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
 
-    def require_unchanged(self) -> None:
-        """Raise `ResumableError` if a mapped file was written to since it was opened."""
-        for file in self.mapped:
-            file.require_unchanged()
-
     def location(self, index: int) -> str:
         """Return where a sample comes from, as `file:line`."""
         row = self.rows[index]
@@ -256,4 +251,5 @@ class Samples:
         takes microseconds.
         """
         for source in self.sources:
-            source.dataset.require_unchanged()
+            for file in source.dataset.mapped:
+                file.require_unchanged()

@@ -163,8 +163,6 @@ def announce(
     the model reads it. Return that sample as plain text, its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
-    first = train.of_rows(rows)
-    num_micro_batches = len(plan.deal(train.counts(first)[0])[0])
     total = _counts(train)["total"]
     share = total["supervised_tokens"] / total["tokens"]
     held_out = f"; {len(validation):,} validation samples" if validation else ""
@@ -185,18 +183,14 @@ def announce(
     for dataset in dict.fromkeys(source.dataset for source in sources):
         _log_rows(dataset, tokenizer)
     _log_turns(train)
-    _log(
-        "batch",
-        f"{len(rows):,} samples; ranks: {plan.num_data_ranks} ({device}); micro-batches of each: "
-        f"{num_micro_batches}",
-    )
+    _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")
     if len(train) < schedule.batch_size:
         logger.warning(
             f"data.train_batch_size={schedule.batch_size:,} is more than all samples: each step "
             f"trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or give more data"
         )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
-    sample = int(first[0])
+    sample = int(train.of_rows(rows)[0])
     text = preview(*train.sample(sample), tokenizer)
     if len(text) > MAX_PREVIEW:
         half = MAX_PREVIEW // 2

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
@@ -29,7 +30,7 @@ from trainer.runtime.log import ProgressLines
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
-NUM_REASONS, NUM_PLACES = 20, 3  # listed in an error; the file has all
+NUM_SHOWN = 10  # bad rows in an error; the file has all
 MAX_BAD_FRACTION = 0.5
 """With more bad rows than this, `data.on_bad_row=skip` ends the run too: the columns or the
 template are wrong, not rows."""
@@ -68,7 +69,7 @@ def prepare(
     def fill(staging: Path) -> None:
         try:
             encoder = RowEncoder(tokenizer, options)
-            shown = ProgressLines("tokenize", ", ".join(map(str, files[:NUM_PLACES])))
+            shown = ProgressLines("tokenize", ", ".join(map(str, files[:NUM_SHOWN])))
 
             def advance() -> None:
                 progress()
@@ -241,32 +242,21 @@ def _require_usable(
         )
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)
-    fix = "repair the rows"
-    if "unrecognised columns" in summary.bad_rows_by_kind:
-        fix = "rename the columns, or name them in data.messages_key, data.prompt_key, …"
+    fixes = ["repair the rows"]
     if "over-long" in summary.bad_rows_by_kind:
-        fix += "; for over-long rows raise data.max_length or set data.truncation (docs/data.md)"
-    if is_strict and summary.num_samples:
-        fix += "; leave them out with data.on_bad_row=skip"
+        fixes.append("for over-long rows raise data.max_length or set data.truncation")
+    if not is_strict:
+        fixes.append(f"data.on_bad_row=skip accepts at most {MAX_BAD_FRACTION:.0%} of the rows")
+    elif summary.num_samples:
+        fixes.append("leave them out with data.on_bad_row=skip")
     stopped = "; reading stopped there" if is_strict and num_bad == num_rows else ""
-    most = "" if is_strict else f"; data.on_bad_row=skip accepts at most {MAX_BAD_FRACTION:.0%}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.bad_rows_by_kind.most_common())
+    with listed.open(encoding="utf-8") as file:
+        first = list(map(json.loads, islice(file, NUM_SHOWN)))
     lines = [
         f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}"
-        f"{stopped}{most}",
-        *_first_reasons(listed),
-        f"Fix: {fix}; all of them are listed in {listed}",
+        f"{stopped}",
+        *(f"  {location(Path(row['file']), row['line'])}: {row['reason']}" for row in first),
+        f"Fix: {'; '.join(fixes)}; all of them are listed in {listed}",
     ]
     raise DataError("\n".join(lines))
-
-
-def _first_reasons(listed: Path) -> list[str]:
-    """Return the first reasons of bad rows, each with the first places."""
-    places: dict[str, list[str]] = {}
-    with listed.open(encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            if row["reason"] in places or len(places) < NUM_REASONS:
-                found = places.setdefault(row["reason"], [])
-                if len(found) < NUM_PLACES:
-                    found.append(location(Path(row["file"]), row["line"]))
-    return [f"  {', '.join(found)}: {reason}" for reason, found in places.items()]
