@@ -238,7 +238,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: the head counts for all tokens",
-        "data/batch.py",
+        "model/flops.py",
         "self.per_loss_token * batch.num_loss_tokens",
         "self.per_loss_token * batch.num_tokens",
         (f"{SPEED}::test_the_head_costs_what_is_supervised_and_an_embedding_nothing",),

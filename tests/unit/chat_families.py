@@ -41,7 +41,7 @@ TOKENS = (
     "<|eom_id|>", "<|python_tag|>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
     "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|im_assistant|>", "<|im_middle|>",
+    "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
     "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",
 )  # fmt: skip
 
@@ -137,38 +137,26 @@ PHI = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ '<|endoftext|>' }}{% endif %}"
 )
-# A turn ends with the role token of what the model waits for, and the next message does not write
-# it again.
+# A turn has no end of its own: the next message begins with its role.
 GLM = """{%- set ns = namespace(user=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.user = loop.index0 %}{% endif %}{% endfor %}
 {%- for t in tools or [] %}{{- '<|system|>\\n' + t | tojson }}{%- endfor %}
 {%- for m in messages %}
 {%- set before = loop.previtem.role if not loop.first %}
 {%- if m.role == 'assistant' %}
-{{- '<|assistant|>' }}{% generation %}
+{{- '<|assistant|>' }}
 {%- if loop.index0 > ns.user and m.reasoning_content %}{{- '\\n<think>' + m.reasoning_content + '</think>' }}
 {%- else %}{{- '\\n<think></think>' }}{%- endif %}
 {{- '\\n' + m.content }}
 {%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
-{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}
 {%- elif m.role == 'tool' %}
-{{- ('' if before in ('assistant', 'tool') else '<|observation|>') + '\\n<tool_response>' + m.content }}
+{{- ('' if before == 'tool' else '<|observation|>') + '\\n<tool_response>' + m.content }}
 {{- '</tool_response>' }}
-{%- elif m.role == 'user' %}{{- ('' if before == 'assistant' else '<|user|>') + '\\n' + m.content }}
+{%- elif m.role == 'user' %}{{- '<|user|>' + '\\n' + m.content }}
 {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
-KIMI = (
-    "{% for t in tools or [] %}{{ '<|im_start|>tools<|im_middle|>' + t | tojson + '<|im_end|>' "
-    "}}{% endfor %}{% for m in messages %}{{ ('<|im_assistant|>' if m.role == 'assistant' else "
-    "'<|im_start|>') + m.role + '<|im_middle|>' + m.content }}" + CALLS + "{{ '<|im_end|>' }}{% "
-    "endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
-)
-ZEPHYR = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 # A turn ends with a mark of the template and, directly behind it, the tokenizer's end token.
 COMMAND = (
     "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == "
@@ -195,15 +183,6 @@ def gpt_oss_turn(message: dict[str, Any]) -> str:
     return f"{text} to=functions.{call['name']}<|channel|>commentary json<|message|>{arguments}<|call|>"
 
 
-GLM_OPEN = GLM.replace(
-    "{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}", ""
-).replace("{% generation %}", "")
-GLM_OPEN = GLM_OPEN.replace("('' if before == 'assistant' else '<|user|>')", "'<|user|>'").replace(
-    "before in ('assistant', 'tool')", "before == 'tool'"
-)
-"""As published: a turn has no end of its own, the next message begins with its role."""
-
-
 IM_END = ("<|im_end|>",)
 NO_THINKING = {"enable_thinking": False}
 FAMILIES = {
@@ -219,14 +198,9 @@ FAMILIES = {
     "gpt-oss": Family(GPT_OSS, ("<|return|>", "<|call|>"), thinking="thinking", turn=gpt_oss_turn),
     "deepseek": Family(DEEPSEEK, ("<｜end▁of▁sentence｜>",), text_arguments=True, together=True),
     "phi": Family(PHI, ("<|end|>",), tools=False, together=True),
-    "glm with tags": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content"),
-    "glm as published": Family(
-        GLM_OPEN, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True
-    ),
-    "kimi": Family(KIMI, IM_END, together=True),
+    "glm": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True),
     "command": Family(COMMAND, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True),
     "command with tags": Family(
         COMMAND_TAGGED, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True
     ),
-    "zephyr": Family(ZEPHYR, ("</s>",), tools=False, together=True),
 }

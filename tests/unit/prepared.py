@@ -1,6 +1,7 @@
 """Rows written to files and prepared with a small tokenizer, for tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def run(
     )
 
 
+def run_rows(directory: Path, *rows: Any, **changes: Any) -> TokenDataset:
+    """Prepare rows in a file of the directory, with changes of `OPTIONS`."""
+    path = write_rows(directory / "rows.jsonl", *rows)
+    return run(path, replace(OPTIONS, **changes), cache=directory / "cache")
+
+
 def announced(
     train: Samples,
     validation: Samples | None,
@@ -102,7 +109,7 @@ def marked(row: Any, tokenizer: PreTrainedTokenizerBase, *args: Any, **options: 
     samples, _ = encoded(row, tokenizer, *args, **options)
     if isinstance(samples, str):
         return [samples]
-    return [preview(each.input_ids, each.loss_mask, tokenizer, color=False) for each in samples]
+    return [preview(each.input_ids, each.loss_mask, tokenizer) for each in samples]
 
 
 def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[str]:
@@ -114,7 +121,7 @@ def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> 
 def parsed(row: Any, keys: RowKeys = CHATS) -> Item:
     """What is recognised in a row, given as JSON text or an object."""
     record = json.loads(row) if isinstance(row, str) else row
-    return RowParser(keys, make_tokenizer(None)).parse(Row(Path("a.jsonl"), 7, record))
+    return RowParser(keys, make_tokenizer(None), Summary()).parse(Row(Path("a.jsonl"), 7, record))
 
 
 def messages_of(row: Any, keys: RowKeys = CHATS) -> list[dict[str, Any]]:

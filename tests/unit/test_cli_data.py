@@ -89,8 +89,9 @@ def test_counts_by_source_and_what_was_left_out(files, capsys):
         for key in ("samples", "tokens", "supervised_tokens"):
             assert sum(part[key] for part in parts) == side["total"][key]
         for what in ("prompt", "completion", "total"):
-            found = [side["total"][what][key] for key in ("min", "p50", "p90", "p99", "max")]
-            assert found == sorted(found) and found[-1] == max(part[what]["max"] for part in parts)
+            found = [side["total"][f"seq_{what}_len_{key}"] for key in ("min", "p95", "max")]
+            assert found == sorted(found)
+            assert found[-1] == max(part[f"seq_{what}_len_max"] for part in parts)
     read = tree["read"]["train answers"]
     assert (read["num_rows"], read["num_bad_rows"], read["num_dropped"]) == (NUM_ANSWERS + 2, 1, 1)
     assert read["bad_rows_by_kind"] == {"empty prompt": 1} and len(tree["read"]) == 2

@@ -4,24 +4,22 @@ end token.
 
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import encoded, marked, sample_of
-from prepared import supervised as supervised_by
+from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
-from tokenizers import AddedToken
 
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import Conversation
 from trainer.data.prepare import RowEncoder
-from trainer.data.rows import PrepareOptions, Summary, UnusableError
+from trainer.data.rows import PrepareOptions, Summary
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
+THINKING = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
-ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE]
+ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE, THINKING]
 
 
 def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
@@ -30,20 +28,6 @@ def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
         messages.append({"role": "user", "content": f"question {number}?"})
         messages.append({"role": "assistant", "content": answer})
     return messages
-
-
-def supervised(template: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
-    """The decoded text of every supervised run; also checks that the tokens are those of
-    transformers.
-    """
-    tokenizer, kwargs = make_tokenizer(template), options.get("template_kwargs", {})
-    sample = sample_of(messages, tokenizer, turns="together", **options)
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-    assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert sample.input_ids.dtype == np.int32 and sample.loss_mask.dtype == np.bool_
-    [text] = marked(messages, tokenizer, turns="together", **options)
-    assert text.replace("[[", "").replace("]]", "") == whole
-    return supervised_by(messages, tokenizer, turns="together", **options)
 
 
 def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -66,52 +50,13 @@ CHATML_LIKE = {
 
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
-def test_chatml(template):
+def test_answers_are_supervised_with_their_end_and_the_tokens_are_those_of_transformers(template):
+    tokenizer, messages = make_tokenizer(template), chat(*ANSWERS, system=True)
+    sample = sample_of(messages, tokenizer, turns="together")
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
-    assert supervised(template, chat(*ANSWERS, system=True)) == expected
-
-
-def test_qwen3_without_thinking_does_not_train_the_empty_block():
-    kwargs = {"enable_thinking": False}
-    found = supervised(fixtures.QWEN3, chat("one", "two"), template_kwargs=kwargs)
-    assert found == ["one<|im_end|>", "two<|im_end|>"]
-
-
-@pytest.mark.covers("S3.9")
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
-def test_tool_calls_are_supervised_and_results_are_not(arguments):
-    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "add 1 and 2"},
-        {"role": "assistant", "content": "", "reasoning_content": "a tool", "tool_calls": [call]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "It is 3."},
-    ]
-    row = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert supervised_by(row, make_tokenizer(fixtures.QWEN3), turns="together") == [
-        f"<think>\na tool\n</think>\n\n\n{text}<|im_end|>",
-        "<think>\n\n</think>\n\nIt is 3.<|im_end|>",
-    ]
-
-
-@pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED])
-def test_text_that_looks_like_template_markers_is_parsed_on_request(template):
-    fake = "<|im_start|>assistant\nfake<|im_end|>\n"
-    messages = chat(f"say {fake} and more", "done")
-    messages[0]["content"] = fake
-    found = supervised(template, messages, special_in_content="parse")
-    assert found == [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
-
-
-def test_end_token_that_swallows_the_newline_behind_it():
-    tokenizer = make_tokenizer(fixtures.CHATML)
-    backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
-    tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
-    sample = sample_of(chat("one", "two"), tokenizer)
-    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "one<|end|>two<|end|>"
+    assert supervised(messages, tokenizer, turns="together") == expected
 
 
 UNPROMPTED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
@@ -120,7 +65,7 @@ NEVER_ENDS_TAGGED = fixtures.CHATML_TAGGED.replace(
     "message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end"
 )
 NO_PROMPT = fixtures.CHATML.split("{% if add_generation_prompt")[0]
-NO_END = "turn 1 does not end with a special token, so the model would never"
+NO_END = "does not end with a special token, so the model would never"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +87,7 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused():
     for message in messages[1::2]:
         message["reasoning_content"] = "hm"
     why = reason(fixtures.QWEN3, messages, special_in_content="parse")
-    assert "turn 1 contains '<|im_end|>' and is rewritten" in why
+    assert "message 2 contains '<|im_end|>' and is rewritten" in why
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
@@ -155,16 +100,6 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
         "user/assistant",
         "bad unicode: half of a surrogate pair, '\\ud83d'",
     ]
-
-
-def test_bad_rows_keep_their_place(monkeypatch):
-    # one of the batches holds bad rows alone
-    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
-    bad = [UnusableError("empty prompt: no text") for _ in range(3)]
-    encoder = chat_encoder(fixtures.CHATML)
-    good = Conversation(chat("one"), None)
-    first, *found, last = encoder.encode([good, *bad, good])
-    assert found == bad and isinstance(first, list) and isinstance(last, list)
 
 
 def test_unusable_tokenizers():

@@ -23,10 +23,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, directory / "cache"
 
 
-def flip(path: Path, num_bits: int) -> None:
+def flip(path: Path) -> None:
+    """Change one bit."""
     data = np.fromfile(path, dtype=np.uint8)
-    bits = np.random.default_rng(num_bits).choice(data.size * 8, num_bits, replace=False)
-    np.bitwise_xor.at(data, bits // 8, (1 << bits % 8).astype(np.uint8))
+    data[len(data) // 2] ^= 1
     data.tofile(path)
 
 
@@ -35,30 +35,17 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE = {
-    **{
-        f"{name} {n} bits": (name, lambda path, n=n: flip(path, n))
-        for name in (TOKENS, ROWS)
-        for n in (1, 30, 1000)
-    },
-    **{f"{name} truncated": (name, truncate) for name in (TOKENS, ROWS)},
+    **{f"{name} bits": (name, flip) for name in (TOKENS, ROWS, "summary.json", "SHA256SUMS")},
+    "tokens truncated": (TOKENS, truncate),
     "rows missing": (ROWS, Path.unlink),
-    "tokens empty": (TOKENS, lambda path: path.write_bytes(b"")),
-    "summary one bit": ("summary.json", lambda path: flip(path, 1)),
     "summary torn": ("summary.json", truncate),
-    "checksums one bit": ("SHA256SUMS", lambda path: flip(path, 1)),
     "checksums empty": ("SHA256SUMS", lambda path: path.write_bytes(b"")),
     "checksums missing": ("SHA256SUMS", Path.unlink),
 }
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_found_told_and_mended(
-    tmp_path,
-    prepared,
-    caplog,
-    name,
-    damage,
-):
+def test_damage_is_found_told_and_mended(tmp_path, prepared, caplog, name, damage):
     path, cache = prepared[0], tmp_path / "cache"
     shutil.copytree(prepared[1], cache)
     expected = run(path, cache=prepared[1])
@@ -66,7 +53,7 @@ def test_damage_is_found_told_and_mended(
     damage(directory / name)
     mended = run(path, cache=cache)
     [message] = caplog.messages
-    assert "are damaged (" in message and name in message and "preparing them again" in message
+    assert f"{directory} are damaged: preparing them again" in message
     for written in (TOKENS, ROWS):
         content = (expected.directory / written).read_bytes()
         assert (mended.directory / written).read_bytes() == content
@@ -80,15 +67,12 @@ def test_whole_tokens_are_read_where_nothing_can_be_written(prepared, monkeypatc
     assert len(run(prepared[0], cache=prepared[1])) == 300
 
 
-@pytest.mark.parametrize(("name", "decides"), [("formats.py", True), ("loader.py", False)])
-def test_the_name_of_a_cache_covers_the_code_that_makes_it_and_no_other(
-    tmp_path, monkeypatch, name, decides
-):
+def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path, monkeypatch):
     sources = tmp_path / "data"
     shutil.copytree(Path(token_cache.__file__).parent, sources)
     monkeypatch.setattr(token_cache, "__file__", str(sources / "token_cache.py"))
     digest = token_cache._code_digest.__wrapped__
     before = digest()
-    with (sources / name).open("a") as file:
+    with (sources / "formats.py").open("a") as file:
         file.write("# another rule\n")
-    assert (digest() != before) == decides
+    assert digest() != before

@@ -1,92 +1,166 @@
-"""Datasets of the Hub out of its cache, without a network."""
+"""Datasets of the Hub are downloaded from a small one on this machine, and read again without it."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
 
-from trainer.data.files import resolve_files
 from trainer.data.readers import iter_rows
-from trainer.errors import DataError
-from trainer.train.start.compose import load_config
 
 OLD, NEW = "1" * 40, "2" * 40
-FILES = {
-    OLD: (
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/train_sft-0.parquet",
-    ),
-    NEW: (
-        "data/train-00000-of-00002.parquet",
-        "a/test.parquet",
-        "b/test/0000.parquet",
-        "val.parquet",
-        "notes.txt",
-    ),
-}
+SCRIPT = """
+import logging, sys
+from trainer.data.files import resolve_files
+from trainer.errors import DataError
+logging.basicConfig(level="INFO", format="%(message)s")
+for address in sys.argv[1:]:
+    try:
+        print(*resolve_files(address))
+    except DataError as error:
+        print("DataError:", " ".join(str(error).split()))
+"""
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    root = tmp_path / "datasets--org--name"
-    for commit, names in FILES.items():
-        for name in names:
-            path = root / "snapshots" / commit / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.table({"text": [f"{commit[0]} {name}"]}), path)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(NEW)
-    (root / "refs" / "v1").write_text(OLD)
-    return root / "snapshots"
+def parquet(text: str) -> bytes:
+    sink = BytesIO()
+    pq.write_table(pa.table({"text": [text]}), sink)
+    return sink.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        (f"hf://org/name@{OLD}:train", [f"{OLD}/{name}" for name in FILES[OLD][:2]]),
-        ("hf://org/name@v1:train", [f"{OLD}/{name}" for name in FILES[OLD][:2]]),
-        ("hf://org/name@v1:train_sft", [f"{OLD}/data/train_sft-0.parquet"]),
-        ("hf://org/name:val", [f"{NEW}/val.parquet"]),
-        ("hf://org/name:b/test", [f"{NEW}/b/test/0000.parquet"]),
-        ("hf://org/name:a/*.parquet", [f"{NEW}/a/test.parquet"]),
-    ],
-)
-def test_a_split_is_found_at_its_revision(cache, address, expected):
-    given = load_config([f"data.train_files={address}"]).data.train_files
-    files = resolve_files([given] if isinstance(given, str) else [])
-    assert [file.relative_to(cache).as_posix() for file in files] == expected
-    (row,) = iter_rows(files[0], ("text",))
-    assert row.record == {"text": f"{expected[0][0]} {expected[0][41:]}"}
+def commit(name: str) -> dict[str, bytes]:
+    return {
+        "data/train-00000-of-00002.parquet": parquet(f"{name} 0"),
+        "data/train-00001-of-00002.parquet": parquet(f"{name} 1"),
+        "data/train_sft-0.parquet": parquet(f"{name} sft"),
+        "a/test.parquet": parquet(f"{name} a"),
+        "b/test/0000.parquet": parquet(f"{name} b"),
+        "extra/chats.jsonl": f'{{"text": "{name} line"}}'.encode(),
+        "README.md": b"# A dataset",
+    }
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        (
-            "hf://org/name:test",
-            "several subsets have this split, name one in its place: a/test, b/test$",
-        ),
-        (
-            "hf://org/name:train",
-            r"(?s)not whole in the Hub's cache \(.*hf download .* dataset org/name --include "
-            r"'\*train\*'`",
-        ),
-        (
-            f"hf://org/name@{'3' * 40}:train",
-            f"(?s)run `hf download .*--include '.train.' --revision {'3' * 40}` elsewhere and copy",
-        ),
-        ("hf://org/other:train", "is not whole in the Hub's cache"),
-        (
-            "hf://org/name",
-            "is no address: write hf://org/name:split or hf://org/name@revision:split",
-        ),
-    ],
-)
-def test_what_is_not_there_is_said_with_the_command_that_brings_it(address, message):
-    with pytest.raises(DataError, match=message):
-        resolve_files(address)
+class Hub(BaseHTTPRequestHandler):
+    """The requests of a download."""
+
+    commits: ClassVar = {OLD: commit("old"), NEW: commit("new")}
+    refs: ClassVar = {"main": OLD}
+    gets: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0].strip("/").split("/"):
+            case ["api", "datasets", "org", "name", *more]:
+                self._tell(more[1] if len(more) > 1 else "main", is_tree=more[:1] == ["tree"])
+            case ["datasets", "org", "name", "resolve", revision, *place]:
+                self._send(revision, "/".join(place))
+
+    def _tell(self, revision: str, *, is_tree: bool) -> None:
+        sha = self.refs.get(revision, revision)
+        if sha not in self.commits:
+            return self._answer(b"{}", {"X-Error-Code": "RevisionNotFound"}, 404)
+        files = self.commits[sha]
+        tree = [{"type": "file", "path": n, "size": len(d), "oid": "0"} for n, d in files.items()]
+        content = {"id": "org/name", "_id": "1", "sha": sha, "private": False, "tags": []}
+        siblings = [{"rfilename": name} for name in files]
+        answer = json.dumps(tree if is_tree else {**content, "siblings": siblings}).encode()
+        return self._answer(answer, {"Content-Type": "application/json"})
+
+    def _send(self, revision: str, name: str) -> None:
+        sha = self.refs.get(revision, revision)
+        self.gets.append(f"{self.command} {name}")
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'}
+        return self._answer(self.commits[sha][name], headers)
+
+    def _answer(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_args: Any) -> None:
+        """Not on the terminal."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[list[str], str]:
+    """What each address gave, and what was logged. In a process of its own: the client reads
+    its environment once.
+    """
+    environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint}
+    environment |= {"HF_HUB_OFFLINE": "0", **more}
+    words = [sys.executable, "-c", SCRIPT, *(f"hf://org/{address}" for address in addresses)]
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+def texts(line: str) -> list[object]:
+    return [row.record["text"] for path in line.split() for row in iter_rows(Path(path), ("text",))]
+
+
+def test_a_split_is_downloaded_and_stays_at_its_revision(tmp_path, endpoint, monkeypatch):
+    monkeypatch.setattr(Hub, "refs", dict(Hub.refs))
+    monkeypatch.setattr(Hub, "gets", [])
+    splits = {
+        "name:train": ["old 0", "old 1"],
+        f"name@{OLD}:train_sft": ["old sft"],
+        "name:a/*.parquet": ["old a"],
+        "name:b/test": ["old b"],
+        f"name@{OLD}:extra/chats.jsonl": ["old line"],
+    }
+    found, told = resolve(tmp_path, endpoint, *splits)
+    assert list(map(texts, found)) == list(splits.values())
+    assert f"hf://org/name:train is revision {OLD}" in told and f"hf://org/name@{OLD}:train" in told
+    assert [name for name in Hub.gets if "README" in name] == [], "only what the split needs"
+
+    Hub.refs["main"] = NEW
+    (again, new), _ = resolve(tmp_path, endpoint, "name:train", f"name@{NEW}:train")
+    assert again == found[0] and texts(new) == ["new 0", "new 1"]
+
+
+def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(tmp_path, endpoint):
+    wrong = ["name:none", "name:test", "name@v9:train", "name"]
+    (found, no_split, subsets, no_revision, no_address), _ = resolve(
+        tmp_path, endpoint, "name:train", *wrong
+    )
+    assert "there is no such split" in no_split and "data/train_sft-0.parquet" in no_split
+    assert "several subsets have this split" in subsets and "a/test, b/test" in subsets
+    assert f"if {endpoint}/datasets/org/name exists" in no_revision and "hf auth" in no_revision
+    assert "is no address" in no_address
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        refusing = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for offline in ("0", "1"):
+            asked = "name:train", f"name@{OLD}:extra/chats.jsonl"
+            (again, missing), _ = resolve(tmp_path, refusing, *asked, HF_HUB_OFFLINE=offline)
+            assert again == found
+            assert "hf download" in missing and f"--revision {OLD}`" in missing
+        Path(found.split()[1]).unlink()
+        (torn,), _ = resolve(tmp_path, refusing, "name:train", HF_HUB_OFFLINE="1")
+        assert "is not complete in the Hub's cache" in torn

@@ -87,16 +87,6 @@ def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch):
     assert children_of(os.getpid()) == before
 
 
-def test_an_end_before_the_last_row_leaves_no_process(monkeypatch):
-    with_cpus(monkeypatch, 2)
-    results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
-    before = children_of(os.getpid())
-    next(itertools.islice(results, 20, None))
-    assert len(children_of(os.getpid()) - before) == 2
-    results.close()
-    assert children_of(os.getpid()) == before
-
-
 def _prepare_for_ever() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
     for _ in prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless()):

@@ -4,32 +4,16 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from prepared import good_rows, run, write_rows
+from prepared import good_rows, run, run_rows, write_rows
 from rank_server import CONTEXT
 
 from trainer.data.chat import ChatEncoder
 from trainer.errors import DataError
-
-WORKER_OF_A_LOADER = """
-import multiprocessing, time
-from trainer.data.loader import _prepare_worker
-
-def work():
-    _prepare_worker(0)
-    print(multiprocessing.current_process().pid, flush=True)
-    time.sleep(600)  # waits for room in its pipe
-
-multiprocessing.get_context("fork").Process(target=work).start()
-time.sleep(600)
-"""
 
 
 def _prepare(path: Path, cache: Path, has_locks: bool, results: Any) -> None:
@@ -77,30 +61,6 @@ def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     assert len(_caches(cache)) == 1
 
 
-def test_every_process_learns_that_preparing_failed(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", "{")
-    for outcome in _prepare_in_three_processes(path, tmp_path / "cache"):
-        assert "1 of 1 rows cannot be trained on" in outcome
-
-
-def test_a_killed_process_of_the_same_number_is_no_obstacle(tmp_path, monkeypatch):
-    """A container gives its processes the same numbers after each start."""
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
-
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", no_locks)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        patch.setattr(os, "rename", _killed)
-        patch.setattr(Path, "rename", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(path, cache=cache)
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert len(run(path, cache=cache)) == 3
-
-
 def test_whoever_waited_for_the_lock_does_not_prepare_again(tmp_path, monkeypatch):
     encode, num_encodings = ChatEncoder.encode, []
 
@@ -118,26 +78,21 @@ def test_whoever_waited_for_the_lock_does_not_prepare_again(tmp_path, monkeypatc
     assert num_encodings == [1]
 
 
-def test_an_unfinished_cache_of_a_killed_process_is_not_read_and_goes(tmp_path, monkeypatch):
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_an_unfinished_cache_of_a_killed_process_is_not_read(tmp_path, monkeypatch, has_locks):
+    """Without locks it stays: a container gives its processes the same numbers after each start."""
 
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(os, "rename", _killed)
         patch.setattr(Path, "rename", _killed)
         with pytest.raises(KeyboardInterrupt):
-            run(path, cache=cache)
-    dataset = run(path, cache=cache)
+            run_rows(tmp_path, *good_rows(3))
+    dataset = run_rows(tmp_path, *good_rows(3))
     assert len(dataset) == 3
-    assert _caches(cache) == [dataset.directory]
-
-
-def test_a_worker_of_a_loader_ends_with_the_process_that_is_killed():
-    command = [sys.executable, "-c", WORKER_OF_A_LOADER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        worker = psutil.Process(int(process.stdout.readline()))
-        assert worker.is_running()
-        process.kill()
-        gone, left = psutil.wait_procs([worker], timeout=30)
-    assert gone
-    assert not left
+    assert (_caches(tmp_path / "cache") == [dataset.directory]) == has_locks

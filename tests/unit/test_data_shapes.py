@@ -1,13 +1,15 @@
 """Rows of every format: what is recognised, what is trained of it, and why a row is refused."""
 
+import functools
+import gzip
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import CHATS, OPTIONS, encoded, marked, messages_of, parsed, run, write_rows
+from prepared import CHATS, encoded, marked, messages_of, parsed
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -30,9 +32,17 @@ def with_bos() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path):
-    path = tmp_path / "windows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
+PACK = {
+    "a.jsonl": bytes,
+    "a.jsonl.gz": gzip.compress,
+    "a.jsonl.zst": functools.partial(pa.compress, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(tmp_path, name):
+    path, raw = tmp_path / name, b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}'
+    path.write_bytes(PACK[name](raw[:9]) + PACK[name](raw[9:]))  # as `cat a.gz b.gz` makes it
     rows = [(row.line, row.record) for row in iter_rows(path, ())]
     assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
 
@@ -42,22 +52,12 @@ SYSTEM = '{"role": "system", "content": "be kind"}'
 CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
 RECOGNISED = {
     "nested pair": ('{"extra": {"question": "hi", "answer": "hello"}}', PAIR, CHAT),
-    "pair with dots": ('{"extra.question": "hi", "extra.answer": "hello"}', PAIR, CHAT),
     "pair with a chat": (
         f'{{"extra": {{"question": [{SYSTEM}, {json.dumps(USER)}], "answer": "hello"}}}}',
         PAIR,
         f"[{SYSTEM}, {CHAT[1:]}",
     ),
     "messages as text": (json.dumps({"messages": CHAT}), CHATS, CHAT),
-    "sharegpt as text": (
-        json.dumps(
-            {
-                "conversations": '[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'
-            }
-        ),
-        CHATS,
-        CHAT,
-    ),
     "sharegpt": (
         """{"system": "be kind", "conversations": [
             {"from": "human", "value": "hi"},
@@ -75,11 +75,6 @@ RECOGNISED = {
         CHATS,
         f"""[{SYSTEM}, {CHAT[1:-1]}, {{"role": "user", "content": "add\\n1 2"}},
             {{"role": "assistant", "content": "3"}}]""",
-    ),
-    "alpaca without input": (
-        '{"instruction": "add", "input": "", "output": "3"}',
-        CHATS,
-        '[{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}]',
     ),
 }
 
@@ -105,22 +100,13 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls():
     ("row", "keys", "part"),
     [
         ('{"question": "a", "answer": "b"}', CHATS, "data.prompt_key=question data.response_key=answer"),
-        ('{"id": 1, "prompt": ["a"], "completion": "b"}', CHATS, "data.prompt_key=prompt data.response_key=completion"),
         ('{"x": {"Query": "a", "response": "b"}}', CHATS, "data.prompt_key=x.Query data.response_key=x.response"),
         (f'{{"dialog": {CHAT}}}', CHATS, "a column of messages is read with data.messages_key=dialog"),
-        (f'{{"x": {{"chosen": {CHAT}}}, "prompt": "a"}}', CHATS, "is read with data.messages_key=x.chosen"),
-        ('{"prompt": [{"role": "user", "content": "hi"}], "x": {"answer": "b"}}', CHATS,
-         "data.prompt_key=prompt data.response_key=x.answer"),
-        ('{"prompt": [{"role": []}], "chosen": "b"}', CHATS, "data.prompt_key=prompt data.response_key=chosen"),
-        ('{"text": 3}', CHATS, "for single-turn columns set data.prompt_key and data.response_key"),
         ('{"x": {"Text": "a"}, "id": 1}', CHATS, "a column of plain text is read with data.text_key=x.Text"),
-        ('{"x": {"question": "a", "y": {"z": 1}}}', RowKeys(prompt_key="x.qestion", response_key="a"),
-         "found 'x.question', 'x.y.z'; tried 'x.qestion' (data.prompt_key)"),
+        ('{"id": 1}', CHATS, "for single-turn columns set data.prompt_key and data.response_key"),
         ('{"extra": {"question": "hi"}}', PAIR,
          "found 'extra.question'; tried 'extra.answer' (data.response_key), which is missing or null"),
-        (json.dumps({f"column{i}": 0 for i in range(50)}), CHATS, "'column29' and 20 more; tried"),
-        ('{"prompt": "one", "completion": null}', CHATS, "found 'prompt', 'completion'; tried"),
-        ('{"text": "\\ud800"}', CHATS, "found 'text'"),
+        (json.dumps({f"column{i}": 0 for i in range(50)}), CHATS, "'column29'; tried"),
     ],
 )  # fmt: skip
 def test_unrecognised_columns_are_named_with_the_override_that_fits(row, keys, part):
@@ -148,17 +134,12 @@ def test_plain_text_is_trained_behind_its_prompt_or_the_tokenizers_beginning(
     assert marked(row, with_bos() if has_bos else TOKENIZER, keys) == [expected]
 
 
-def test_special_tokens_in_a_text_are_refused_or_taken_as_asked():
+def test_special_tokens_in_a_text_are_refused_or_parsed_as_asked():
     row, tokenizer = {"text": "<s>one <|im_start|>"}, with_bos()
     [reason] = marked(row, tokenizer, TEXT)
     assert reason.startswith("special token in content: the text contains '<s>'; remove it, or set")
     parse = marked(row, tokenizer, TEXT, special_in_content="parse")
     assert parse == ["[[<s>one <|im_start|></s>]]"]
-    samples, seen = encoded(row, tokenizer, TEXT, special_in_content="text")
-    specials = tokenizer.convert_tokens_to_ids(["<s>", "<|im_start|>"])
-    ids = samples[0].input_ids.tolist()
-    assert [number for number in ids if number in specials] == ids[:1]
-    assert seen.end_token_ids == {tokenizer.eos_token_id}
 
 
 def test_a_prompts_tokens_are_those_of_the_prompt_alone():
@@ -174,18 +155,6 @@ def test_two_lists_of_messages_train_the_second():
     bye = {"role": "assistant", "content": "bye"}
     [text] = marked({"prompt": [USER, ASSISTANT, USER], "completion": [bye]}, tokenizer)
     assert text.count("[[") == 1 and text.endswith("<|im_start|>assistant\n[[bye<|im_end|>]]\n")
-    [mixed] = marked({"prompt": [USER], "completion": "bye"}, tokenizer)
-    assert "data.prompt_key=prompt data.response_key=completion" in mixed
-
-
-def test_chats_come_before_other_columns(tmp_path):
-    other = '{"prompt": "a", "completion": "b"}'
-    both = f'{{"messages": {CHAT}, "input_ids": [1], "labels": [1], {other[1:]}'
-    path = write_rows(tmp_path / "rows.jsonl", both, other)
-    shapes = run(path, replace(OPTIONS, keys=CHATS), cache=tmp_path).summary.rows_by_shape
-    chat, texts = shapes
-    assert chat == "messages in 'messages'" and texts.startswith("plain text in 'prompt'")
-    assert list(shapes.values()) == [1, 1]
 
 
 TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]'
@@ -196,6 +165,7 @@ TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "va
     [
         (f'{{"messages": {CHAT}, "system": "Be brief.", "prompt": "hi"}}', "system prompt"),
         (f'{{"messages": {CHAT}, "system": "", "prompt": null, "tools": []}}', ""),
+        (f'{{"messages": {CHAT}, "input_ids": [1], "labels": [1]}}', "input_ids labels"),
         (f'{{{TURNS}, "system": "Be brief.", "input": "c"}}', "input"),
         ('{"instruction": "a", "output": "b", "history": [], "system": "s", "labels": [1]}', "labels"),
         ('{"prompt": "a", "completion": " b", "system": "Be brief."}', "system"),
@@ -208,52 +178,32 @@ def test_a_column_that_only_rows_of_another_shape_have_is_named(row, unread):
     assert seen.unread_columns == dict.fromkeys(unread.split(), 1)
 
 
-def test_a_row_that_is_nested_deeply_is_a_bad_one():
-    deep: Any = "a"
-    for _ in range(2000):
-        deep = {"b": deep}
-    assert str(parsed({"text": deep})).startswith("nested too deeply: ")
-
-
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]
 NUM_IDS = len(IDS)
 DIGEST = vocabulary_digest(TOKENIZER)
 HIDDEN = [-100, *IDS[1:]]
 TOLD = {"vocabulary_digest": DIGEST}
 EXPECTED = f"{TOKENIZER.decode(IDS[:1])}[[{TOKENIZER.decode(IDS[1:])}]]"
-NO_LIST = "bad tokens: 'input_ids' is not a list of integers"
 MASK = [0] + [1] * (NUM_IDS - 1)
 TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": HIDDEN, **TOLD}, EXPECTED),
     ({"loss_mask": MASK, "attention_mask": [1] * NUM_IDS, **TOLD}, EXPECTED),
     ({"loss_mask": list(map(bool, MASK)), "labels": HIDDEN, **TOLD}, EXPECTED),
     ({"labels": HIDDEN}, f"unknown vocabulary: .* add a column vocabulary_digest with '{DIGEST}'"),
-    ({"labels": HIDDEN, "vocabulary_digest": "0"}, f"other vocabulary: .*'0', this model's is '{DIGEST}'"),
     ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1, .*not that of the next"),
-    ({"labels": HIDDEN[1:], **TOLD}, f"bad tokens: 'labels' has {NUM_IDS - 1} values for {NUM_IDS}"),
-    ({"loss_mask": [0.5] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' is not a list of integers"),
     ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1, known are 0 and 1"),
     ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
     (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
-    ({"input_ids": [9**9], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has 387420489 at position 1, known are"),
-    ({"input_ids": [9**30], "labels": [-100], **TOLD}, NO_LIST),
-    ({"input_ids": [9**15], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has integers of more than 32 bits"),
-    ({"input_ids": [[1], [2, 3]], "labels": [1], **TOLD}, NO_LIST),
-    ({"input_ids": None, "labels": [1], **TOLD}, NO_LIST),
-    ({"input_ids": [], "labels": [], **TOLD}, "bad tokens: 'input_ids' is an empty list"),
+    *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of integers")
+      for ids in ([9**30], [9**15], [[1], [2, 3]], None)],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("columns", "expected"), TOKEN_ROWS)
 def test_rows_of_tokens_are_taken_over_or_refused(columns, expected):
-    [found] = marked({"input_ids": IDS, **columns}, TOKENIZER)
+    row = {"input_ids": IDS, **columns}
+    [found] = marked(row, TOKENIZER)
     assert found == expected or re.match(expected, found), found
-
-
-def test_rows_of_tokens_are_prepared(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", {"input_ids": IDS, "labels": HIDDEN, **TOLD})
-    dataset = run(path, replace(OPTIONS, keys=CHATS), cache=tmp_path)
-    ids, mask = dataset.sample(0)
-    assert ids.tolist() == IDS and mask.tolist() == list(map(bool, MASK))
-    assert dataset.summary.end_token_ids == {TOKENIZER.eos_token_id}
+    if expected is EXPECTED:
+        assert encoded(row, TOKENIZER)[1].end_token_ids == {TOKENIZER.eos_token_id}

@@ -1,4 +1,4 @@
-"""The templates that come with the package, and turns that end as other families end them."""
+"""The templates that come with the package."""
 
 import json
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import tokenizer_fixtures as fixtures
 from prepared import supervised
-from tokenizers import AddedToken
 
 from trainer.config import ConfigError
 from trainer.train.start.compose import load_config
@@ -27,17 +26,9 @@ def calls(*cities: str, content: str = "") -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
-def trained(
-    template: str,
-    *messages: dict[str, Any],
-    tools: Any = None,
-    added: tuple[str, ...] = (),
-    end: str = "</s>",
-) -> list[str]:
+def trained(template: str, *messages: dict[str, Any], tools: Any = None) -> list[str]:
     """The supervised texts of a conversation, sample after sample."""
-    tokenizer = fixtures.make_tokenizer(template, eos_token=end)
-    tokens = [AddedToken(token, special=True, normalized=False) for token in added]
-    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer = fixtures.make_tokenizer(template, eos_token="</s>")
     return supervised({"messages": list(messages), "tools": tools}, tokenizer)
 
 
@@ -77,71 +68,6 @@ def test_tools_are_offered_called_and_answered(name, call, between, end):
     assert refusal.endswith("the template plain has no tools; chatml and llama3 have")
 
 
-GLM_ROLES = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-GLM = """[gMASK]<sop>{% set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- if m.role == 'assistant' %}{{- '<|assistant|>\\n<think>' }}
-{%- if loop.index0 > ns.last and m.reasoning_content %}{{- m.reasoning_content }}{% endif %}{{- '</think>' }}
-{%- if m.content %}{{- '\\n' + m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>' + call.function.name }}
-{%- for key, value in call.function.arguments.items() %}{{- '\\n' + key + '=' + value }}{% endfor %}
-{{- '\\n</tool_call>' }}{% endfor %}
-{%- else %}{{- ('<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>') + '\\n' + m.content }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""As GLM-4.5's: a turn ends where the next role's token stands, reasoning is kept behind the
-last user only.
-"""
-GLM_CALL = "\n<think></think>\n<tool_call>weather\ncity=Oslo\n</tool_call><|observation|>"
-GLM_HI, GLM_BYE = "\n<think></think>\nHi.<|user|>", "\n<think></think>\nBye.<|user|>"
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([SYSTEM, USER, HI, AGAIN, BYE], [GLM_HI, GLM_BYE]),
-        ([USER, calls("Oslo"), RESULT, HI], [GLM_CALL, GLM_HI]),
-        ([USER, calls("Oslo")], [GLM_CALL]),
-        # each behind its serving prompt
-        (
-            [USER, {**HI, "reasoning_content": "Hm"}, AGAIN, BYE],
-            ["\n<think>Hm</think>\nHi.<|user|>", GLM_BYE],
-        ),
-    ],
-)
-def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(messages, expected):
-    assert trained(GLM, *messages, tools=[TOOL], added=GLM_ROLES) == expected
-
-
-DEEPSEEK_TOKENS = (
-    *("<|User|>", "<|Assistant|>", "<|calls_begin|>", "<|call_begin|>", "<|sep|>"),
-    *("<|call_end|>", "<|calls_end|>"),
-)
-DEEPSEEK = """{{ bos_token }}{% for m in messages %}
-{%- if m['role'] == 'user' %}{{- '<|User|>' + m['content'] }}
-{%- elif m['role'] == 'tool' %}{{- m['content'] }}
-{%- elif m['role'] == 'assistant' and m['tool_calls'] CONDITION %}{{- '<|Assistant|><|calls_begin|>' }}
-{%- for tool in m['tool_calls'] %}
-{{- '<|call_begin|>' + tool['type'] + '<|sep|>' + tool['function']['name'] + '\\n```json\\n' }}
-{{- tool['function']['arguments'] + '\\n```<|call_end|>' }}
-{%- endfor %}{{- '<|calls_end|></s>' }}
-{%- elif m['role'] == 'assistant' %}{{- '<|Assistant|>' + m['content'] + '</s>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif %}"""
-"""As DeepSeek-V3's: arguments are concatenated; in its first version calls stand only where
-content is none.
-"""
-
-
-@pytest.mark.parametrize("condition", ["", "and m['content'] is none"])
-def test_a_template_that_concatenates_arguments_gets_json_text(condition):
-    template = DEEPSEEK.replace("CONDITION", condition)
-    found = trained(template, USER, calls("Oslo"), RESULT, HI, added=DEEPSEEK_TOKENS)
-    called = '<|call_begin|>function<|sep|>weather\n```json\n{"city": "Oslo"}\n```<|call_end|>'
-    assert found == [f"<|calls_begin|>{called}<|calls_end|></s>", "Hi.</s>"]
-
-
 def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
     tokenizer = fixtures.make_tokenizer(None, eos_token="</s>")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -162,15 +88,3 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
         assert template_of(name) == ours(name)
     with pytest.raises(ConfigError, match=r"'model.new_tokens=\[\"<\|im_end\|>\"\]'"):
         template_of("chatml")
-    known = r"chat_template=chatlm: No such file.*(?s:.*)chatml, llama3"
-    with pytest.raises(ConfigError, match=known):
-        read_chat_template("chatlm")
-
-
-def test_an_end_of_sequence_in_brackets_ends_a_turn_whatever_the_tokenizers_own_end_is():
-    template = (
-        "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' "
-        "else m.content + '</s>' }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
-    )
-    found = trained(template, USER, HI, AGAIN, BYE, added=("[USER]",), end="<|im_end|>")
-    assert found == ["Hi.</s>", "Bye.</s>"]

@@ -1,49 +1,28 @@
 """The token cache: prepared once per content, whole or not at all, every row accounted for."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizer_fixtures as fixtures
-from prepared import OPTIONS, good_rows, run, write_rows
+from prepared import OPTIONS, good_rows, run, run_rows, write_rows
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, readers
-from trainer.data.prepare import PreparedRows, RowEncoder
-from trainer.data.readers import RowBlock
-from trainer.errors import CannotWriteError, DataError
+from trainer.data.prepare import RowEncoder
+from trainer.errors import DataError
 from trainer.runtime.files import locked
 
 
-@pytest.fixture
-def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each block had that was prepared."""
-    found: list[int] = []
-    prepare = RowEncoder.prepare
-
-    def counted(self: RowEncoder, file_index: int, block: RowBlock) -> PreparedRows:
-        found.append(len(block))
-        return prepare(self, file_index, block)
-
-    monkeypatch.setattr(RowEncoder, "prepare", counted)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # no other process prepares
-    return found
-
-
-def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
-    tmp_path, monkeypatch, num_encoded
-):
+def test_samples_are_those_of_the_rows_over_batches_blocks_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "BATCH_ROWS", 4)
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
     dataset = run([first, second], cache=tmp_path / "cache")
     tokenizer, rows, summary = make_tokenizer(), dataset.rows, dataset.summary
-    assert num_encoded == [5, 1, 1]
     answers = [*(row["a"] for row in good_rows(6)), "row 🙂"]
     for index, answer in enumerate(answers):
         input_ids, loss_mask = dataset.sample(index)
@@ -51,39 +30,31 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
         assert rows["num_tokens"][index] == len(input_ids)
         assert rows["num_loss_tokens"][index] == loss_mask.sum()
     assert (dataset.location(0), dataset.location(6)) == (f"{first}:1", f"{second}:2")
-    assert isinstance(dataset.tokens, np.memmap) and not dataset.tokens.flags.writeable
-    assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
     assert summary.num_tokens == rows["num_tokens"].sum() == len(dataset.tokens)
-    assert summary.num_loss_tokens == rows["num_loss_tokens"].sum()
     assert summary.end_token_ids == {tokenizer.eos_token_id}
 
 
-def test_second_call_does_not_tokenize(tmp_path, num_encoded):
+def test_second_call_does_not_tokenize(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(3))
     first = run(path, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "moved.jsonl")
+    monkeypatch.setattr(RowEncoder, "prepare", None)
     second = run(moved, cache=tmp_path / "cache")
-    assert num_encoded == [3]
     assert (first.directory, first.summary) == (second.directory, second.summary)
     assert second.location(0) == f"{moved}:1"
 
 
 def test_anything_that_matters_gives_another_directory(tmp_path):
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
-    first = run(path, cache=cache)
-    template = fixtures.CHATML.replace("message['role'] + '\n'", "message['role'] + ': '").replace(
-        "assistant\n", "assistant: "
-    )
-    others = [
-        run(path, cache=cache, template=template),
-        run(path, replace(OPTIONS, max_length=63), cache=cache),
-        run(path, replace(OPTIONS, template_kwargs={"enable_thinking": False}), cache=cache),
-        run(write_rows(path, *good_rows(2), {"q": "question 2", "a": "answer 3"}), cache=cache),
+    rows, other = good_rows(3), {"q": "question 2", "a": "answer 3"}
+    datasets = [
+        run_rows(tmp_path, *rows),
+        run_rows(tmp_path, *rows, max_length=63),
+        run_rows(tmp_path, *rows, template_kwargs={"enable_thinking": False}),
+        run_rows(tmp_path, *rows[:2], other),
     ]
-    assert len({first.directory, *(other.directory for other in others)}) == 5
-    fingerprints = [other.summary.fingerprint for other in others]
-    assert fingerprints[1:3] == [first.summary.fingerprint] * 2  # the same tokens
-    assert len({first.summary.fingerprint, fingerprints[0], fingerprints[3]}) == 3
+    assert len({dataset.directory for dataset in datasets}) == 4
+    first, same, also_same, changed = (dataset.summary.fingerprint for dataset in datasets)
+    assert first == same == also_same != changed, "it is of the tokens"
 
 
 BAD_FILE = """{"q": "question 0", "a": "answer 0"}
@@ -97,38 +68,29 @@ BAD_FILE %= "x" * 200
 
 
 def test_bad_rows_are_an_error_that_lists_them(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
+    path = tmp_path / "rows.jsonl"
     with pytest.raises(DataError) as error:
-        run(path, cache=tmp_path / "cache")
+        run_rows(tmp_path, BAD_FILE)
     first, broken, long, empty, fix = str(error.value).splitlines()
     kinds = "1 broken JSON, 1 over-long, 1 empty prompt"
     assert first == f"3 of 7 rows cannot be trained on (4 can): {kinds}"
-    assert broken.startswith(f"  {path}:2: broken JSON: Expecting property name")
-    assert long.startswith(f"  {path}:4: over-long: ")
-    assert long.endswith(" tokens > data.max_length 64")
-    assert empty.startswith(f"  {path}:6: empty prompt: ")
+    for line, number in ((broken, 2), (long, 4), (empty, 6)):
+        assert line.startswith(f"  {path}:{number}: ")
     rows = json_lines(Path(fix.rpartition(" listed in ")[2]))
     assert [(row["file"], row["line"]) for row in rows] == [(str(path), n) for n in (2, 4, 6)]
-    assert rows[2]["reason"].startswith("empty prompt")
-    assert rows[2]["excerpt"] == "{'a': 'b', 'q': ''}"
-    assert "data.on_bad_row=skip" in fix and "data.truncation=right" in fix
+    assert rows[2]["reason"].startswith("empty prompt") and "'q': ''" in rows[2]["excerpt"]
+    assert "data.on_bad_row=skip" in fix and "data.truncation" in fix
+
+
+def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
+    dataset = run_rows(tmp_path, BAD_FILE, on_bad_row="skip")
+    assert dataset.rows["line"].tolist() == [1, 3, 5, 7]
+    assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
+    assert len(json_lines(dataset.directory / "bad_rows.jsonl")) == 3
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, path.read_text().splitlines()))
-
-
-def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", BAD_FILE)
-    dataset = run(path, replace(OPTIONS, on_bad_row="skip"), cache=tmp_path / "cache")
-    assert dataset.rows["line"].tolist() == [1, 3, 5, 7]
-    assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
-    assert (
-        dataset.summary.num_bad_rows == len(json_lines(dataset.directory / "bad_rows.jsonl")) == 3
-    )
-
-
-DROPPED = "2 rows read, 2 dropped by data.truncation as longer than data.max_length=2: raise it"
 
 
 @pytest.mark.parametrize(
@@ -136,37 +98,50 @@ DROPPED = "2 rows read, 2 dropped by data.truncation as longer than data.max_len
     [
         ([], {}, r"no row to train on: there is none in .*rows.jsonl"),
         (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
-        (good_rows(2), {"truncation": "drop", "max_length": 2}, DROPPED),
+        (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 rows read, 2 dropped by"),
         (
             [{"q": "x" * 200, "a": "b"}],
             {"truncation": "right", "max_length": 20},
-            r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len",
+            r"rows.jsonl:1: nothing supervised: none of 20 .* after data.truncation=right",
         ),
     ],
 )
 def test_no_usable_row(tmp_path, rows, options, why):
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(DataError, match=why):
-        run(path, replace(OPTIONS, **options), cache=tmp_path / "cache")
+        run_rows(tmp_path, *rows, **options)
 
 
-@pytest.mark.parametrize("truncation", ["left", "right"])
-def test_truncation_cuts_one_side(tmp_path, truncation):
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "long", "a": "x y z " * 30})
-    whole = run(path, replace(OPTIONS, max_length=1000), cache=tmp_path / "cache")
-    cut = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
-    ids, mask = whole.sample(1)
-    kept = slice(-64, None) if truncation == "left" else slice(0, 64)
-    assert np.array_equal(cut.sample(1), (ids[kept], mask[kept]))
-    assert np.array_equal(cut.sample(0), whole.sample(0))
-    assert (cut.summary.num_truncated, cut.summary.num_cut_tokens) == (1, len(ids) - 64)
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [("left", slice(-64, None)), ("right", slice(64)), ("drop", None)],
+)
+def test_over_long_rows_are_cut_or_dropped_and_listed_with_file_and_line(
+    tmp_path, truncation, kept
+):
+    rows = [*good_rows(1), {"q": "long", "a": "x y z " * 30}]
+    whole = run_rows(tmp_path, *rows, max_length=1000)
+    found = run_rows(tmp_path, *rows, truncation=truncation)
+    (ids, mask), summary = whole.sample(1), found.summary
+    assert np.array_equal(found.sample(0), whole.sample(0))
+    if kept:
+        assert np.array_equal(found.sample(1), (ids[kept], mask[kept]))
+        assert (summary.num_truncated, summary.num_cut_tokens) == (1, len(ids) - 64)
+    assert (len(found), summary.num_dropped) == ((2, 0) if kept else (1, 1))
+    [row] = json_lines(found.directory / "over_long_rows.jsonl")
+    action = "cut" if kept else "dropped"
+    expected = {
+        "file": str(tmp_path / "rows.jsonl"),
+        "line": 2,
+        "num_tokens": len(ids),
+        "action": action,
+    }
+    assert row == expected and summary.num_bad_rows == 0
 
 
 @pytest.mark.covers("S3.9")
 def test_a_supervised_first_token_is_no_label(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", {"q": "q", "a": "x y z " * 30})
-    options = replace(OPTIONS, truncation="left", max_length=20)
-    dataset = run(path, options, cache=tmp_path / "cache")
+    row = {"q": "q", "a": "x y z " * 30}
+    dataset = run_rows(tmp_path, row, truncation="left", max_length=20)
     _, mask = dataset.sample(0)
     assert mask[0] and dataset.rows["num_loss_tokens"][0] == mask.sum() - 1
 
@@ -187,24 +162,5 @@ def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path)
         directory.mkdir(parents=True)
         (directory / "tokens.bin").write_bytes(b"half a file")
     with locked(under_way.with_name("alive.lock")):
-        run(write_rows(tmp_path / "rows.jsonl", *good_rows(3)), cache=tmp_path / "cache")
+        run_rows(tmp_path, *good_rows(3))
     assert (killed.exists(), under_way.exists()) == (False, True)
-
-
-def test_cache_that_cannot_be_written(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(CannotWriteError, match=r"point data.cache_dir to a writable directory"):
-        run(write_rows(tmp_path / "rows.jsonl", *good_rows(1)), cache=tmp_path / "cache")
-
-
-@pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])
-def test_over_long_rows_are_listed_with_file_and_line(tmp_path, truncation, action):
-    """Nothing is dropped or cut silently: the list names every such row."""
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "question", "a": "long " * 90})
-    dataset = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
-    [row] = json_lines(dataset.directory / "over_long_rows.jsonl")
-    assert (Path(row["file"]).name, row["line"], row["action"]) == ("rows.jsonl", 2, action)
-    assert row["num_tokens"] > OPTIONS.max_length
-    summary = dataset.summary
-    assert (summary.num_dropped, summary.num_truncated) == (action == "dropped", action == "cut")
-    assert summary.num_bad_rows == 0

@@ -12,9 +12,9 @@ import pytest
 import torch
 from toy import OneSource, guard_config
 
-from trainer.data.batch import StepFlops
 from trainer.data.batch_plan import Limits, RankPlan, deal_facts, length_facts
 from trainer.data.loader import build_step
+from trainer.model.flops import StepFlops
 from trainer.runtime.distributed import World
 from trainer.tracking import metrics
 from trainer.tracking.metrics import METRICS, is_signal

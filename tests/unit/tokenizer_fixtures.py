@@ -37,12 +37,6 @@ CHATML_TAGGED_NEWLINE = CHATML_TAGGED.replace(
     "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
     "{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}",
 )
-LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
-    "endif %}"
-)
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ bos_token + '[INST] ' + message['content'] + ' [/INST]' }}"
@@ -110,11 +104,10 @@ ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def make_tokenizer(
-    chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>", trim_offsets: bool = True
+    chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>"
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that knows the special tokens of all families above.
-
-    `trim_offsets` cuts spaces off the offsets as Llama 3 and GPT-2 do.
+    """A byte-level BPE tokenizer that knows the special tokens of all families above. It cuts
+    spaces off the offsets, as Llama 3 and GPT-2 do.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -124,7 +117,7 @@ def make_tokenizer(
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)

@@ -127,9 +127,9 @@ class DataConfig:
     )
     special_in_content: str = key(
         "error",
-        "a message contains tokens that the template writes around turns: error (bad row) | text "
-        "(ordinary characters) | parse (special tokens)",
-        one_of("error", "text", "parse"),
+        "a message contains tokens that the template writes around turns: error (bad row) | "
+        "parse (special tokens)",
+        one_of("error", "parse"),
     )
     train_max_samples: int = key(
         -1, "use only the first rows (of each training source); -1 = all", _COUNT_OR_ALL

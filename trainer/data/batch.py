@@ -3,7 +3,7 @@
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from trainer.data.batch_plan import squared_length
 
 IGNORE_INDEX = -100
 
@@ -214,34 +212,3 @@ class StepBatch:
         return replace(
             self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches)
         )
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and
-    attention. The head computes the supervised positions only. A frozen parameter has no gradient
-    of its own: 4; in front of all that is trained its input has none either: 2.
-
-    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
-    products forward, four backward, no credit for causality or recomputation. Source: PaLM (2022),
-    appendix B. Within a sliding window, n**2 becomes `squared_length`.
-    """
-
-    per_token: float
-    per_loss_token: float
-    per_squared_length: float
-    """Cost of the layers without a window."""
-    per_window: Mapping[int, float] = field(default_factory=dict)
-    """{sliding window: the same of the layers that have it}."""
-
-    def of(self, batch: StepBatch) -> float:
-        matrices = self.per_token * batch.num_tokens + self.per_loss_token * batch.num_loss_tokens
-        return matrices + self.attention(batch.lengths)
-
-    def attention(self, lengths: Sequence[int]) -> float:
-        """Return the operations of attention over documents of these lengths."""
-        lengths_D = np.asarray(lengths, dtype=np.float64)
-        windowed = sum(
-            cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()
-        )
-        return self.per_squared_length * float((lengths_D**2).sum()) + windowed

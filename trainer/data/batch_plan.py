@@ -162,10 +162,7 @@ class Schedule:
     def position(self, step: int) -> Position:
         """Where the run stands after `step` finished steps, which is not before `start`."""
         start = self.start
-        if step < start.step:
-            raise ValueError(
-                f"step {step} lies before the start of this schedule, step {start.step}"
-            )
+        assert step >= start.step
         num_steps = step - start.step
         if num_steps < self._steps_left_in_first_epoch:
             return Position(step, start.epoch, start.samples_consumed + num_steps * self.batch_size)
@@ -201,8 +198,7 @@ class Schedule:
     @cached_property
     def shortest_first(self) -> np.ndarray:
         """Row ids of the first epoch by their length, int64; rows of equal length are shuffled."""
-        if self.lengths is None:
-            raise ValueError(f"data.order={self.order} needs the lengths of the rows")
+        assert self.lengths is not None, "this order needs the lengths of the rows"
         ids = shuffled(self, np.arange(self.num_samples), epoch=0)
         return ids[np.argsort(self.lengths[ids], kind="stable")]
 

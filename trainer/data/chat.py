@@ -7,6 +7,7 @@ to the tokens that start inside.
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.formats import Continuation, Conversation, Item
 from trainer.data.masks import REASONING_KEYS, Renderings, count_missing_reasoning
 from trainer.data.rows import TOO_DEEP, PrepareOptions, Summary, UnusableError
-from trainer.data.template import ChatTemplate, StructuralTokens, Tools
+from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
@@ -36,7 +37,7 @@ class TextEncoder:
         self._tokenizer, self._special_in_content = tokenizer, special_in_content
         self.end_id = int(tokenizer.eos_token_id)
         added = tokenizer.added_tokens_decoder.values()
-        self._special = StructuralTokens({token.content for token in added if token.special})
+        self._special = TokenTexts({token.content for token in added if token.special})
         [first, *_] = tokenizer.encode("a", add_special_tokens=False)
         with_all = tokenizer.encode("a")
         self._lead = with_all[: with_all.index(first)]
@@ -48,19 +49,9 @@ class TextEncoder:
             raise UnusableError("empty text: there is nothing to supervise")
         whole = item.prompt + text
         require_unicode(whole)
-        spans = [(len(item.prompt), len(whole))]
-        token = self._special.first_in(whole)
-        if token is None or self._special_in_content == "parse":
-            return MarkedText(whole, spans, prompt=item.prompt)
         if self._special_in_content == "error":
-            raise UnusableError(
-                f"special token in content: the text contains {token!r}; remove it, or set "
-                f"data.special_in_content=parse if the text is rendered already, text for ordinary "
-                f"characters"
-            )
-        return self._special.exchange(
-            MarkedText(self._special.hide(whole), spans, prompt=item.prompt)
-        )
+            self._special.require_none({"the text": whole})
+        return MarkedText(whole, [(len(item.prompt), len(whole))], prompt=item.prompt)
 
     def encoded(
         self, item: MarkedText, ids: np.ndarray, num_prompt: int, finder: TokenFinder
@@ -110,7 +101,7 @@ class ChatEncoder:
         self.tokenizer, self._options, self.seen = tokenizer, options, seen
         self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, which share its memory
-        self._finders = {frozenset[str](): TokenFinder(tokenizer)}
+        self._finder = TokenFinder(tokenizer)
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
 
     def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
@@ -137,11 +128,8 @@ class ChatEncoder:
     def _encoded_batch(
         self, batch: list[list[MarkedText] | Encoded | UnusableError]
     ) -> Iterator[list[Encoded] | UnusableError]:
-        texts: dict[frozenset[str], list[MarkedText]] = {}
-        for samples in batch:
-            for item in samples if isinstance(samples, list) else ():
-                texts.setdefault(item.aliased, []).append(item)
-        located = {aliased: iter(self._finder(aliased).find(texts[aliased])) for aliased in texts}
+        texts = [item for samples in batch if isinstance(samples, list) for item in samples]
+        located = iter(self._finder.find(texts))
         for samples in batch:
             if isinstance(samples, UnusableError):
                 yield samples
@@ -149,31 +137,24 @@ class ChatEncoder:
                 self._note_ends(samples)
                 yield [samples]
             else:
-                found = [(item, next(located[item.aliased])) for item in samples]
+                found = [(item, next(located)) for item in samples]
                 try:
                     yield [self._masked(item, *tokens) for item, tokens in found]
                 except UnusableError as error:
                     yield error
-
-    def _finder(self, aliased: frozenset[str]) -> TokenFinder:
-        if aliased not in self._finders:
-            self._finders[aliased] = TokenFinder(self.tokenizer, aliased)
-        return self._finders[aliased]
 
     def _marked(self, item: Conversation | Continuation) -> list[MarkedText]:
         if isinstance(item, Continuation):
             return [self._texts.marked(item)]
         tools = item.tools
         template = self._template(tools)
-        structural = template.structural_tokens
         messages = [template.with_arguments(message) for message in item.messages]
-        is_hidden = False
         if self._options.special_in_content == "error":
-            structural.check_none(messages, tools)
-        elif self._options.special_in_content == "text":
-            is_hidden = structural.first_in([messages, tools]) is not None
-        if is_hidden:
-            messages, tools = structural.hide(messages), structural.hide(tools)
+            named: dict[str, Any] = {
+                f"message {number} ({message['role']})": message
+                for number, message in enumerate(messages, start=1)
+            }
+            template.structural_tokens.require_none({**named, "a tool definition": tools})
         renderings = Renderings(template, messages, tools)
         asked = renderings.turns[-1:] if self._options.train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
@@ -181,9 +162,8 @@ class ChatEncoder:
         for part in parts:
             self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
-            if not READ_KEYS.issuperset(message):
-                self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
-        return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
+            self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
+        return [part.marked for part in parts]
 
     def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
@@ -204,8 +184,7 @@ class ChatEncoder:
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
         if item.prompt is not None:
             self.seen.end_token_ids.add(self._texts.end_id)
-            finder = self._finder(item.aliased)
-            return self._texts.encoded(item, input_ids, bounds[0][0], finder)
+            return self._texts.encoded(item, input_ids, bounds[0][0], self._finder)
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1])

@@ -7,7 +7,6 @@ import fnmatch
 import glob
 import logging
 import re
-import shlex
 import stat
 from pathlib import Path
 
@@ -16,24 +15,10 @@ from trainer.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_TABLE = (
+CSV_FIX = (
     'convert it: python -c "from pyarrow import csv, parquet; '
-    "parquet.write_table(csv.read_csv('{path}'%s), '{path}.parquet')\""
+    "parquet.write_table(csv.read_csv('{path}'), '{path}.parquet')\""
 )
-FIXES = {
-    ".csv": _TABLE % "",
-    ".tsv": _TABLE % ", parse_options=csv.ParseOptions(delimiter='\\t')",
-    ".txt": "make a row of each line, to be read with data.text_key=text: python -c "
-    "\"import json; open('{path}.jsonl', 'w').writelines("
-    "json.dumps({{'text': line.strip()}}) + '\\n' for line in open('{path}') if line.strip())\"",
-    ".arrow": "save the dataset with its to_parquet or to_json",
-    ".ndjson": "rename it: mv '{path}' '{path}.jsonl'",
-    ".pq": "rename it: mv '{path}' '{path}.parquet'",
-    ".gz": "unpack it: gunzip '{path}'",
-    ".bz2": "unpack it: bunzip2 '{path}'",
-    ".xz": "unpack it: unxz '{path}'",
-}
-"""What to do with a file of an unsupported format, by suffix."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 ADDRESS = re.compile(r"hf://(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?:(?P<split>.+)")
 SHARD = re.compile(r"(.+)-\d+-of-(\d+)\b.*")
@@ -50,10 +35,7 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
         raise DataError("no data files given: set a path, a glob or a list of both")
-    files = [path for entry in entries for path in _resolve_one(entry)]
-    if not any(path.stat().st_size for path in files):
-        raise DataError(f"no row to train on: '{files[0]}' is empty")
-    return files
+    return [path for entry in entries for path in _resolve_one(entry)]
 
 
 def _resolve_one(entry: str) -> list[Path]:
@@ -78,19 +60,13 @@ def _check_file(path: Path) -> None:
         mode = path.stat().st_mode
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    if stat.S_ISDIR(mode):
-        suffix = next((one for one in SUFFIXES if any(path.glob(f"*{one}"))), ".jsonl")
-        raise DataError(f"'{path}' is a directory: name its files, such as '{path}/*{suffix}'")
-    if not stat.S_ISREG(mode):
-        raise DataError(
-            f"'{path}' is a pipe, a socket or a device; data is read more than once: write it to a "
-            f"file"
-        )
+    if not stat.S_ISREG(mode):  # a pipe could be read only once
+        raise DataError(f"'{path}' is not a regular file.\nFix: name files, such as 'DIR/*.jsonl'")
     if not path.name.endswith(SUFFIXES):
-        fix = FIXES.get(path.suffix.lower(), "").format(path=path)
+        fix = CSV_FIX.format(path=path) if path.suffix == ".csv" else "convert, rename or unpack it"
         raise DataError(
-            f"'{path}' has an unsupported format '{path.suffix}': supported are "
-            f"{', '.join(SUFFIXES)}{fix and '; ' + fix}"
+            f"'{path}' has the unsupported format '{path.suffix}'; supported are "
+            f"{', '.join(SUFFIXES)}.\nFix: {fix}"
         )
 
 
@@ -98,23 +74,28 @@ def _check_file(path: Path) -> None:
 
 
 def dataset_files(address: str) -> list[Path]:
-    """Return the files of a split, in order: from the Hub's cache if they are whole there, else
+    """Return the files of a split, in order: from the Hub's cache if they are complete there, else
     downloaded.
 
-    A branch, or no revision, means the commit that the cache has: it stays the same from start to
-    start. Raises `DataError`.
+    A branch, or no revision, means the commit in the cache: it stays the same from start to start.
+    Raises `DataError`.
     """
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(
             f"'{address}' is no address: write hf://org/name:split or hf://org/name@revision:split"
         )
     name, revision, split = found.groups()
-    files = _cached(name, revision, split)
-    shards = [shard.groups() for _, file in files if (shard := SHARD.fullmatch(Path(file).name))]
-    if not files or any(shards.count(shard) != int(shard[1]) for shard in shards):
-        files = _downloaded(address, name, revision, split)
-    root = files[0][0]
-    if len(folders := {Path(file).parent for _, file in files}) > 1:
+    root, files = _cached(name, revision, split)
+    if not _is_complete(files):
+        others = _download(address, name, revision, split)
+        root, files = _cached(name, revision, split)
+        if not files:
+            raise DataError(
+                f"'{address}': there is no such split.\nFix: name data files in its place, such as "
+                f"{', '.join(others[:NUM_NAMED]) or 'none'}; the Hub's own parquet files may be "
+                f"there: hf://{name}@refs/convert/parquet:default/train"
+            )
+    if len(folders := {file.parent for file in files}) > 1:
         subsets = (folder if folder.name == split else folder / split for folder in folders)
         named = ", ".join(sorted(subset.as_posix() for subset in subsets))
         raise DataError(
@@ -122,8 +103,14 @@ def dataset_files(address: str) -> list[Path]:
         )
     if revision != root.name:
         pinned = f"hf://{name}@{root.name}:{split}"
-        logger.info("%s is revision %s; %s keeps to it anywhere", address, root.name, pinned)
-    return [root / file for _, file in files]
+        logger.info("%s is revision %s; to pin it, write %s", address, root.name, pinned)
+    return [root / file for file in files]
+
+
+def _is_complete(files: list[Path]) -> bool:
+    """Return whether there are files, and all shards of those that are numbered."""
+    shards = [shard.groups() for file in files if (shard := SHARD.fullmatch(file.name))]
+    return bool(files) and all(shards.count(shard) == int(shard[1]) for shard in shards)
 
 
 def _patterns(split: str) -> list[str]:
@@ -134,8 +121,8 @@ def _patterns(split: str) -> list[str]:
     return [pattern for name in own for pattern in (name, f"*/{name}")]
 
 
-def _cached(name: str, revision: str | None, split: str) -> list[tuple[Path, str]]:
-    """Return (the directory of a commit, name in it) of the split's files that the cache has."""
+def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Path]]:
+    """Return the directory of a commit, and the split's files that the cache has there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -150,44 +137,31 @@ def _cached(name: str, revision: str | None, split: str) -> list[tuple[Path, str
             local_files_only=True,
         )
     except (LocalEntryNotFoundError, HFValidationError):
-        return []
+        return Path(), []
     root = Path(directory)
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-    return [
-        (root, file)
-        for file in names
-        if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    files = sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return root, [
+        file for file in files if any(fnmatch.fnmatchcase(str(file), one) for one in patterns)
     ]
 
 
-def _downloaded(
-    address: str, name: str, revision: str | None, split: str
-) -> list[tuple[Path, str]]:
+def _download(address: str, name: str, revision: str | None, split: str) -> list[str]:
+    """Download a split, and return the names of all data files of the dataset."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
         # one short question: without a network the download would try for half a minute
         info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
-        snapshot_download(
-            name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split)
-        )
+        patterns = _patterns(split)
+        snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
     except Exception as error:  # the Hub client raises many kinds
-        lines = filter(None, map(str.strip, str(error).splitlines()))
-        reason = next(lines, type(error).__name__)
-        words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
-        command = shlex.join([*words, *(["--revision", revision] if revision else [])])
-        page = f"{constants.ENDPOINT}/datasets/{name}"
+        commit = f" --revision {revision}" if revision else ""
+        command = f"hf download --repo-type dataset {name} --include '*{split}*'{commit}"
         raise DataError(
-            f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not "
-            f"be downloaded: {reason}\n"
-            f"Fix: if {page} exists, accept its conditions there and log in with `hf auth login`; "
-            f"without a network, run `{command}` elsewhere and copy that cache here"
+            f"'{address}' is not complete in the Hub's cache ({constants.HF_HUB_CACHE}) and could "
+            f"not be downloaded: {' '.join(str(error).split())}\n"
+            f"Fix: if {constants.ENDPOINT}/datasets/{name} exists, accept its conditions there and "
+            f"log in with `hf auth login`; without a network, run `{command}` elsewhere and copy "
+            f"that cache here"
         ) from error
-    if files := _cached(name, revision, split):
-        return files
-    others = [file.rfilename for file in info.siblings or () if file.rfilename.endswith(SUFFIXES)]
-    raise DataError(
-        f"'{address}': there is no such split; data files that can be named in its place: "
-        f"{', '.join(others[:NUM_NAMED]) or 'none'}; the Hub's own parquet files may be there: "
-        f"hf://{name}@refs/convert/parquet:default/train"
-    )
+    return [file.rfilename for file in info.siblings or () if file.rfilename.endswith(SUFFIXES)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,19 +36,10 @@ ALPACA = ("instruction", "input", "output", "history", "system")
 TRL = ("prompt", "completion")
 TOKENS = ("input_ids", "loss_mask", "labels", "vocabulary_digest")
 UNSUPERVISED = -100
-CHAT_NAMES = ["messages", "conversation", "conversations", "dialog", "dialogue", "chat"]
-PROMPT_NAMES = ["prompt", "question", "query", "instruction", "problem", "input", "user", "source"]
-RESPONSE_NAMES = [
-    "completion",
-    "response",
-    "answer",
-    "output",
-    "solution",
-    "assistant",
-    "target",
-    "chosen",
-]
-TEXT_NAMES = ["text", "content"]
+CHAT_NAMES = r"messages|conversations?|dialog|dialogue|chat"
+PROMPT_NAMES = r"prompt|question|query|instruction|problem"
+RESPONSE_NAMES = r"completion|response|answer|output|solution|target|chosen"
+TEXT_NAMES = r"text|content"
 
 
 @dataclass(frozen=True)
@@ -93,12 +85,9 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 class RowParser:
     """Turns rows into items by `keys` and the names of their columns."""
 
-    def __init__(
-        self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary | None = None
-    ) -> None:
+    def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary) -> None:
         """`seen` counts formats and unread columns."""
-        self._keys, self._tokenizer = keys, tokenizer
-        self._seen = Summary() if seen is None else seen
+        self._keys, self._tokenizer, self._seen = keys, tokenizer, seen
 
     def parse(self, row: Row) -> Item:
         if row.problem is not None:
@@ -117,7 +106,7 @@ class RowParser:
             for column, value in row.record.items()
             if column not in read and value not in (None, "", [], {})
         ]
-        self._seen.unread_columns.update([*unread, *row.unread][:NUM_COLUMNS])
+        self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
     def _recognised(self, row: Row) -> Recognised:
@@ -164,19 +153,15 @@ class RowParser:
     def _conversation(self, record: Record, given: list[Any], num_given: int = 0) -> Conversation:
         """Check messages; the first `num_given` are not trained. Raises `UnusableError`."""
         messages = [_checked_message(message, index) for index, message in enumerate(given)]
-        turns, untrained = set[int](), set[int]()
-        for index, message in enumerate(messages):
-            is_trained = _is_trained(message, index)
-            if message["role"] == "assistant":
-                turns.add(index)
-                if index < num_given or not is_trained:
-                    untrained.add(index)
+        trained = [_is_trained(message, index) for index, message in enumerate(messages)]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise UnusableError(
                 f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
             )
+        untrained = frozenset(i for i in turns if i < num_given or not trained[i])
         tools = _tools(_lookup(record, self._keys.tools_key), self._keys.tools_key)
-        return Conversation(messages, tools, frozenset(untrained))
+        return Conversation(messages, tools, untrained)
 
     def _tokens(self, record: Record) -> Encoded:
         """Check ids and mask that were made elsewhere. Raises `UnusableError`."""
@@ -196,22 +181,15 @@ class RowParser:
         if not len(ids):
             raise UnusableError("bad tokens: 'input_ids' is an empty list")
         masks = []
-        for key in ("loss_mask", "labels"):
-            if record.get(key) is None:
-                continue
-            values = _integers(record, key)
-            if len(values) != len(ids):
-                raise UnusableError(
-                    f"bad tokens: '{key}' has {len(values)} values for {len(ids)} of 'input_ids'"
-                )
-            if key == "loss_mask":
-                masks.append(values == 1)
-                is_known, known = (values == 0) | masks[-1], "0 and 1"
-            else:
-                masks.append(values != UNSUPERVISED)
-                is_known = ~masks[-1] | (values == ids)
-                known = "the id at the same place (not that of the next token) and -100"
-            _require(key, values, is_known, known)
+        if record.get("loss_mask") is not None:
+            values = _integers(record, "loss_mask", len(ids))
+            _require("loss_mask", values, (values == 0) | (values == 1), "0 and 1")
+            masks.append(values == 1)
+        if record.get("labels") is not None:
+            values = _integers(record, "labels", len(ids))
+            known = "the id at the same place (not that of the next token) and -100"
+            _require("labels", values, (values == UNSUPERVISED) | (values == ids), known)
+            masks.append(values != UNSUPERVISED)
         if not masks:
             raise UnusableError("bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'")
         if not np.array_equal(masks[0], masks[-1]):
@@ -259,40 +237,29 @@ def _column_names(record: Record, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def _columns(row: Row) -> list[str]:
+    return [*_column_names(row.record), *row.unread]
+
+
 def _found(row: Row) -> str:
-    names = [*_column_names(row.record), *row.unread]
-    more = f" and {len(names) - NUM_COLUMNS} more" if len(names) > NUM_COLUMNS else ""
-    return (", ".join(map(repr, names[:NUM_COLUMNS])) or "no columns") + more
+    return ", ".join(map(repr, _columns(row)[:NUM_COLUMNS])) or "no columns"
 
 
 def _proposal(row: Row) -> str:
-    """Return the override that reads columns which look like a known format."""
-    columns = [*_column_names(row.record), *row.unread]
-    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(columns)}
-    chats = [name for name in columns if _is_chat(_lookup(row.record, name))]
-    chats += _known(by_name, CHAT_NAMES)
-    if chats:
-        return f"a column of messages is read with data.messages_key={chats[0]}"
-    prompts, responses = _known(by_name, PROMPT_NAMES), _known(by_name, RESPONSE_NAMES)
-    if prompts and responses:
-        return (
-            f"single-turn columns are read with data.prompt_key={prompts[0]} "
-            f"data.response_key={responses[0]}"
-        )
-    texts = _known(by_name, TEXT_NAMES)
-    if texts and isinstance(_lookup(row.record, texts[0]), str | None):
-        return f"a column of plain text is read with data.text_key={texts[0]}"
+    """Return the override that reads columns with usual names."""
+
+    def first(names: str) -> str | None:
+        pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
+        return next(filter(pattern.fullmatch, _columns(row)), None)
+
+    prompt, response = first(PROMPT_NAMES), first(RESPONSE_NAMES)
+    if chat := first(CHAT_NAMES):
+        return f"a column of messages is read with data.messages_key={chat}"
+    if prompt and response:
+        return f"such columns are read with data.prompt_key={prompt} data.response_key={response}"
+    if text := first(TEXT_NAMES):
+        return f"a column of plain text is read with data.text_key={text}"
     return "for single-turn columns set data.prompt_key and data.response_key"
-
-
-def _known(by_name: dict[str, str], names: list[str]) -> list[str]:
-    return [by_name[name] for name in names if name in by_name]
-
-
-def _is_chat(value: Any) -> bool:
-    turns = value if isinstance(value, list) else []
-    speakers = (turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, dict))
-    return any(SHAREGPT_ROLES.get(str(speaker)) == "assistant" for speaker in speakers)
 
 
 # Formats of conversations
@@ -392,22 +359,15 @@ def _checked_message(message: Any, index: int) -> Message:
 def _is_trained(message: Message, index: int) -> bool:
     """Take the flags out of a message, so that no template sees them, and follow them."""
     flags = {name: message.pop(name) for name in FLAGS if name in message}
-    if not flags:
-        return True
-    where = f"message {index + 1} ({message['role']})"
-    for name, value in flags.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise UnusableError(
-                f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true"
-            )
-    given = " and ".join(f"{name}={value}" for name, value in flags.items())
+    given = " and ".join(f"{name}={value!r}" for name, value in flags.items())
+    where = f"bad flag: message {index + 1} ({message['role']}) has {given}"
+    if any(value not in (0, 1) for value in flags.values()):
+        raise UnusableError(f"{where}, known are 0, 1, false and true")
     if len(set(flags.values())) > 1:
-        raise UnusableError(f"bad flag: {where} has {given}, which contradict each other")
+        raise UnusableError(f"{where}, which contradict each other")
     is_on = all(flags.values())
-    if is_on and message["role"] != "assistant":
-        raise UnusableError(
-            f"bad flag: {where} has {given}, but only assistant turns are trained; remove it"
-        )
+    if flags and is_on and message["role"] != "assistant":
+        raise UnusableError(f"{where}, but only assistant turns are trained; remove it")
     return is_on
 
 
@@ -463,17 +423,20 @@ def _type(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _integers(record: Record, key: str) -> np.ndarray:
+def _integers(record: Record, key: str, length: int | None = None) -> np.ndarray:
     """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
     values = record[key]
     try:
         found = np.asarray(values if isinstance(values, list) else None)
     except (ValueError, OverflowError):  # lists of different lengths, or integers above 64 bits
         found = np.asarray(None)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
-        raise UnusableError(f"bad tokens: '{key}' is not a list of integers")
-    if found.size and (found.max() >= 2**31 or found.min() < -(2**31)):
-        raise UnusableError(f"bad tokens: '{key}' has integers of more than 32 bits")
+    is_list = found.ndim == 1 and (not found.size or found.dtype.kind in "biu")
+    if not is_list or not np.array_equal(found, found.astype(np.int32)):
+        raise UnusableError(f"bad tokens: '{key}' is not a list of integers of 32 bits")
+    if length not in (None, len(found)):
+        raise UnusableError(
+            f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
+        )
     return found.astype(np.int32)
 
 

@@ -170,10 +170,7 @@ class TrainLoader:
             raise CannotWriteError(text) from error
         try:
             for step, batch in zip(steps, batches, strict=True):
-                if batch.step != step:
-                    raise RuntimeError(
-                        f"loader returned step {batch.step} where step {step} was due"
-                    )
+                assert batch.step == step
                 self._samples.require_unchanged()  # until here the batch may have been read
                 self.step = step
                 yield batch

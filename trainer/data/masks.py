@@ -14,6 +14,10 @@ from trainer.data.tokens import MarkedText, Span
 TOGETHER, AUTO = "together", "auto"
 MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
+NEVER_ENDS = (
+    "chat template: an assistant turn does not end with a special token, so the model would never "
+    "learn to stop; use a template that closes the turn (data.chat_template)"
+)
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,7 @@ class Renderings:
         key = num_messages, prompt
         if key not in self._made:
             messages = self._messages[:num_messages]
-            try:
-                text, _ = self._template.render(messages, self._tools, prompt=prompt)
-            except UnusableError as error:
-                if messages:
-                    raise
-                raise UnusableError(
-                    "no prompt: message 1 is the assistant's, and the chat template renders none "
-                    "without a message before it; begin the conversation with a user's message, or "
-                    "leave out its first one"
-                ) from error
+            text, _ = self._template.render(messages, self._tools, prompt=prompt)
             self._made[key] = text if prompt else text + self._open_end(num_messages)
         return self._made[key]
 
@@ -110,12 +105,8 @@ class Renderings:
         """Return the rendering that ends with the end token of a turn."""
         closed = self._upto(index + 1).removesuffix(self._template.closing).rstrip()
         if self._template.added.last_in(closed) is None:
-            raise _never_ends(self._number(index))
+            raise UnusableError(NEVER_ENDS)
         return closed
-
-    def _number(self, index: int) -> int:
-        """Return the number of an assistant message among these, from 1."""
-        return self.turns.index(index) + 1
 
     # Turns of the whole rendering
 
@@ -149,7 +140,7 @@ class Renderings:
                 "chat template: its generation tags mark nothing in this conversation"
             )
         added, special = self._template.added, self._template.special
-        for number, (start, end) in enumerate(touching, start=1):
+        for start, end in touching:
             inside = text[start:end].rstrip()
             behind = None if special.last_in(inside) else added.first_in(text, end)
             if behind is not None:
@@ -157,7 +148,7 @@ class Renderings:
             elif added.last_in(inside) is not None:
                 yield start, start + len(inside)
             else:
-                raise _never_ends(number)
+                raise UnusableError(NEVER_ENDS)
 
     def _prefix_spans(self) -> Iterator[Span]:
         """Yield what each turn adds to the rendering of the messages before it."""
@@ -167,10 +158,7 @@ class Renderings:
         for index, start, limit in zip(self.turns, starts, limits, strict=True):
             end = self._turn_end(index, start, limit)
             if not start < end <= limit:
-                number = self._number(index)
-                raise UnusableError(
-                    f"chat template: assistant turn {number} cannot be masked; {FIX}"
-                )
+                raise UnusableError(f"chat template: message {index + 1} cannot be masked; {FIX}")
             self._check_no_header(text, start, index)
             yield start, end
 
@@ -200,8 +188,7 @@ class Renderings:
         token = self._template.added.last_in(closed) or ""
         if token in json.dumps(self._messages[index], ensure_ascii=False, default=str):
             raise UnusableError(
-                f"chat template: assistant turn {self._number(index)} contains '{token}' and is "
-                f"rewritten; {FIX}"
+                f"chat template: message {index + 1} contains '{token}' and is rewritten; {FIX}"
             )
         position = text.find(token, start, limit)
         return position + len(token) if position >= 0 else -1
@@ -216,9 +203,8 @@ class Renderings:
         lead = text[start : max(start, text.find(content, start))]
         if self._template.special.positions(lead):
             raise UnusableError(
-                f"chat template: assistant turn {self._number(index)} cannot be masked: {lead!r} "
-                f"before it would be trained, because the template ignores add_generation_prompt; "
-                f"{FIX}"
+                f"chat template: message {index + 1} cannot be masked: {lead!r} before it would "
+                f"be trained, because the template ignores add_generation_prompt; {FIX}"
             )
 
     # Turns as a server has them generated
@@ -275,13 +261,6 @@ class Renderings:
         if at < 0 or not self._upto(index + 1).startswith(before + behind):
             return None
         return len(before) + at + len(header)
-
-
-def _never_ends(number: int) -> UnusableError:
-    return UnusableError(
-        f"chat template: assistant turn {number} does not end with a special token, so the model "
-        f"would never learn to stop; use a template that closes the turn (data.chat_template)"
-    )
 
 
 # Parts that a template leaves out

@@ -5,6 +5,7 @@ process, many in one process for each CPU, and appended to the files of a direct
 import hashlib
 import json
 import os
+import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat import ChatEncoder
 from trainer.data.formats import RowParser, columns_of
 from trainer.data.readers import RowBlock, iter_blocks
-from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError, excerpt
+from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError
 from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
@@ -87,7 +88,7 @@ class RowEncoder:
             try:
                 samples, num_tokens, action = self._fitted(result)
             except UnusableError as error:
-                bad.append(place | {"reason": str(error), "excerpt": excerpt(row.record)})
+                bad.append(place | {"reason": str(error), "excerpt": reprlib.repr(row.record)})
                 seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
                 continue
             if action:
@@ -118,39 +119,36 @@ class RowEncoder:
             raise samples
         max_length, truncation = self._options.max_length, self._options.truncation
         num_tokens = max(len(sample.input_ids) for sample in samples)
-        fitting, action, when = samples, "", ""
+        fitting, action = samples, ""
         if num_tokens > max_length and truncation == "drop":
             self.seen.num_dropped += 1
             return [], num_tokens, "dropped"
         if num_tokens > max_length and truncation in ("left", "right"):
             part = slice(-max_length, None) if truncation == "left" else slice(max_length)
             fitting, action = [_part(sample, part) for sample in samples], "cut"
-            when = f" after data.truncation={truncation} to data.max_length {max_length}"
         elif num_tokens > max_length:
             if truncation != "split" or self._options.keys.text_key is None:
-                hint = "; data.truncation=split is for text_key alone" * (truncation == "split")
                 raise UnusableError(
-                    f"over-long: {num_tokens} tokens > data.max_length {max_length}{hint}"
+                    f"over-long: {num_tokens} tokens > data.max_length {max_length}"
                 )
             fitting = _pieces(samples[0], max_length)
         trained = [sample for sample in fitting if _num_labels(sample)]
         if not trained:
             raise UnusableError(
-                f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a "
-                f"label{when}"
+                f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a label"
+                f"{action and f' after data.truncation={truncation}'}"
             )
         if action:
             self.seen.num_truncated += 1
-            self.seen.num_cut_tokens += _num_tokens(samples) - _num_tokens(fitting)
+            self.seen.num_cut_tokens += sum(
+                len(before.input_ids) - len(after.input_ids)
+                for before, after in zip(samples, fitting, strict=True)
+            )
         return trained, num_tokens, action
 
 
 def _num_labels(sample: Encoded) -> int:
     return int(np.count_nonzero(sample.loss_mask[1:]))
-
-
-def _num_tokens(samples: list[Encoded]) -> int:
-    return sum(len(sample.input_ids) for sample in samples)
 
 
 def _part(sample: Encoded, part: slice) -> Encoded:
@@ -176,20 +174,16 @@ def prepare_blocks(
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
+    blocks = chain(first, blocks)
     num_processes = len(os.sched_getaffinity(0))
     # multiprocessing gives a daemonic process no children
-    is_alone = len(first) < 2 or num_processes == 1 or current_process().daemon
-    if is_alone:
-        return (encoder.prepare(*located) for located in chain(first, blocks))
-    return _in_processes(encoder, chain(first, blocks), num_processes)
-
-
-def _in_processes(
-    encoder: RowEncoder, blocks: Iterator[Located], num_processes: int
-) -> Generator[PreparedRows, None, None]:
-    """Fork processes, which spares each of them the imports; they do not touch a device."""
-    running: deque[Future[PreparedRows]] = deque()
+    if len(first) < 2 or num_processes == 1 or current_process().daemon:
+        for located in blocks:
+            yield encoder.prepare(*located)
+        return
+    # forked processes need no imports; they do not touch a device
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (encoder, os.getpid()))
+    running: deque[Future[PreparedRows]] = deque()
     try:
         for located in blocks:
             running.append(pool.submit(_prepare, *located))
@@ -200,7 +194,7 @@ def _in_processes(
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"one of {num_processes} processes that prepare data was killed, most likely because "
-            f"memory ran out: fewer CPU cores make fewer of them (taskset -c 0-3 …)"
+            f"memory ran out.\nFix: fewer CPU cores make fewer of them (taskset -c 0-3 …)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -231,17 +225,16 @@ def write_samples(
     files: list[Path],
     options: PrepareOptions,
     progress: Callable[[], None] = lambda: None,
-) -> tuple[Summary, bool]:
+) -> Summary:
     """Prepare every row of `files` in order, and append samples and lists of bad and over-long rows
     to files of `directory`; `progress` is called after each block.
 
     Where one bad row ends the run, reading stops after a first block without any good row. Returns
-    what became of the rows, and whether some were not read for that reason.
+    what became of the rows.
     """
     summary = Summary()
     # of ids, mask and bounds of samples in their order; checkpoints name their digest
     digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
-    is_cut = False
     with closing(prepare_blocks(encoder, _blocks(files, options))) as parts:
         for part in parts:
             part.samples["end"] += summary.num_tokens
@@ -260,11 +253,10 @@ def write_samples(
                 digest.update(array.tobytes())
             progress()
             if options.on_bad_row == "error" and summary.num_bad_rows == summary.num_rows:
-                is_cut = next(parts, None) is not None
                 break
     joined = "".join(digest.hexdigest() for digest in digests)
     summary.fingerprint = hashlib.sha256(joined.encode()).hexdigest()
-    return summary, is_cut
+    return summary
 
 
 def _blocks(files: list[Path], options: PrepareOptions) -> Iterator[Located]:

@@ -16,7 +16,6 @@ from trainer.errors import DataError
 BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends with the first of them that is reached
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
-ONE_LINE = "; a row is one line, or an element of an array in a file that is named .json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +78,8 @@ def _row(
         return Row(path, number, raw, problem=record)
     if not isinstance(record, dict):
         kind = type(record).__name__
-        reason = f"not an object: the row is a {kind}, expected columns with names"
-        hint = ONE_LINE if isinstance(record, list) else ""
-        return Row(path, number, record, problem=UnusableError(reason + hint))
+        reason = f"not an object: the row is a {kind}; a row is one line of a .jsonl file"
+        return Row(path, number, record, problem=UnusableError(reason))
     return Row(path, number, record, unread)
 
 
@@ -105,14 +103,9 @@ def _parsed(line: bytes) -> object:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        byte, position = line[error.start], error.start + 1
-        reason = f"bad UTF-8: byte 0x{byte:02x} at position {position}: {error.reason}"
-    except json.JSONDecodeError as error:
-        hint = ONE_LINE if line in (b"{", b"[") else ""
-        reason = f"broken JSON: {error.msg} at column {error.colno}{hint}"
+        return UnusableError(f"bad UTF-8: {error}")
     except (ValueError, RecursionError) as error:
-        reason = f"broken JSON: {error}"
-    return UnusableError(reason)
+        return UnusableError(f"broken JSON: {error}; a row is one line of a .jsonl file")
 
 
 def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
@@ -151,16 +144,17 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             names = _column_names(file.schema_arrow)
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
-            is_read = {name: any(_is_part(name, column) for column in read) for name in names}
-            for name in names:
-                if is_read[name] and names.count(name) > 1:
-                    raise DataError(
-                        f"'{path}' has {names.count(name)} columns '{name}'.\n"
-                        f"Fix: write the file again with a different name for each column"
-                    )
-            unread = tuple(name for name in names if not is_read[name])
+            kept = [name for name in names if any(_is_part(name, column) for column in read)]
+            if len(set(kept)) < len(kept):
+                raise DataError(
+                    f"'{path}' has several columns of one name: {', '.join(kept)}.\n"
+                    f"Fix: write the file again with a different name for each column"
+                )
+            unread = tuple(name for name in names if name not in kept)
             for index in range(file.num_row_groups):
-                num_rows = _rows_of_a_block(file.metadata.row_group(index), read)
+                group = file.metadata.row_group(index)
+                rows_per_block = BLOCK_BYTES * group.num_rows // max(1, group.total_byte_size)
+                num_rows = min(BLOCK_ROWS, max(1, rows_per_block))
                 for batch in file.iter_batches(num_rows, row_groups=[index], columns=read):
                     yield RowBlock(path, batch, number + 1, unread)
                     number += len(batch)
@@ -183,36 +177,17 @@ def _is_part(name: str, column: str) -> bool:
     return name == column or name.startswith(f"{column}.")
 
 
-def _rows_of_a_block(group: pq.RowGroupMetaData, columns: list[str]) -> int:
-    """Return how many of a group's rows are about as large as a block."""
-    parts = [group.column(index) for index in range(group.num_columns)]
-    num_bytes = sum(
-        part.total_uncompressed_size
-        for part in parts
-        if any(_is_part(part.path_in_schema, column) for column in columns)
-    )
-    return min(BLOCK_ROWS, max(1, BLOCK_BYTES * group.num_rows // max(1, num_bytes)))
-
-
 def _records(batch: pa.RecordBatch) -> list[object]:
     """Return records, and an `UnusableError` for a row with a value that Python cannot hold, such
     as a date in the year 20000.
     """
     try:
-        records = batch.to_pylist()
-    except (ValueError, OverflowError):
-        records = [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
-    return list(map(_without_nulls, records))
-
-
-def _record(row: pa.RecordBatch) -> object:
-    record: dict[str, object] = {}
-    for name, values in zip(row.schema.names, row.columns, strict=True):
-        try:
-            record[name] = values[0].as_py()
-        except (ValueError, OverflowError) as error:
-            return UnusableError(f"unreadable value: column '{name}' ({values.type}): {error}")
-    return record
+        return list(map(_without_nulls, batch.to_pylist()))
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [UnusableError(f"unreadable value: {error}")]
+        rows = [_records(batch.slice(index, 1)) for index in range(batch.num_rows)]
+        return [record for records in rows for record in records]
 
 
 def _without_nulls(value: object) -> object:

@@ -1,6 +1,5 @@
 """Rows of data files, the options that make samples of them, and counts of the result."""
 
-import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from trainer.config import RowKeys
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
 """What `line` counts in files without lines, or whose lines are not known."""
-EXCERPT_CHARS = 200
 NUM_COLUMNS = 30
 TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundreds of others"
 
@@ -117,13 +115,3 @@ def location(file: Path, line: int) -> str:
     """Return where a row is found: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
     unit = UNITS.get(file.suffix)
     return f"{file}: {unit} {line}" if unit else f"{file}:{line}"
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxdict = _SHORT.maxlist = 10
-_SHORT.maxstring = _SHORT.maxother = 100
-
-
-def excerpt(value: Any) -> str:
-    """Return the beginning of a row, for messages."""
-    return _SHORT.repr(value)[:EXCERPT_CHARS]

@@ -39,17 +39,17 @@ class MappedFile:
         """Raise `ResumableError` if the content changed; it takes about a microsecond. A file whose
         time alone has changed, as `touch` does, is hashed.
         """
-        now, before = self._size_and_time(), self._state
-        self._state = now
-        if now == before:
+        now = self._size_and_time()
+        if now == self._state:
             return
-        if now[0] != before[0] or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
-            self._state = before
+        is_same_size = now[0] == self._state[0]
+        if not is_same_size or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
             raise ResumableError(
                 f"prepared tokens changed while the run trained on them: {self._path}.\nFix: find "
                 f"what writes to data.cache_dir, and start again with the same command: it "
                 f"prepares the tokens again, and continues from the last checkpoint"
             )
+        self._state = now
 
     def _size_and_time(self) -> tuple[int, int]:
         state = os.fstat(self._file.fileno())
@@ -86,11 +86,6 @@ class TokenDataset:
         end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.rows["num_tokens"][index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
-
-    def require_unchanged(self) -> None:
-        """Raise `ResumableError` if a mapped file was written to since it was opened."""
-        for file in self.mapped:
-            file.require_unchanged()
 
     def location(self, index: int) -> str:
         """Return where a sample comes from, as `file:line`."""
@@ -146,13 +141,6 @@ class SourceSamples:
         """Their numbers in the dataset, int64."""
         bounds = self.dataset.bounds
         return self.indices if bounds is None else _samples_of(self.indices, bounds)
-
-    @cached_property
-    def num_tokens(self) -> tuple[int, int]:
-        """(Tokens, labels) of all samples."""
-        rows = self.dataset.rows
-        tokens, labels = (rows[name][self.samples] for name in ("num_tokens", "num_loss_tokens"))
-        return int(tokens.sum()), int(labels.sum())
 
     @property
     def row_sizes(self) -> np.ndarray:
@@ -263,4 +251,5 @@ class Samples:
         takes microseconds.
         """
         for source in self.sources:
-            source.dataset.require_unchanged()
+            for file in source.dataset.mapped:
+                file.require_unchanged()

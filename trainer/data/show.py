@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.batch_plan import RankPlan, Schedule
+from trainer.data.batch_plan import RankPlan, Schedule, length_facts
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS
 from trainer.data.samples import Samples, TokenDataset
 from trainer.runtime.log import labelled
@@ -24,7 +24,6 @@ reading are spelled out."""
 NUM_PLACES = 5
 MAX_PREVIEW = 1600
 """Characters of a sample that the start of a run shows: with the other lines they fill a screen."""
-QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 Tree = dict[str, Any]
 
 
@@ -37,11 +36,10 @@ def preview(
     loss_mask: np.ndarray,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    color: bool | None = None,
+    color: bool = False,
 ) -> str:
-    """Decode a sample, its supervised parts in green (None: on a terminal), else in [[…]]."""
-    is_green = sys.stdout.isatty() if color is None else color
-    opening, closing = ("\x1b[32m", "\x1b[0m") if is_green else ("[[", "]]")
+    """Decode a sample, its supervised parts in green with `color`, else in [[…]]."""
+    opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     changes = np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1
     text = ""
     for start, end in itertools.pairwise([0, *changes.tolist(), len(input_ids)]):
@@ -76,21 +74,22 @@ def shown(
             f"--- {where}: {', '.join(found)}; source {samples.names[numbers[sample_id]]}; "
             f"{lengths[sample_id]} tokens, {num_loss_tokens[sample_id]} supervised"
         )
-        yield preview(*samples.sample(sample_id), tokenizer)
+        yield preview(*samples.sample(sample_id), tokenizer, color=sys.stdout.isatty())
 
 
 def stats(train: Samples, validation: Samples | None) -> Tree:
     """Return counts of samples by source, of what was read for them, and of duplicates."""
-    sides = {"train": train, "validation": validation}
-    read = {
-        f"{side} {source.name}": source.dataset.summary.as_json()
-        for side, samples in sides.items()
-        for source in (samples.sources if samples else ())
-        if side == "train" or source.dataset not in {own.dataset for own in train.sources}
+    sides = {"train": train}
+    if validation:
+        sides["validation"] = validation
+    datasets = {
+        source.dataset: f"{side} {source.name}"
+        for side, samples in reversed(sides.items())
+        for source in samples.sources
     }
     return {
-        **{side: _counts(samples) if samples else None for side, samples in sides.items()},
-        "read": read,
+        **{side: _counts(samples) for side, samples in sides.items()},
+        "read": {name: dataset.summary.as_json() for dataset, name in datasets.items()},
         "duplicates": {
             "train": _duplicates(train, train),
             "validation_in_train": _duplicates(validation, train) if validation else None,
@@ -113,46 +112,37 @@ def _counts(samples: Samples) -> Tree:
     return {"sources": sources, "total": total | _lengths(lengths, num_loss_tokens)}
 
 
-def _lengths(lengths: np.ndarray, num_supervised: np.ndarray) -> Tree:
-    facts: Tree = {
+def _lengths(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> Tree:
+    return {
         "samples": len(lengths),
         "tokens": int(lengths.sum()),
-        "supervised_tokens": int(num_supervised.sum()),
+        "supervised_tokens": int(num_loss_tokens.sum()),
+        **(length_facts(lengths, num_loss_tokens) if len(lengths) else {}),
     }
-    columns = {"prompt": lengths - num_supervised, "completion": num_supervised, "total": lengths}
-    for name, values in columns.items() if len(lengths) else ():
-        found = np.quantile(values, list(QUANTILES.values()), method="inverted_cdf")
-        quantiles = dict(zip(QUANTILES, map(int, found), strict=True))
-        facts[name] = {"mean": round(float(values.mean()), 1), **quantiles}
-    return facts
 
 
 def _duplicates(samples: Samples, others: Samples) -> Tree:
     """Count the samples whose token ids equal those of an earlier one (`others` is `samples`), or
     of any of `others`; with the first places. Ids are compared by digests of 8 bytes.
     """
-    own, known = _digests(samples), _digests(others)
-    values, first = np.unique(known, return_index=True)
-    at = np.searchsorted(values, own).clip(max=len(values) - 1)
-    originals, is_same = first[at], values[at] == own
-    if samples is others:
-        is_same &= originals != np.arange(len(own))
-    found = np.flatnonzero(is_same)
+    first: dict[bytes, int] = {}
+    for number in range(len(others)):
+        first.setdefault(_digest(others, number), number)
+    places = []
+    for number in range(len(samples)):
+        original = first.get(_digest(samples, number))
+        if original is not None and (samples is not others or original != number):
+            places.append([samples.location(number), others.location(original)])
     return {
-        "count": len(found),
-        "num_samples": len(own),
-        "share": len(found) / max(1, len(own)),
-        "places": [
-            [samples.location(number), others.location(originals[number])]
-            for number in found[:NUM_PLACES].tolist()
-        ],
+        "count": len(places),
+        "num_samples": len(samples),
+        "share": len(places) / max(1, len(samples)),
+        "places": places[:NUM_PLACES],
     }
 
 
-def _digests(samples: Samples) -> np.ndarray:
-    ids = (samples.sample(number)[0].tobytes() for number in range(len(samples)))
-    digests = (hashlib.blake2b(content, digest_size=8).digest() for content in ids)
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+def _digest(samples: Samples, number: int) -> bytes:
+    return hashlib.blake2b(samples.sample(number)[0].tobytes(), digest_size=8).digest()
 
 
 logger = logging.getLogger(__name__)
@@ -173,53 +163,40 @@ def announce(
     the model reads it. Return that sample as plain text, its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
-    first = train.of_rows(rows)
-    num_micro_batches = len(plan.deal(train.counts(first)[0])[0])
-    num_tokens = sum(source.num_tokens[0] for source in train.sources)
-    num_labels = sum(source.num_tokens[1] for source in train.sources)
+    total = _counts(train)["total"]
+    share = total["supervised_tokens"] / total["tokens"]
     held_out = f"; {len(validation):,} validation samples" if validation else ""
     _log(
         "data",
-        f"{len(train):,} samples, {num_tokens:,} tokens, {num_labels / num_tokens:.1%} of them "
-        f"supervised{held_out}",
+        f"{len(train):,} samples, {total['tokens']:,} tokens, {share:.1%} of them supervised"
+        f"{held_out}",
     )
     if len(train.sources) > 1 or train.sources[0].repeat != 1:
-        facts = _facts(train, schedule, total_steps)
-        for source in train.sources:
-            found = facts[source.name]
+        for name, facts in _facts(train, schedule, total_steps).items():
             _log(
                 "source",
-                f"{source.name}: {found['rows']:,.0f} rows, {found['tokens']:,.0f} tokens, "
-                f"{found['valid_token_frac']:.1%} supervised; each row {found['times']:.3g} times "
-                f"in the run (repeat {source.repeat:g})",
+                f"{name}: {facts['rows']:,.0f} rows, {facts['tokens']:,.0f} tokens, "
+                f"{facts['valid_token_frac']:.1%} supervised; each row {facts['times']:.3g} times "
+                f"in the run (repeat {facts['repeat']:.3g})",
             )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         _log_rows(dataset, tokenizer)
     _log_turns(train)
-    _log(
-        "batch",
-        f"{len(rows):,} samples; ranks: {plan.num_data_ranks} ({device}); micro-batches of each: "
-        f"{num_micro_batches}",
-    )
+    _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")
     if len(train) < schedule.batch_size:
         logger.warning(
             f"data.train_batch_size={schedule.batch_size:,} is more than all samples: each step "
             f"trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or give more data"
         )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
-    sample = int(first[0])
-    text = shortened(preview(*train.sample(sample), tokenizer))
-    _log("sample", f"{train.location(sample)}, the supervised part is marked:\n{text}")
-    return shortened(preview(*train.sample(sample), tokenizer, color=False))
-
-
-def shortened(text: str) -> str:
-    """Return the beginning and the end of a long text."""
-    if len(text) <= MAX_PREVIEW:
-        return text
-    half = MAX_PREVIEW // 2
-    return f"{text[:half]}\n… {len(text) - MAX_PREVIEW:,} more characters …\n{text[-half:]}"
+    sample = int(train.of_rows(rows)[0])
+    text = preview(*train.sample(sample), tokenizer)
+    if len(text) > MAX_PREVIEW:
+        half = MAX_PREVIEW // 2
+        text = f"{text[:half]}\n… {len(text) - MAX_PREVIEW:,} more characters …\n{text[-half:]}"
+    _log("sample", f"{train.location(sample)}, supervised parts are in [[…]]:\n{text}")
+    return text
 
 
 def _log(label: str, text: str) -> None:
@@ -254,14 +231,14 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _log_turns(train: Samples) -> None:
     """Log the turns of conversations that are not trained as they stand."""
-    if num_apart := train.total("num_apart"):
-        num_conversations = train.total("num_conversations")
-        text = f"{num_apart:,} of {num_conversations:,} conversations are trained turn by turn"
-        _log("turns", f"{text} (data.turns)")
-    if num_turns := train.total("num_unlike_prompt"):
-        _log("", f"{num_turns:,} turns are not rendered as their generation prompt begins")
-    if num_turns := train.total("num_without_reasoning"):
-        _log("", f"the template leaves out the reasoning of {num_turns:,} assistant turns")
+    texts = {
+        "num_apart": "conversations are trained turn by turn (data.turns)",
+        "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
+        "num_without_reasoning": "assistant turns are rendered without their reasoning",
+    }
+    for name, text in texts.items():
+        if count := train.total(name):
+            _log("turns", f"{count:,} {text}")
 
 
 def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
@@ -277,14 +254,14 @@ def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dic
 
 def _facts(train: Samples, schedule: Schedule, total_steps: int) -> dict[str, dict[str, float]]:
     """Return numbers of each source by its name."""
-    found: dict[str, dict[str, float]] = {}
-    for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-        share, (num_tokens, num_labels) = source.share, source.num_tokens
-        found[source.name] = {
-            "rows": share.num_rows,
-            "tokens": num_tokens,
-            "valid_token_frac": num_labels / max(1, num_tokens),
-            "repeat": share.num_samples / max(1, share.num_rows),
+    counts = _counts(train)["sources"].items()
+    return {
+        name: {
+            "rows": found["rows"],
+            "tokens": found["tokens"],
+            "valid_token_frac": found["supervised_tokens"] / max(1, found["tokens"]),
+            "repeat": found["rows_per_epoch"] / max(1, found["rows"]),
             "times": times,
         }
-    return found
+        for (name, found), times in zip(counts, schedule.times_until(total_steps), strict=True)
+    }

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.formats import Message
 from trainer.data.rows import UnusableError
-from trainer.data.tokens import MarkedText, Span, aliases, any_of, require_unicode
+from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
 
 SEQUENCE_BOUNDS = ("<s>", "</s>")
@@ -42,12 +41,12 @@ TOOL: list[Message] = [
 
 
 class TokenTexts:
-    """Texts of added tokens, looked up in renderings."""
+    """Texts of added tokens, looked up in renderings and in conversations."""
 
     def __init__(self, texts: set[str]) -> None:
         own = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
         self._longest_first = tuple(sorted(own, key=len, reverse=True))
-        self._any = any_of(own)
+        self._any = re.compile("|".join(map(re.escape, self._longest_first)) or r"(?!)")
 
     def last_in(self, text: str) -> str | None:
         return next(filter(text.endswith, self._longest_first), None)
@@ -59,55 +58,16 @@ class TokenTexts:
     def positions(self, text: str) -> list[int]:
         return [match.start() for match in self._any.finditer(text)]
 
-
-class StructuralTokens:
-    """Tokens that a template writes around turns, looked up in the texts of conversations."""
-
-    def __init__(self, tokens: set[str]) -> None:
-        self._tokens, self._aliases = frozenset(tokens), aliases(tokens)
-        self._exchange = self._aliases | {alias: token for token, alias in self._aliases.items()}
-        self._any_token = any_of(self._aliases)
-        self._any_alias = any_of(self._aliases.values())
-        self._either = any_of(self._exchange)
-
-    def check_none(self, messages: list[Message], tools: Tools) -> None:
-        """Raise `UnusableError` for a message or tool that contains one of the tokens."""
-        if self.first_in([messages, tools]) is None:
+    def require_none(self, named: dict[str, Any]) -> None:
+        """Raise `UnusableError` with the name of a nested value that contains one of the tokens."""
+        if self._any.search("\0".join(_texts(named))) is None:
             return
-        places = [
-            (f"message {number} ({message['role']})", message)
-            for number, message in enumerate(messages, start=1)
-        ]
-        for where, value in (*places, ("a tool definition", tools)):
-            if token := self.first_in(value):
+        for name, value in named.items():
+            if found := self._any.search("\0".join(_texts(value))):
                 raise UnusableError(
-                    f"special token in content: {where} contains {token!r}, which the chat "
-                    f"template writes around turns; remove it, or set "
-                    f"data.special_in_content=text to train it as ordinary characters"
+                    f"special token in content: {name} contains {found[0]!r}; remove it, or set "
+                    f"data.special_in_content=parse to train it as that token"
                 )
-
-    def first_in(self, value: Any) -> str | None:
-        """Return the first of the tokens in any text of a nested value."""
-        found = self._any_token.search("\0".join(_texts(value)))
-        return found[0] if found else None
-
-    def hide(self, value: Any) -> Any:
-        """Return the value with an alias, of the same length, in place of each of the tokens."""
-        if self._any_alias.search("\0".join(_texts(value))):
-            raise UnusableError(
-                "special token in content: it stands beside characters that are kept to stand for "
-                "it"
-            )
-        return _mapped(
-            value, lambda text: self._any_token.sub(lambda match: self._aliases[match[0]], text)
-        )
-
-    def exchange(self, marked: MarkedText) -> MarkedText:
-        """Swap tokens and aliases in the rendering of hidden content: what was hidden is ordinary
-        text again, what the template wrote is an alias.
-        """
-        text = self._either.sub(lambda match: self._exchange[match[0]], marked.text)
-        return replace(marked, text=text, aliased=self._tokens)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -121,16 +81,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    return value
 
 
 class ChatTemplate:
@@ -227,7 +177,7 @@ class ChatTemplate:
         return max(marks, key=len, default="")
 
     @cached_property
-    def structural_tokens(self) -> StructuralTokens:
+    def structural_tokens(self) -> TokenTexts:
         """Added tokens that the template writes around turns, and the tokenizer's own beginning and
         end. Those inside a turn do not count: around tool calls, and tags in pairs such as <think>.
         """
@@ -244,7 +194,7 @@ class ChatTemplate:
             calls = self._marks_in(called)
             ends = {token for token in calls if called.rstrip().endswith(token)}
             around |= self._marks_in(answered) - calls | ends
-        return StructuralTokens(around | self._bounds & self._added)
+        return TokenTexts(around | self._bounds & self._added)
 
     @cached_property
     def closing(self) -> str:

@@ -13,8 +13,8 @@ import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
@@ -30,7 +30,7 @@ from trainer.runtime.log import ProgressLines
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
-NUM_REASONS, NUM_PLACES = 20, 3  # listed in an error; the file has all
+NUM_SHOWN = 10  # bad rows in an error; the file has all
 MAX_BAD_FRACTION = 0.5
 """With more bad rows than this, `data.on_bad_row=skip` ends the run too: the columns or the
 template are wrong, not rows."""
@@ -69,24 +69,23 @@ def prepare(
     def fill(staging: Path) -> None:
         try:
             encoder = RowEncoder(tokenizer, options)
-            shown = ProgressLines("tokenize", _names(files))
+            shown = ProgressLines("tokenize", ", ".join(map(str, files[:NUM_SHOWN])))
 
             def advance() -> None:
                 progress()
                 num_samples = (staging / ROWS).stat().st_size // ROW.itemsize
-                rate = num_samples / shown.elapsed_s
-                shown.tell(f"{num_samples:,} samples, {rate:,.0f} a second")
+                shown.tell(f"{num_samples:,} samples")
 
-            summary, is_cut = write_samples(staging, encoder, files, options, advance)
+            summary = write_samples(staging, encoder, files, options, advance)
         except DataError:
             _require_unchanged(files, states, progress)  # a change may be the reason
             raise
         _require_unchanged(files, states, progress)
-        _require_usable(summary, is_cut, files, options, staging)
+        _require_usable(summary, files, options, staging)
         text = json.dumps(summary.as_json(), indent=2)
         (staging / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
-    if not directory.is_dir() or _find_damage(directory):
+    if not _is_whole(directory):
         try:
             _make_whole(directory, fill, progress)
         except OSError as error:
@@ -97,23 +96,11 @@ def prepare(
     return open_dataset(directory, tuple(files))
 
 
-def _names(files: list[Path]) -> str:
-    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
-    return f"{files[0]}{more}"
-
-
 # Data files
 
 
-@dataclass(frozen=True)
-class FileState:
-    """The hash of a data file, and its size and times at that moment."""
-
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    """Cannot be set back, unlike `mtime_ns`."""
-    sha256: str
+FileState = tuple[str, int, int, int]
+"""The sha256 of a data file, and its size, mtime and ctime (which nobody can set back) then."""
 
 
 def _state_of(path: Path, progress: Callable[[], None]) -> FileState:
@@ -126,7 +113,7 @@ def _state_of(path: Path, progress: Callable[[], None]) -> FileState:
         digest = _digest(path, progress)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
+    return digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _require_unchanged(
@@ -158,7 +145,7 @@ def _content_hash(
     files: list[Path], states: list[FileState], tokenizer_digest: str, options: PrepareOptions
 ) -> str:
     versions = tokenizers.__version__, transformers.__version__
-    contents = [(path.suffix, state.sha256) for path, state in zip(files, states, strict=True)]
+    contents = [(path.suffix, state[0]) for path, state in zip(files, states, strict=True)]
     parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options), contents]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -182,15 +169,12 @@ def _make_whole(
     locks, several processes do the work, and the first rename wins.
     """
     with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_alone:
-        damage = _find_damage(directory) if directory.is_dir() else None
-        if directory.is_dir() and damage is None:
+        if _is_whole(directory):
             return
-        if damage:
+        if directory.is_dir():
             # an error, because another rank than the main one may find it, and these log errors
             # only
-            logger.error(
-                "prepared tokens in %s are damaged (%s): preparing them again", directory, damage
-            )
+            logger.error("prepared tokens in %s are damaged: preparing them again", directory)
         if is_alone:
             _remove_leftovers(directory)
         staging = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex}")
@@ -198,9 +182,8 @@ def _make_whole(
         try:
             fill(staging)
             # `sha256sum -c SHA256SUMS` checks the files too
-            lines = "".join(_checksum_lines(staging))
-            (staging / CHECKSUMS).write_text(lines, encoding="utf-8")
-            if not publish(staging, directory) and _find_damage(directory):
+            (staging / CHECKSUMS).write_text(_checksum_lines(staging), encoding="utf-8")
+            if not publish(staging, directory) and not _is_whole(directory):
                 # moved away instead of removed: it may still be mapped
                 damaged = staging.with_name(f"{staging.name}-damaged")
                 directory.rename(damaged)
@@ -221,31 +204,29 @@ def _remove_leftovers(directory: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _find_damage(directory: Path) -> str | None:
-    """Name the files that are missing, left over or changed; None if there are none."""
+def _is_whole(directory: Path) -> bool:
+    """Return whether there are exactly the files that were written, unchanged."""
     try:
-        listed = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines(keepends=True)
-        found = _checksum_lines(directory)
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
-    changed = {line.rstrip().partition("  ")[2] for line in set(listed) ^ set(found)}
-    return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
+        listed = (directory / CHECKSUMS).read_text(encoding="utf-8")
+        return listed == _checksum_lines(directory)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
-def _checksum_lines(directory: Path) -> list[str]:
-    """Return the line of `SHA256SUMS` for every other file of the directory."""
-    return [
+def _checksum_lines(directory: Path) -> str:
+    """Return the content of `SHA256SUMS`: a line for every other file of the directory."""
+    return "".join(
         f"{_digest(path)}  {path.name}\n"
         for path in sorted(directory.iterdir())
         if path.name != CHECKSUMS and not path.name.startswith(".")
-    ]
+    )
 
 
 # Rows that cannot be trained on
 
 
 def _require_usable(
-    summary: Summary, is_cut: bool, files: list[Path], options: PrepareOptions, staging: Path
+    summary: Summary, files: list[Path], options: PrepareOptions, staging: Path
 ) -> None:
     """Raise `DataError` with the first bad rows, unless enough rows can be trained on."""
     is_strict = options.on_bad_row == "error"
@@ -257,42 +238,25 @@ def _require_usable(
     if num_bad == 0:
         raise DataError(
             f"no row left to train on: {num_rows} rows read, {summary.num_dropped} dropped by "
-            f"data.truncation as longer than data.max_length={options.max_length}: raise it"
+            f"data.truncation as longer than data.max_length={options.max_length}.\nFix: raise it"
         )
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)
     fixes = ["repair the rows"]
-    if "unrecognised columns" in summary.bad_rows_by_kind:
-        fixes = ["rename the columns, or name them in data.messages_key, data.prompt_key, …"]
     if "over-long" in summary.bad_rows_by_kind:
-        fixes.append(
-            "for over-long rows raise data.max_length or set data.truncation=right, left or drop"
-            + ", or split for plain text" * (options.keys.text_key is not None)
-        )
-    if is_strict and summary.num_samples:
+        fixes.append("for over-long rows raise data.max_length or set data.truncation")
+    if not is_strict:
+        fixes.append(f"data.on_bad_row=skip accepts at most {MAX_BAD_FRACTION:.0%} of the rows")
+    elif summary.num_samples:
         fixes.append("leave them out with data.on_bad_row=skip")
-    elif not is_strict:
-        fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
+    stopped = "; reading stopped there" if is_strict and num_bad == num_rows else ""
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.bad_rows_by_kind.most_common())
-    rest = "; the rows after these were not read" if is_cut else ""
+    with listed.open(encoding="utf-8") as file:
+        first = list(map(json.loads, islice(file, NUM_SHOWN)))
     lines = [
-        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}{rest}",
-        *_first_reasons(listed),
+        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}"
+        f"{stopped}",
+        *(f"  {location(Path(row['file']), row['line'])}: {row['reason']}" for row in first),
         f"Fix: {'; '.join(fixes)}; all of them are listed in {listed}",
     ]
     raise DataError("\n".join(lines))
-
-
-def _first_reasons(listed: Path) -> list[str]:
-    """Return the first reasons of bad rows, each with the first places."""
-    places: dict[str, list[str]] = {}
-    with listed.open(encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            if row["reason"] not in places and len(places) == NUM_REASONS:
-                continue
-            found = places.setdefault(row["reason"], [])
-            if len(found) < NUM_PLACES:
-                found.append(location(Path(row["file"]), row["line"]))
-            elif len(found) == NUM_PLACES:
-                found.append("…")
-    return [f"  {', '.join(found)}: {reason}" for reason, found in places.items()]

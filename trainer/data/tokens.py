@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +12,9 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.rows import UnusableError
-from trainer.errors import DataError
 
 Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]
-# in the last plane for private use: no writing system and no normalizer knows them
-FIRST_PRIVATE = 0x10F000
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
@@ -37,8 +32,6 @@ class MarkedText:
 
     text: str
     spans: list[Span]
-    aliased: frozenset[str] = frozenset()
-    """Added tokens whose aliases the text holds; their own characters are ordinary text."""
     prompt: str | None = None
     """The unsupervised beginning of a plain text; None for a conversation."""
 
@@ -52,42 +45,14 @@ def require_unicode(text: str) -> None:
         raise UnusableError(f"bad unicode: half of a surrogate pair, {half!r}") from None
 
 
-def aliases(tokens: Collection[str]) -> dict[str, str]:
-    """Return for each token a text of its length made of characters for private use."""
-    return {
-        token: chr(FIRST_PRIVATE + number) * len(token)
-        for number, token in enumerate(sorted(tokens))
-    }
-
-
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of `texts`; it finds nothing if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
 class TokenFinder:
     """Tokenizes marked texts with a fast tokenizer."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, aliased: frozenset[str] = frozenset()
-    ) -> None:
-        """The texts hold the added tokens in `aliased` as their aliases. Raises `DataError` for a
-        tokenizer that cannot be changed so.
-        """
-        source, names = tokenizer.backend_tokenizer, aliases(aliased)
-        state = json.loads(source.to_str())
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
         # some post-processors cut spaces off the offsets
         state |= {"post_processor": None, "truncation": None, "padding": None}
-        _rename(state, names)
         self._backend = _made(state, tokenizer)
-        if any(
-            self._backend.token_to_id(alias) != source.token_to_id(token)
-            for token, alias in names.items()
-        ):
-            raise DataError(
-                "this tokenizer cannot read its special tokens as text.\n"
-                "Fix: data.special_in_content=error"
-            )
         # normalizing text that is in NFC already takes a sixth of the time of tokenizing
         self._backend_of_normalized = self._backend
         added = [token["content"] for token in state["added_tokens"]]
@@ -129,17 +94,6 @@ def _made(state: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokenize
 
 def _is_normalized(text: str) -> bool:
     return unicodedata.is_normalized("NFC", text)
-
-
-def _rename(state: dict[str, Any], names: dict[str, str]) -> None:
-    """Give added tokens other names, under the same ids, in the state of a tokenizer."""
-    for token in state["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = state["model"]
-    if isinstance(model["vocab"], dict):  # sentencepiece keeps added tokens there too
-        model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
-    else:
-        model["vocab"] = [[names.get(text, text), *rest] for text, *rest in model["vocab"]]
 
 
 def _located(item: MarkedText, encoding: Encoding) -> Located:

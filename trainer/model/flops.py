@@ -1,14 +1,49 @@
 """Costs of samples in operations, from the shapes of a model."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trainer.data.batch import StepFlops
+from trainer.data.batch import StepBatch
+from trainer.data.batch_plan import squared_length
 from trainer.model.experts import experts_of, num_chosen
 from trainer.model.packed_lm import decoder_layers
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and
+    attention. The head computes the supervised positions only. A frozen parameter has no gradient
+    of its own: 4; in front of all that is trained its input has none either: 2.
+
+    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
+    products forward, four backward, no credit for causality or recomputation. Source: PaLM (2022),
+    appendix B. Within a sliding window, n**2 becomes `squared_length`.
+    """
+
+    per_token: float
+    per_loss_token: float
+    per_squared_length: float
+    """Cost of the layers without a window."""
+    per_window: Mapping[int, float] = field(default_factory=dict)
+    """{sliding window: the same of the layers that have it}."""
+
+    def of(self, batch: StepBatch) -> float:
+        matrices = self.per_token * batch.num_tokens + self.per_loss_token * batch.num_loss_tokens
+        return matrices + self.attention(batch.lengths)
+
+    def attention(self, lengths: Sequence[int]) -> float:
+        """Return the operations of attention over documents of these lengths."""
+        lengths_D = np.asarray(lengths, dtype=np.float64)
+        windowed = sum(
+            cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()
+        )
+        return self.per_squared_length * float((lengths_D**2).sum()) + windowed
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:

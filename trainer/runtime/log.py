@@ -96,12 +96,8 @@ class ProgressLines:
 
     def __init__(self, label: str, beginning: str) -> None:
         self._label = label
-        self._started_s = self._shown_s = time.monotonic()
+        self._shown_s = time.monotonic()
         self._print(beginning)
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started_s
 
     def tell(self, text: str) -> None:
         """Print a line if the last one is old enough."""

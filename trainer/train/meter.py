@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trainer.data.batch import StepBatch, StepFlops
+from trainer.data.batch import StepBatch
+from trainer.model.flops import StepFlops
 from trainer.runtime.distributed import World
 from trainer.runtime.progress import MAIN, Remembered
 from trainer.tracking import metrics

@@ -163,7 +163,7 @@ def rows(launch: Launch) -> Iterator[Checked]:
         elif result and not is_shown:
             is_shown = True
             ids, mask = result[0].input_ids, result[0].loss_mask
-            text = " ".join(preview(ids, mask, tokenizer, color=False).split())
+            text = " ".join(preview(ids, mask, tokenizer).split())
             end = text[-SHOWN_CHARS:]
             yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
 
