@@ -220,7 +220,6 @@ def sft_run(seed: int) -> RunLog:
         num_rows=n,
         config=OUR_CONFIG,
         checkpoints=checkpoints(range(1600, 2001, 100)),
-        tracker_step=2000,
         total_steps=2000,
         exit_code=0,
     )

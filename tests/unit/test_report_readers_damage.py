@@ -129,6 +129,6 @@ def test_damage_beside_the_log_does_not_hide_it(tmp_path):
     (tmp_path / "global_step_7").write_text("a file")
     (tmp_path / "evaluations.jsonl").mkdir()
     log = read_run(tmp_path)
-    assert (log.tracker_step, log.checkpoints, log.events) == (None, (), ())
+    assert (log.checkpoints, log.events) == ((), ())
     (note,) = log.notes
     assert "evaluations.jsonl cannot be read: " in note
