@@ -3,7 +3,6 @@ and memory.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +18,17 @@ from trainer.tools.report.run_log import LogEvent, RunLog, Series
 @pytest.mark.covers("S1.29", "S1.36", "S1.37", "S1.17", "S1.18", "S1.19", "S1.41")
 @pytest.mark.parametrize("seed", some(range(60), 6))
 def test_a_controller_that_learns_nothing_is_bad(seed):
-    report = analyse(controller_run(seed, is_good=False))
+    reward, violation, latency = np.random.default_rng(seed).normal(0, 1, (3, 30))
+    log = changed(
+        controller_run(seed),
+        reward_mean=-0.8 + 0.05 * reward,
+        accuracy_mean=0.0,
+        budget_violation_rate=0.7 + 0.03 * violation,
+        latency_mean=310 + 4 * latency,
+    )
+    report = analyse(log)
     assert report.verdict == "FAIL", seed
-    expected = {
-        "accuracy:zero",
-        "budget:stuck",
-        "reward_trend:negative",
-        "budget:latency",
-    }
+    expected = {"accuracy:zero", "budget:stuck", "reward_trend:negative", "budget:latency"}
     assert expected <= told(report).keys()
     assert "answers field" in told(report)["accuracy:zero"].remedy
 
@@ -40,18 +42,13 @@ def test_a_negative_reward_that_rises_is_fine():
 
 
 @pytest.mark.covers("S1.14", "S1.34", "S1.24")
-def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run():
-    log = controller_run(0)
-    losses = np.concatenate([np.full(18, 0.1), 0.1 + 0.08 * np.arange(12)]) + 0.01 * np.sin(
-        np.arange(30)
-    )
-    report = analyse(changed(log, **{"train/loss": losses}))
-    assert told(report)["loss_diverging:epochs"].level == "fail"
-    assert "stop the run" in told(report)["loss_diverging:epochs"].title
-    shorter = np.concatenate([np.full(24, 0.1), 0.1 + 0.08 * np.arange(6)]) + 0.01 * np.sin(
-        np.arange(30)
-    )
-    assert "loss_diverging:epochs" not in told(analyse(changed(log, **{"train/loss": shorter})))
+@pytest.mark.parametrize(("num_rising", "level"), [(12, "fail"), (6, None)])
+def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run(num_rising, level):
+    epochs = np.arange(30)
+    losses = 0.1 + 0.08 * (epochs - 29 + num_rising).clip(0) + 0.01 * np.sin(epochs)
+    found = told(analyse(changed(controller_run(0), **{"train/loss": losses})))
+    finding = found.get("loss_diverging:epochs")
+    assert (finding and finding.level) == level
 
 
 @pytest.mark.covers("S1.21", "S1.22", "S1.38", "S1.39")
@@ -180,17 +177,11 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
     }
     low = replace(log, series={**log.series, **series})
     usual = {"loss_start_high", "loss_final", "val_final"}
-    assert {"loss_start_high", "loss_final", "val_final"} <= told(analyse(low)).keys()
+    assert usual <= told(analyse(low)).keys()
     for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
         report = analyse(replace(low, config={**low.config, key: value}))
         assert report.verdict == "OK" and not told(report).keys() & usual, report.findings
-        assert (
-            item(report, "final_loss").status == "unknown"
-            and "random weights" in item(report, "final_loss").detail
-        )
-        assert not [line for line in report.checklist if line.status in ("fail", "note")], (
-            report.checklist
-        )
+        assert item(report, "final_loss").status == "unknown"
 
 
 @pytest.mark.covers("S3.33", "S3.46")
@@ -233,16 +224,6 @@ def test_the_bottleneck_is_named_and_compilation_left_out():
     assert told(waiting)["data_bound"].level == "fail"
 
 
-def test_of_faults_that_set_in_together_the_loss_comes_before_the_gradient():
-    log = sft_run(2)
-    losses, norms = (log.series[key].values.copy() for key in ("train/loss", "train/grad_norm"))
-    losses[1200:] += 2
-    norms[1200:1204] *= 40
-    report = analyse(changed(log, **{"train/loss": losses, "train/grad_norm": norms}))
-    assert [one.id for one in report.top][:2] == ["loss_diverging", "loss_spike"]
-    assert "grad_high:explosion" in told(report)
-
-
 def test_what_sets_in_first_is_the_cause_and_as_bad_as_its_effect():
     log = sft_run(2)
     losses, rates = (log.series[key].values.copy() for key in ("train/loss", "train/lr"))
@@ -264,22 +245,6 @@ def test_a_validation_loss_below_the_training_loss_is_a_leak_of_pretrained_model
     leaks = [one for one in analyse(log).findings if one.rule == "val_leak"]
     assert [one.level for one in leaks] == ([] if config else ["warn"])
     assert config or leaks[0].steps == losses.ends, "from the first validation on"
-
-
-@pytest.mark.covers("S1.24", "S1.44")
-def test_epoch_means_decide_and_not_batches():
-    """Batches that swing eight times as far as the reward rises in 40 epochs of 50 points."""
-    rng = np.random.default_rng(8)
-    steps = np.arange(1, 2001)
-    reward = np.linspace(0, 0.5, 2000) + rng.normal(0, 1.0, 2000)
-    series = {"reward": Series(steps, reward), "progress/epoch": Series(steps, steps / 50)}
-    rising = analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
-    assert not any(finding.rule == "reward_trend" for finding in rising.findings), "seed 8"
-    assert next(m for m in rising.metrics if m.key == "reward").trend == "rising"
-    series["reward"] = Series(steps, reward - np.linspace(0, 0.5, 2000))
-    assert "reward_trend:flat" in told(
-        analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
-    )
 
 
 @pytest.mark.covers("S1.11", "S1.28", "S1.32")

@@ -1,4 +1,4 @@
-"""The usual ranges of metrics, and the moves of levels that are faults: a row each, in two tables.
+"""The usual ranges of metrics, and the moves, growth and plateaus that are faults: a row each.
 
 `checks_bands.py` judges them. The reason is a name of `REASONS`: why, and what to do.
 """
