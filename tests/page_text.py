@@ -1,6 +1,5 @@
 """The text and the tags of an HTML page, for tests of the report."""
 
-import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img"}
@@ -32,8 +31,3 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "style" not in self._open:
             self.words += f"{data} "
-
-
-def numbers_in(text: str) -> set[str]:
-    """Every word that holds a digit, without the marks around it."""
-    return {word.strip("().,;:") for word in text.split() if re.search(r"\d", word)}

@@ -220,7 +220,6 @@ def sft_run(seed: int) -> RunLog:
         num_rows=n,
         config=OUR_CONFIG,
         checkpoints=checkpoints(range(1600, 2001, 100)),
-        tracker_step=2000,
         total_steps=2000,
         exit_code=0,
     )
@@ -251,35 +250,19 @@ def grpo_run(seed: int) -> RunLog:
     return replace(log, series=series, config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
 
 
-def controller_run(seed: int, *, is_good: bool = True, num_epochs: int = 30) -> RunLog:
-    """The CSV of guide 001: a run as its bands describe it (S1.28), or one that learns nothing
-    (S1.29).
-    """
+def controller_run(seed: int, *, num_epochs: int = 30) -> RunLog:
+    """The CSV of guide 001: a run as its bands describe it (S1.28)."""
     rng = np.random.default_rng(seed)
     epochs = np.arange(1, num_epochs + 1)
     progress = (epochs - 1) / 29
     jitter = rng.normal(0, 1, (5, num_epochs))
-    if is_good:
-        reward, accuracy = (
-            -0.6 + 1.0 * progress + 0.05 * jitter[0],
-            0.03 + 0.27 * progress + 0.01 * jitter[1],
-        )
-        violation, latency = (
-            0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2],
-            260 - 60 * progress + 4 * jitter[3],
-        )
-        loss = 0.1 + 0.5 * (1 - progress) * jitter[4]
-    else:
-        reward, accuracy = -0.8 + 0.05 * jitter[0], np.zeros(num_epochs)
-        violation, latency = 0.7 + 0.03 * jitter[2], 310 + 4 * jitter[3]
-        loss = 0.4 * jitter[4]
     columns = {
-        "train/loss": loss,
-        "reward_mean": reward,
+        "train/loss": 0.1 + 0.5 * (1 - progress) * jitter[4],
+        "reward_mean": -0.6 + 1.0 * progress + 0.05 * jitter[0],
         "reward_std": np.full(num_epochs, 0.2),
-        "accuracy_mean": accuracy.clip(0),
-        "latency_mean": latency,
-        "budget_violation_rate": violation.clip(0, 1),
+        "accuracy_mean": (0.03 + 0.27 * progress + 0.01 * jitter[1]).clip(0),
+        "latency_mean": 260 - 60 * progress + 4 * jitter[3],
+        "budget_violation_rate": (0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2]).clip(0, 1),
     }
     series = {key: Series(epochs, values) for key, values in columns.items()}
     config = {"latency_budget": 250.0}

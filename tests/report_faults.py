@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
 from trainer.tools.report.result import Finding, Report
-from trainer.tools.report.run_log import LogEvent, RunLog, Series, ServingCheck
+from trainer.tools.report.run_log import CheckpointState, LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
 RNG = np.random.default_rng(SEED)
@@ -92,9 +93,7 @@ def _constant(log: RunLog) -> RunLog:
 
 def _too_short(log: RunLog) -> RunLog:
     series = {key: one[:40] for key, one in log.series.items() if len(one) > 40}
-    return replace(
-        log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None
-    )
+    return replace(log, series=series, num_rows=40, total_steps=40, checkpoints=())
 
 
 def _held_out_collapse(log: RunLog) -> RunLog:
@@ -148,7 +147,11 @@ FAULTS: tuple[tuple[str, str, Change], ...] = (
     ("gpu_util", "sft", times("system/gpu_util", 0.6)),
     ("oom_nccl", "sft", but(events=NCCL)),
     ("memory", "sft", times("memory/cpu/rss_gib", np.linspace(1, 1.5, 2000))),
-    ("ckpt_complete", "sft", but(tracker_step=1900)),
+    (
+        "ckpt_complete",
+        "sft",
+        but(checkpoints=(CheckpointState(2000, Path("run"), 1, ("no weights",)),)),
+    ),
     ("run_complete", "sft", but(total_steps=3000)),
     ("truncation", "sft", put("data/truncated_frac", slice(None), 0.1)),
     ("length_shift", "grpo", put("completions/mean_length", slice(600, 640), 400.0)),

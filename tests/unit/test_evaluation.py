@@ -1,7 +1,6 @@
 """Score checkpoints: each question once despite kills, right numbers, safe from rotation."""
 
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -202,7 +201,6 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(tmp_path, c
     assert (described["project_name"], described["group"]) == ("sft", "exp")
     found = analyse(read_run(run_dir)).generalisation
     assert found is not None and found.recommended_step == 10
-    assert math.isclose(found.expected_gain, 0.25)
     assert "eval/code" in found.reason and "outranks" in found.reason
     assert command.main([str(run_dir), "--attach", "20", "code", "0.75"]) == 0
     found = analyse(read_run(run_dir)).generalisation

@@ -13,11 +13,9 @@ from report_curves import changed, controller_run
 from report_faults import serious, told
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.limits import read_thresholds
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog, Series
-from trainer.tools.report.side_by_side import side_by_side
 
 NUM_SEEDS = 60
 Table = NDArray[np.float64]
@@ -34,8 +32,8 @@ def write(directory: Path, train: Table, val: Table | None = None) -> Path:
     return directory
 
 
-def judged(directory: Path, **limits: float) -> Report:
-    return analyse(read_run(directory), thresholds=limits)
+def judged(directory: Path) -> Report:
+    return analyse(read_run(directory))
 
 
 @pytest.mark.covers("S1.22", "S1.26", "S1.33", "S1.42")
@@ -59,50 +57,16 @@ def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path):
     assert told == {}
 
 
-@pytest.mark.covers("S1.12")
-def test_a_loss_that_is_always_zero_means_no_effective_groups(tmp_path):
-    train, _ = controller_histories(0)
-    train[:, LOSS] = 0.0
-    report = judged(write(tmp_path, train))
-    finding = told(report)["loss_zero"]
-    assert report.verdict == "FAIL" and finding.cause.startswith("No effective groups"), finding
-    assert (
-        "several answers to one prompt" in finding.remedy
-        and "label" not in finding.cause + finding.remedy
-    )
-
-
 @pytest.mark.covers("S1.19")
 def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path):
     train, _ = controller_histories(0)
     run_dir = write(tmp_path / "run", train)
-    (tmp_path / "limits").write_text("latency_budget: 250\n")
-    assert judged(run_dir, **read_thresholds(tmp_path / "limits")).verdict == "OK", (
-        "it ends at 245 ms"
-    )
-    too_slow = judged(run_dir, latency_budget=230)
-    assert (
-        told(too_slow)["budget:latency"].value == pytest.approx(245 / 230, abs=0.01)
-        and too_slow.verdict == "ATTENTION"
-    )
-    assert not [
-        finding for finding in judged(run_dir).findings if finding.id == "budget:latency"
-    ], "none is known"
-
-
-@pytest.mark.covers("S1.42")
-def test_two_controllers_are_compared_by_their_results_and_not_by_their_losses(tmp_path, capsys):
-    runs = []
-    for name, lead in (("a", 0.0), ("b", 0.25)):
-        train, val = controller_histories(5)
-        train[:, REWARD] += lead
-        val[:, REWARD] += lead
-        log = read_run(write(tmp_path / name, train, val))
-        runs.append((analyse(log), log))
-    _, metrics = side_by_side(runs)
-    differences = {row[0]: row[3] - row[2] for row in metrics.rows}
-    assert differences["val/reward_mean"] == pytest.approx(0.25)
-    assert list(differences).index("val/accuracy_mean") < list(differences).index("train/loss")
+    assert judged(run_dir).verdict == "OK", "no budget is known"
+    (run_dir / "args.json").write_text('{"latency_budget": 250}')
+    assert judged(run_dir).verdict == "OK", "it ends at 245 ms"
+    (run_dir / "args.json").write_text('{"latency_budget": 230}')
+    too_slow = told(judged(run_dir))["budget:latency"]
+    assert too_slow.value == pytest.approx(245 / 230, abs=0.01) and too_slow.level == "warn"
 
 
 def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
@@ -124,13 +88,3 @@ def test_a_controller_that_logs_batches_is_judged_by_its_epochs():
     right[:25] = 0.0
     zero = told(analyse(by_batch(changed(log, accuracy_mean=right))))["accuracy:zero"]
     assert zero.steps == (20, 500), "the first to the last of 25 epochs of 20 batches"
-
-
-@pytest.mark.parametrize("value", [1000.0, -1000.0])
-def test_an_extreme_loss_of_a_short_run_is_told_with_its_epoch(value):
-    log = controller_run(0)
-    key = next(key for key in ("train/loss", "loss") if key in log.series)
-    losses = log.series[key].values.copy()
-    losses[17] = value
-    found = told(analyse(changed(log, **{key: losses})))["loss_spike"]
-    assert found.level == "warn" and found.steps == (18, 18), found

@@ -127,13 +127,6 @@ def test_names_of_other_trainers(key, names):
     assert canonical("mfu(%)") == ("throughput/train/mfu", 0.01)
 
 
-def test_an_exact_name_wins_over_its_mirror_unless_it_holds_no_number(tmp_path):
-    for ours, expected in ((2e-3, 2e-3), ("warm", 1e-3)):
-        rows = [{"step": s, "data": {"train/lr(1e-3)": 1.0, "train/lr": ours}} for s in (1, 2)]
-        log = read_run(write_lines(tmp_path / "verl.jsonl", rows))
-        assert values(log) == {"train/lr": {1: expected, 2: expected}}
-
-
 def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_trains(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -173,32 +166,6 @@ def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "tensorboard.util.tensor_util", None)
     with pytest.raises(UnreadableLogError, match=r"pip install 'tensorboard>=2\.18'"):
         read_run(tmp_path / "tensorboard")
-
-
-def test_of_event_files_all_points_of_scalars_count_but_purged_ones(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    for purge_step, steps in ((None, range(12_000)), (7, range(7, 9))):
-        with tensorboard.SummaryWriter(str(tmp_path), purge_step=purge_step) as writer:
-            for step in steps:
-                writer.add_scalar("Train/Loss", step, step)
-            writer.add_text("note", "hello", 1)
-            writer.add_histogram("weights", np.arange(10.0), 1)
-            writer.add_scalar("tensor", 0.5, 3, new_style=True)
-        if purge_step is None:
-            assert len(read_run(tmp_path).series["train/loss"]) == 12_000
-    log = read_run(tmp_path)
-    assert set(log.series) == {"train/loss", "tensor"} and len(log.series["train/loss"]) == 9
-    assert (log.num_lost_steps, log.num_attempts, log.num_unparsed) == (11_999 - 6, 2, 0)
-
-
-def test_of_several_directories_of_event_files_the_newest_is_read(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    for name, second in (("b", 1_700_000_000), ("a", 1_700_000_001)):
-        with tensorboard.SummaryWriter(str(tmp_path / "runs" / name)) as writer:
-            writer.add_scalar("train/loss", second % 10, 1)
-        (file,) = (tmp_path / "runs" / name).iterdir()
-        file.rename(file.with_name(f"events.out.tfevents.{second}.host.1.0"))
-    assert values(read_run(tmp_path)) == {"train/loss": {1: 1}}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def remedies() -> tuple[str, ...]:
         log = replace(build(healthy(kind)), source="fsdp-sft", config=OUR_CONFIG)
         texts += [finding.remedy for finding in analyse(log).findings]
     for config in ({}, OUR_CONFIG):
-        run = AnalysedRun(replace(healthy("grpo"), source="fsdp-sft", config=config), "grpo", {})
+        run = AnalysedRun(replace(healthy("grpo"), source="fsdp-sft", config=config), "grpo")
         texts += [advise(run, name)[0] for name in ADVICE]
     return tuple(dict.fromkeys(filter(None, texts)))
 
@@ -47,7 +47,7 @@ def test_no_option_of_another_framework_is_advised():
 
 @pytest.mark.covers("S2.41")
 def test_advice_names_the_options_of_the_framework_with_the_present_and_the_new_value():
-    run = AnalysedRun(healthy("grpo"), "grpo", {})
+    run = AnalysedRun(healthy("grpo"), "grpo")
     assert advise(run, "stronger_kl")[0].startswith("Raise beta from 0.04 to 0.1")
     assert "max_completion_length from 512 to 256" in advise(run, "shorter_completions")[0]
     assert "learning_rate from 5e-5 to 5e-6" in advise(run, "lower_rate")[0]

@@ -5,7 +5,6 @@ import pytest
 
 from trainer.optim.schedule import LrSchedule
 from trainer.tools.report.learning_rate import learning_rate, raised_rates
-from trainer.tools.report.limits import merged, read_thresholds
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import beyond, departures, shift
 from trainer.tools.report.statistics import slope
@@ -20,12 +19,6 @@ def test_mann_kendall_agrees_with_the_textbook():
     assert slope(series(np.arange(10.0))).p_value == pytest.approx(8.3e-5, rel=0.01)
     assert slope(series(np.full(10, 3.0))).p_value == 1
     assert slope(series(np.arange(3.0))).p_value == 1, "three points prove nothing"
-
-
-def test_false_trends_are_as_rare_as_their_level_says():
-    rng = np.random.default_rng(1)
-    found = sum(slope(series(rng.normal(1, 0.1, 500))).p_value < 0.05 for _ in range(200))
-    assert found <= 20, "5 % of 200, seed 1"
 
 
 def test_bursts_do_not_hide_behind_each_other_and_batches_of_two_kinds_are_usual():
@@ -70,7 +63,7 @@ SCHEDULES = {
 @pytest.mark.covers("S2.10", "S3.33")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_recognised(name):
-    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), total_steps=2000)
+    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), 2000)
     assert told.schedule == name.split()[0] and told.peak == pytest.approx(3e-5, rel=0.01)
 
 
@@ -81,7 +74,7 @@ def test_the_schedules_of_this_trainer_are_recognised_however_short(kind, total_
     own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])
-    told = learning_rate(Series(steps, rates), (), total_steps=total_steps)
+    told = learning_rate(Series(steps, rates), (), total_steps)
     assert told.schedule == kind and told.raised == () and told.warmup_steps == total_steps // 10
 
 
@@ -125,17 +118,3 @@ def test_a_raised_rate_is_found_to_the_point(where, expected):
 )
 def test_what_a_schedule_does_by_itself_is_no_jump(rate):
     assert raised_rates(series(rate)) == ()
-
-
-def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path):
-    path = tmp_path / "limits.yaml"
-    path.write_text("# mine\ntrend_p: 3\n\nkl_high: 8  # nat\n")
-    assert read_thresholds(path) == {"trend_p": 3.0, "kl_high": 8.0}
-    assert merged(read_thresholds(path))["kl_high"] == 8 != merged(None)["kl_high"]
-    for content, told in (
-        ("kl_high: high", "line 1: 'kl_high: high' is not"),
-        ("kl_hihg: 3", "mean 'kl_high'"),
-    ):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=told):
-            read_thresholds(path)

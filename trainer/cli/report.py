@@ -10,16 +10,12 @@ import sys
 from pathlib import Path
 
 from trainer.cli.arguments import Parser, as_command, write_file
-from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.tools.report.result import as_json
 from trainer.tools.report.run_log import UnreadableLogError
 
 EXIT_UNREADABLE = 4
-CODES: dict[type[Exception], int] = {
-    UnreadableLogError: EXIT_UNREADABLE,
-    OSError: EXIT_UNREADABLE,
-}
+CODES: dict[type[Exception], int] = dict.fromkeys((UnreadableLogError, OSError), EXIT_UNREADABLE)
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 3}
 """Exit code of each verdict with `--check`; 2 stays wrong usage."""
 PROFILES = ("auto", "sft", "grpo", "controller", "generic")
@@ -30,15 +26,10 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     # imported here so that help and usage errors come at once
     from trainer.tools.report.analyse import analyse
-    from trainer.tools.report.limits import read_thresholds
     from trainer.tools.report.readers import read_run
 
-    try:
-        thresholds = read_thresholds(options.config) if options.config else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {options.config}: {error}") from error
     logs = [read_run(path) for path in options.paths]
-    reports = [analyse(log, profile=options.profile, thresholds=thresholds) for log in logs]
+    reports = [analyse(log, profile=options.profile) for log in logs]
     runs = list(zip(reports, logs, strict=True))
     if options.json:
         trees = [as_json(report) for report in reports]
@@ -66,8 +57,6 @@ def _parser() -> Parser:
     add("--check", action="store_true", help=about)
     about = "which absolute limits apply (default: by the metrics in the log)"
     add("--profile", choices=PROFILES, default="auto", help=about)
-    about = "limits of your own, one `name: number` per line"
-    add("--config", metavar="FILE", type=Path, help=about)
     return parser
 
 

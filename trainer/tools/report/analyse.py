@@ -2,88 +2,70 @@
 readers and pages.
 """
 
-import re
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
 
 import numpy as np
 
 from trainer.runtime.text import readable
 from trainer.tools.report.analysed_run import AnalysedRun, recognise_profile
-from trainer.tools.report.anomalies import find_anomalies, observe
+from trainer.tools.report.anomalies import find_anomalies
 from trainer.tools.report.checks import judge
 from trainer.tools.report.checks_run import too_little
 from trainer.tools.report.checks_speed import throughput
 from trainer.tools.report.checks_validation import generalisation
-from trainer.tools.report.formatting import counted, duration, listed
-from trainer.tools.report.inventory import group_counts, inventory
+from trainer.tools.report.formatting import counted, listed
 from trainer.tools.report.judge import CHECKS, checklist, ordered
 from trainer.tools.report.learning_rate import learning_rate
-from trainer.tools.report.limits import merged
 from trainer.tools.report.result import Finding, MetricSummary, Report
-from trainer.tools.report.run_log import RunLog
+from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.statistics import finite, is_falling, is_rising
+from trainer.tools.report.vocabulary import meaning, role_order
 from trainer.tools.report.words import how_common, story
 
 NUM_TOP = 3
 SLACK_SHARE, LEAST_SLACK = 0.02, 10
 """Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
-CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
 VERDICTS = {"fail": "FAIL", "warn": "ATTENTION"}
 """Level of the worst finding -> verdict."""
 
 
 # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged as such
 @np.errstate(all="ignore")
-def analyse(
-    log: RunLog, *, profile: str = "auto", thresholds: Mapping[str, float] | None = None
-) -> Report:
-    """Return everything that can be said about a log.
-
-    `thresholds` override single limits. Raise `ValueError` for an unknown limit.
-    """
-    limits = merged(thresholds)
+def analyse(log: RunLog, *, profile: str = "auto") -> Report:
+    """Return everything that can be said about a log."""
     kind = recognise_profile(log) if profile == "auto" else profile
-    run = AnalysedRun(log, kind, limits)
-    witnesses = observe(log, is_generating=kind == "grpo")
-    run = replace(run, anomalies=find_anomalies(witnesses, last_step=run.total_steps))
+    run = AnalysedRun(log, kind)
+    anomalies = find_anomalies(log, is_generating=kind == "grpo", total_steps=run.total_steps)
+    run = replace(run, anomalies=anomalies)
     found, unjudged = judge(run, CHECKS)
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
     worst = findings[0].level if findings else ""
     verdict = VERDICTS.get(worst) or ("INSUFFICIENT" if too_little(run) else "OK")
-    rates, metrics = run.find("lr"), inventory(run)
+    rates = run.find("lr")
     return Report(
-        title=_title(log.path),
+        title=(log.path if log.path.is_dir() else log.path.parent).absolute().name,
         source=log.source,
         path=log.path,
         profile=kind,
         verdict=verdict,
         headline=_headline(run, verdict, findings),
-        facts=_facts(run, metrics),
+        facts=_facts(run),
         top=tuple([finding for finding in findings if finding.level != "info"][:NUM_TOP]),
         findings=findings,
-        metrics=metrics,
-        anomalies=run.anomalies,
+        metrics=tuple(
+            _summary(key, log.series[key])
+            for key in sorted(log.series, key=role_order)
+            if log.series[key]
+        ),
+        anomalies=anomalies,
         generalisation=generalisation(run),
-        learning_rate=learning_rate(rates, run.anomalies, total_steps=run.total_steps)
-        if rates
-        else None,
+        learning_rate=learning_rate(rates, anomalies, run.total_steps) if rates else None,
         throughput=throughput(run),
-        serving=log.proofs,
         checklist=checklist(run, findings, unjudged),
-        thresholds=limits,
-        overridden=tuple(thresholds or ()),
         insufficient=tuple(unjudged.items()),
         closing=_closing(run, verdict, findings),
-        evaluations=log.evaluations,
     )
-
-
-def _title(path: Path) -> str:
-    """Return the directory of the run, also where the log is in one of its checkpoints."""
-    directories = (path if path.is_dir() else path.parent, *path.parents)
-    names = (one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name))
-    return next(names, path.name)
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
@@ -99,42 +81,55 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 def _normal(run: AnalysedRun) -> str:
     """Describe a healthy run; a controller by the trends of its three results."""
-    courses = {"loss": ("the loss falls", run.is_falling)}
+    courses = {"loss": ("falls", is_falling)}
     if run.profile == "controller":
-        courses = {
-            "reward": ("the reward rises", run.is_rising),
-            "accuracy": ("the accuracy rises", run.is_rising),
-            "violation": ("budget violations fall", run.is_falling),
-        }
+        rises = ("rises", is_rising)
+        courses = {"reward": rises, "accuracy": rises, "violation": ("falls", is_falling)}
     good = [
-        words
-        for role, (words, is_good) in courses.items()
+        f"the {role} {word}"
+        for role, (word, is_good) in courses.items()
         if run.find(role) and is_good(run.levels(role))
     ]
     rest = "no check objects" if run.anomalies else "nothing left its usual range"
     return f"Normal: {listed([*good, rest])}."
 
 
-def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
+def _facts(run: AnalysedRun) -> dict[str, str]:
     """Return the lines of the header that the log tells."""
     log = run.log
     total = readable(sum(state.size_bytes for state in log.checkpoints))
-    launch = listed(run.quoted(purpose) for purpose in ("lr", "clip", "batch"))
     again = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
     facts = {
         "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
-        "metrics": group_counts(metrics),
-        "rows": str(log.num_rows),
-        "time span": "" if log.span_s is None else duration(log.span_s),
+        "time span": "" if log.span_s is None else str(timedelta(seconds=round(log.span_s))),
         "attempts": again if log.num_attempts > 1 else "",
         "rows skipped": str(log.num_unparsed or ""),
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
-        "configuration": launch if run.is_configured else "",
-        "ranks": str(log.environment.get("ranks", "")),
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}
+
+
+def _summary(key: str, series: Series) -> MetricSummary:
+    entry, points = meaning(key), finite(series) or series[:1]
+    low, high = np.argmin(points.values), np.argmax(points.values)
+    trend = "rising" if is_rising(points) else "falling" if is_falling(points) else "flat"
+    return MetricSummary(
+        key=key,
+        group=entry.group,
+        unit="" if entry.unit == "1" else entry.unit,
+        meaning=entry.meaning,
+        direction=entry.better,
+        num_points=len(series),
+        first=points.values[0],
+        last=points.values[-1],
+        minimum=points.values[low],
+        minimum_step=int(points.steps[low]),
+        maximum=points.values[high],
+        maximum_step=int(points.steps[high]),
+        trend=trend,
+    )
 
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:

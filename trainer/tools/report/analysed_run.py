@@ -12,10 +12,9 @@ from trainer.tools.report.names import OPTIONS, ROLES, options_of
 from trainer.tools.report.result import Anomaly
 from trainer.tools.report.run_log import RunLog, Series
 from trainer.tools.report.shapes import period
-from trainer.tools.report.statistics import Ints, Mask, epoch_means, finite, slope
+from trainer.tools.report.statistics import Ints, Mask, epoch_means, finite
 from trainer.tracking.metrics.words import pattern
 
-PROFILES = ("sft", "grpo", "controller", "generic")
 MIN_CADENCE = 5
 """Saves or validations that come more often cannot be told apart from other steps."""
 NUM_COMPILE = 3
@@ -24,17 +23,22 @@ NUM_WARMING = 20
 """Steps in which devices are not yet busy."""
 
 
+CAP_SHARE = 0.97
+"""A longest answer within 3 % of the cap has reached it."""
+MIN_HITS = 3
+"""Fewer answers reach the cap by chance."""
+
+
 class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
     """A check lacks what it needs; the text says what."""
 
 
 @dataclass(frozen=True)
 class AnalysedRun:
-    """A log, the profile that says which absolute bands apply, the limits and the anomalies."""
+    """A log, the profile that selects the absolute bands, and the anomalies."""
 
     log: RunLog
     profile: str
-    limits: Mapping[str, float]
     anomalies: tuple[Anomaly, ...] = ()
 
     def key(self, role: str) -> str | None:
@@ -42,11 +46,16 @@ class AnalysedRun:
         highest value.
         """
         series, keys = self.log.series, ROLES[_source(role)]
+        exact = [key for key in keys if key in series]
+        if exact:
+            return exact[0]
         patterns = [pattern(key) for key in keys if "<" in key]
         matching = [key for key in series if any(one.fullmatch(key) for one in patterns)]
-        matching.sort(key=lambda key: -np.nanmax(series[key].values, initial=-np.inf))
-        exact = [key for key in keys if key in series]
-        return next(iter(exact + matching), None)
+        return max(
+            matching,
+            key=lambda key: np.nanmax(series[key].values, initial=-np.inf),
+            default=None,
+        )
 
     def find(self, role: str) -> Series | None:
         """Return the finite points of a role; None where the log has none."""
@@ -70,22 +79,13 @@ class AnalysedRun:
         return self.key(role) or ROLES[_source(role)][0]
 
     def levels(self, role: str) -> Series:
-        """Return the points that a level is judged by: epoch means where a controller, which
-        swings from batch to batch, logs batches.
+        """Return the points that a level is judged by: the epoch means of a controller, which
+        swings from batch to batch.
         """
         series, epochs = self.get(role), self.find("epoch")
         if self.profile != "controller" or epochs is None:
             return series
-        has_batches = len(np.unique(np.ceil(epochs.values))) < len(epochs) / 2
-        return epoch_means(series, epochs, least=1) if has_batches else series
-
-    def is_rising(self, series: Series) -> bool:
-        """Return whether a series has a significant upward trend."""
-        return slope(series).is_rising(self.limits["trend_p"])
-
-    def is_falling(self, series: Series) -> bool:
-        """Return whether a series has a significant downward trend."""
-        return slope(series).is_falling(self.limits["trend_p"])
+        return epoch_means(series, epochs)
 
     def config(self, *names: str) -> Any:
         """Return the first option of these names, given in full or by the last part; None where
@@ -95,7 +95,7 @@ class AnalysedRun:
             value
             for name in names
             for key, value in self.log.config.items()
-            if key == name or key.endswith(f".{name}")
+            if f".{key}".endswith(f".{name}")
         )
         return next(found, None)
 
@@ -153,11 +153,10 @@ class AnalysedRun:
 
     def is_busy(self, steps: Ints) -> Mask:
         """Return which steps, or the ones before them, saved or validated."""
-        kinds = ("checkpoint", "save", "eval")
         known = [state.step for state in self.log.checkpoints]
-        known += [event.step for event in self.log.events if event.kind in kinds]
-        losses = self.find("val_loss")
-        known += losses.steps.tolist() if losses else []
+        known += [event.step for event in self.log.events if event.kind == "checkpoint"]
+        if losses := self.find("val_loss"):
+            known += losses.steps.tolist()
         mask = np.isin(steps, known) | np.isin(steps - 1, known)
         for cadence in map(self.amount, ("save", "eval")):
             if cadence and cadence >= MIN_CADENCE:
@@ -183,39 +182,45 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
     do work of their own.
     """
     ordinary = _ordinary(run, times)
-    relative = _times(ordinary, float(np.median(ordinary.values)))
+    relative = _over(ordinary, float(np.median(ordinary.values)))
     is_slow = relative.values > 2
-    has_period = period(relative.steps[is_slow]) is not None
-    return relative[~is_slow] if has_period else relative
+    return relative if period(relative.steps[is_slow]) is None else relative[~is_slow]
 
 
-def _times(series: Series, usual: float) -> Series:
+def _over(series: Series, usual: object) -> Series:
     """Return a series as multiples of a positive number; nothing without one."""
-    return Series(series.steps, series.values / usual) if usual > 0 else series[:0]
+    if not isinstance(usual, int | float) or usual <= 0:
+        return series[:0]
+    return Series(series.steps, series.values / usual)
 
 
-def _latency(run: AnalysedRun, latency: Series) -> Series:
-    """Return latencies over their budget, of the limits or of the configuration."""
-    names = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
-    budget = run.limits["latency_budget"] or run.config(*names)
-    return _times(latency, budget if isinstance(budget, int | float) else 0)
+def _over_median(series: Series, until: int | None = None) -> Series:
+    """Return a series as multiples of the median of its first points."""
+    return _over(series, float(np.median(series.values[:until])))
 
 
+def _at_cap(run: AnalysedRun, lengths: Series) -> Series:
+    """Return 1 where the longest answer reaches its limit, else 0; without a known limit where it
+    is a length met often.
+    """
+    longest = lengths.values.max()
+    is_often = np.count_nonzero(lengths.values == longest) >= MIN_HITS
+    cap = run.amount("completion") or (longest if is_often else np.inf)
+    return Series(lengths.steps, np.where(lengths.values >= CAP_SHARE * cap, 1.0, 0.0))
+
+
+BUDGETS = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
+"""Options of controllers that limit the latency, in ms."""
 DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "ordinary_time": ("time", _ordinary),
     "time_ratio": ("time", _relative_time),
     "warm_gpu_util": ("gpu_util", lambda _, busy: busy[busy.steps > NUM_WARMING]),
     "data_share": ("data_time", _data_share),
-    "reward_std_ratio": (
-        "reward_std",
-        lambda _, one: _times(one, float(np.median(one.values[: len(one) // 3 + 1]))),
-    ),
-    "min_length_ratio": ("min_length", lambda _, one: _times(one, float(np.median(one.values)))),
-    "length_ratio": (
-        "total_len_max",
-        lambda run, one: _times(one, run.amount("max_length") or 0),
-    ),
-    "latency_ratio": ("latency", _latency),
+    "reward_std_ratio": ("reward_std", lambda _, one: _over_median(one, len(one) // 3 + 1)),
+    "min_length_ratio": ("min_length", lambda _, one: _over_median(one)),
+    "at_cap": ("max_length", _at_cap),
+    "zero_loss": ("loss", lambda _, one: Series(one.steps, np.where(one.values == 0, 1.0, 0.0))),
+    "latency_ratio": ("latency", lambda run, one: _over(one, run.config(*BUDGETS))),
 }
 """Role -> the role in the log that it follows from, and how."""
 
@@ -229,7 +234,7 @@ def recognise_profile(log: RunLog) -> str:
     """Return controller for rewards with latencies or budgets, grpo for rewards, a KL or
     advantages, sft for a loss without rewards.
     """
-    run = AnalysedRun(log, "generic", {})
+    run = AnalysedRun(log, "generic")
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")

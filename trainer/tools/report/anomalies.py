@@ -86,19 +86,31 @@ class Witness:
         return float(self.levels[np.searchsorted(self.series.steps, mover.onset_step)])
 
 
-def observe(log: RunLog, *, is_generating: bool) -> tuple[Witness, ...]:
-    """Return the metrics of a log that can testify: those with enough finite points."""
-    found = []
+def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tuple[Anomaly, ...]:
+    """Return all intervals in order of time."""
+    witnesses = []
     for key, series in log.series.items():
         group, known = group_of(key, is_generating=is_generating), finite(series)
         if group == "loss" and not is_generating:
             known = known[known.values != 0]  # of no token: no level to rise from
         if group is not None and len(known) >= MIN_POINTS:
-            found.append(_witness(key, group, known))
-    return tuple(found)
+            witnesses.append(_witness(key, group, known))
+    if not witnesses:
+        return ()
+    grid = max((w.series.steps for w in witnesses), key=len)
+    points = _qualified(witnesses, grid)
+    clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
+    found = (
+        _anomaly(witnesses, grid, int(cluster[0]), int(cluster[-1]), total_steps)
+        for cluster in clusters
+        if len(cluster)
+    )
+    has_gradient = any(witness.group == "gradient" for witness in witnesses)
+    return tuple(one for one in found if not (has_gradient and _is_hard_batch(one)))
 
 
 def _witness(key: str, group: str, series: Series) -> Witness:
+    """Return how far each point of a metric is from its usual level."""
     is_log = group in (*EFFECTS, "length") and bool(series.values.min() > 0)
     values = np.log(series.values) if is_log else series.values
     # trifles in a quiet stretch do not stand out
@@ -122,19 +134,6 @@ def _witness(key: str, group: str, series: Series) -> Witness:
     return Witness(key, group, series, is_log, z, levels, spread, np.flatnonzero(is_far))
 
 
-def find_anomalies(witnesses: tuple[Witness, ...], *, last_step: int) -> tuple[Anomaly, ...]:
-    """Return all intervals in order of time."""
-    if not witnesses:
-        return ()
-    grid = max((w.series.steps for w in witnesses), key=len)
-    points = _qualified(witnesses, grid)
-    clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
-    ends = [(int(cluster[0]), int(cluster[-1])) for cluster in clusters if len(cluster)]
-    found = (_anomaly(witnesses, grid, first, last, last_step) for first, last in ends)
-    has_gradient = any(witness.group == "gradient" for witness in witnesses)
-    return tuple(one for one in found if not (has_gradient and _is_hard_batch(one)))
-
-
 def _is_hard_batch(anomaly: Anomaly) -> bool:
     """Return whether one batch explains an anomaly: the loss of a single point alone."""
     is_single = anomaly.steps[0] == anomaly.steps[1] and anomaly.has_recovered
@@ -142,7 +141,7 @@ def _is_hard_batch(anomaly: Anomaly) -> bool:
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH
 
 
-def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
+def _qualified(witnesses: list[Witness], grid: Ints) -> Ints:
     """Return the grid points of anomalies: an effect left its range, or two other groups did
     within a point.
     """
@@ -160,8 +159,9 @@ def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
 
 
 def _anomaly(
-    witnesses: tuple[Witness, ...], grid: Ints, first: int, last: int, last_step: int
+    witnesses: list[Witness], grid: Ints, first: int, last: int, total_steps: int
 ) -> Anomaly:
+    """Describe the interval between two points of the grid by the metrics that moved in it."""
     # at the ends of the grid, other metrics may have been logged before and after it
     low = int(grid[first - MERGE_POINTS]) if first > MERGE_POINTS else 0
     is_last = last + MERGE_POINTS >= len(grid) - 1
@@ -180,9 +180,8 @@ def _anomaly(
         metric=leader.metric,
         peak_step=leader.peak_step,
         peak_value=leader.peak_value,
-        z=leader.z,
         ratio=leader.peak_value / level if level * leader.peak_value > 0 else math.nan,
-        percent=100 * leader.peak_step / last_step,
+        percent=100 * leader.peak_step / total_steps,
         has_recovered=all(_has_recovered(*pair, until) for pair in effects or [(witness, leader)]),
         movers=tuple(mover for _, mover in moved),
         chain=tuple(chain.values()),

@@ -1,4 +1,4 @@
-"""The usual ranges of metrics, and the moves of levels that are faults: a row each, in two tables.
+"""The usual ranges of metrics, and the moves, growth and plateaus that are faults: a row each.
 
 `checks_bands.py` judges them. The reason is a name of `REASONS`: why, and what to do.
 """
@@ -10,8 +10,8 @@ from trainer.tools.report.names import rows_of
 
 _BANDS = """
 # id                  | metric             | range     | level | profile    | reason | what is judged
-loss_start_high       | loss first         | ..5       | warn  | sft        | unfit | The first loss
-loss_start_high       | loss first         | 1.5..3    | note  | sft        | unfit | The first loss
+loss_start_high       | loss 1-10          | ..5       | warn  | sft        | unfit | The first loss
+loss_start_high       | loss 1-10          | 1.5..3    | note  | sft        | unfit | The first loss
 loss_final            | loss last          | 0.1..     | warn  | sft        | by_heart | The last loss
 loss_final            | loss last          | 0.5..1.5  | note  | sft        | none | The last loss
 val_final             | val_loss last      | 0.8..2    | note  | sft        | none | The last validation loss
@@ -27,16 +27,28 @@ memory:headroom       | reserved_share 1   | ..0.95    | warn  |            | he
 oom_nccl:memory       | ooms 1             | ..0       | fail  |            | too_little | The number of OOM errors
 oom_nccl:retries      | alloc_retries 1    | ..0       | fail  |            | too_little | The number of alloc retries
 truncation            | truncated mean     | ..0.05    | warn  |            | cut | The share of truncated samples
-truncation:length     | length_ratio 1     | ..1       | warn  |            | elsewhere | A length relative to its limit
 truncation:empty      | empty_label 1      | ..0       | warn  |            | empty | The number of empty samples
-accuracy:zero         | accuracy 21        | 0.001..   | warn  | controller | no_answers | The accuracy
-budget:stuck          | violation 21       | ..0.5     | warn  | controller | penalty | The share of answers over budget
+accuracy:zero         | accuracy 21        | 0.001..   | fail  | controller | no_answers | The accuracy
+budget:stuck          | violation 21       | ..0.5     | fail  | controller | penalty | The share of answers over budget
 budget:latency        | latency_ratio last | ..1       | warn  | controller | penalty | Latency relative to its budget
 budget:final          | violation last     | ..0.05    | note  | controller | go_on | The last share over the budget
+loss_zero             | zero_loss 10       | ..0.5     | fail  | sft        | no_labels | The share of zero losses
+loss_zero             | zero_loss 10       | ..0.5     | fail  | controller | no_groups | The share of zero losses
+reward_trend:negative | reward max         | 0..       | info  | grpo controller | negative | The highest reward
+course:reward         | reward 1-10        | -0.75..   | note  | controller | trend | The reward of epochs 1 to 10
+course:reward         | reward 11-20       | -0.25..   | note  | controller | trend | The reward of epochs 11 to 20
+course:reward         | reward 21-30       | 0.05..    | note  | controller | trend | The reward of epochs 21 to 30
+course:accuracy       | accuracy 11-20     | 0.1..     | note  | controller | trend | The accuracy of epochs 11 to 20
+course:accuracy       | accuracy 21-30     | 0.2..     | note  | controller | trend | The accuracy of epochs 21 to 30
+course:budget         | violation 1-10     | ..0.6     | note  | controller | trend | Violations in epochs 1 to 10
+course:budget         | violation 11-20    | ..0.4     | note  | controller | trend | Violations in epochs 11 to 20
+course:budget         | violation 21-30    | ..0.3     | note  | controller | trend | Violations in epochs 21 to 30
 kl                    | kl 1               | ..5       | note  |            | far | KL to the reference
 kl                    | kl                 | 0.01..    | note  |            | still | KL to the reference
 length_shift:shortest | min_length_ratio 1 | ..2       | note  |            | stops | Shortest length to usual
 clipped_ratio         | clipped_ratio 1    | ..0.3     | fail  | grpo       | cut_off | The share of answers cut off
+clipped_ratio:cap     | at_cap all mean    | ..0.2     | warn  | grpo       | no_end | The share of points at the cap
+clipped_ratio:cap     | at_cap all mean    | ..0.002   | note  | grpo       | no_end | The share of points at the cap
 clip_ratio            | clip_ratio         | ..0.5     | warn  |            | unclipped | The share of clipped ratios
 clip_ratio            | clip_ratio         | 0.1..0.3  | note  |            | unclipped | The share of clipped ratios
 adv_shape:std         | equal_groups       | ..0.9     | warn  |            | equal | The share of equal groups
@@ -47,7 +59,10 @@ adv_shape:mean        | adv_mean           | -0.1..0.1 | warn  |            | gr
 reward_clip           | reward_clip        | ..0.4     | warn  |            | narrow | The share of clipped rewards
 reward_clip           | reward_clip        | ..0.2     | note  |            | narrow | The share of clipped rewards
 """
-"""A number after the metric: points that make a level (default: a twentieth of the log)."""
+"""Words after the metric: a number is the points that make a level (default: a twentieth of the
+log), `all` takes the whole log, `last` its end, `1-10` these points; a level is the median, `mean` or
+`max`.
+"""
 
 _MOVES = """
 # id                  | metric             | by   | level | profile         | reason | what it means
@@ -73,8 +88,56 @@ time_growth:slowdown  | ordinary_time      | 1.5  | warn  |                 | sl
 metric: points that the move has lasted for; sudden: a slow move is no fault.
 """
 
+_GROWTH = """
+# id                  | metric             | by   | level | profile | reason | what it means
+time_growth           | ordinary_time 20   | 0.1  | warn  |         | slower | Steps get slower
+time_growth:start     | ordinary_time 8 start | 0.1 | note |        | slower | Steps get slower
+memory:leak           | rss 500 late       | 0.03 | warn  |         | kept   | Host memory grows
+memory:leak           | allocated 500 late | 0.03 | warn  |         | kept   | Device memory grows
+memory:leak           | reserved 500 late  | 0.05 | warn  |         | kept   | Device memory grows
+"""
+"""By: the share by which a metric grows steadily. Words after the metric: the least steps of a log;
+`start` looks at the first steps alone, `late` at the second half: buffers and caches fill in the
+first.
+"""
+
+_FLAT = """
+# id                  | metric             | by   | level | profile         | reason | what does not rise
+reward_trend:flat     | reward 8           |      | warn  | grpo controller | drowned | The reward
+accuracy:flat         | accuracy 20        |      | warn  | controller      | unsuitable | The accuracy
+"""
+"""Results that never get better in so many points."""
+
 REASONS: dict[str, tuple[str, ...]] = {
     "none": ("",),
+    "trend": ("", "The trend counts more than the level."),
+    "negative": (
+        "Accuracy is still low, or the latency budget is missed.",
+        "That is fine while it rises; else check the accuracy and the budget.",
+    ),
+    "drowned": (
+        "The weights of the reward's parts drown what can be learnt, or groups are too small.",
+        "Change the reward weights.",
+        "larger_group",
+    ),
+    "unsuitable": (
+        "Too little training yet, or unsuitable hyper-parameters.",
+        "Train longer, or change {lr} and {group}.",
+    ),
+    "no_end": ("Some answers never stop by themselves.", "shorter_completions"),
+    "no_labels": (
+        "No label token in the batches: wrong template or mask, or samples cut too early.",
+        "Look at the labels of a batch, and at {max_length} and the truncation.",
+    ),
+    "no_groups": (
+        "No effective groups: where all rewards of a group are equal, its advantages are 0.",
+        "Check that a group holds several answers to one prompt.",
+        "larger_group",
+    ),
+    "kept": (
+        "Something is kept that should be freed: a list of losses, a cache, worker processes.",
+        "Compare with {workers}=0; look for tensors kept over steps.",
+    ),
     "unfit": (
         "Data and model do not fit: wrong tokenizer or chat template, or untrained weights.",
         "Read a tokenized sample back, and check which weights were loaded.",
@@ -102,10 +165,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "loading",
     ),
     "stalls": ("Stalls of the loader, the network or the storage.", "loading"),
-    "elsewhere": (
-        "Lengths are limited elsewhere than where they are configured.",
-        "Check {max_length} and the truncation.",
-    ),
     "stops": ("No answer stopped where it should: what ends a text was disturbed.", "watch"),
     "idle": (
         "Batches too small, waiting for data, or waiting for other ranks.",
@@ -221,16 +280,14 @@ class Row(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Points of a level; 0: as many as usual."""
+        """Return the number among its options; 0 without one."""
         return next((int(word) for word in self.options if word.isdigit()), 0)
 
     @property
-    def limits(self) -> dict[str, float]:
-        """Names and values of its limits, by which they can be overridden: low, then high."""
-        words = [word for word in self.options if word in ("first", "last")]
-        words += [self.role] + [self.level] * (self.level != "note")
-        ends = zip(("low", "high"), self.range.split(".."), (-math.inf, math.inf), strict=True)
-        return {"_".join([*words, side]): float(end or default) for side, end, default in ends}
+    def limits(self) -> tuple[float, float]:
+        """Return the lower and the upper limit; infinite where the range is open."""
+        low, high = self.range.split("..")
+        return float(low or -math.inf), float(high or math.inf)
 
 
 def _row(
@@ -242,5 +299,6 @@ def _row(
     return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)
 
 
-BANDS = tuple(_row(*cells) for cells in rows_of(_BANDS))
-MOVES = tuple(_row(*cells) for cells in rows_of(_MOVES))
+BANDS, MOVES, GROWTH, FLAT = (
+    tuple(_row(*cells) for cells in rows_of(table)) for table in (_BANDS, _MOVES, _GROWTH, _FLAT)
+)

@@ -1,60 +1,79 @@
 """Checks of one metric each: the rows of `bands.py`."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.bands import BANDS, MOVES, Row
+from trainer.tools.report.bands import BANDS, FLAT, GROWTH, MOVES, Row
 from trainer.tools.report.checks import START_STEPS, Check, Findings, finding_of
-from trainer.tools.report.formatting import number, step
+from trainer.tools.report.formatting import number
+from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import beyond, shift
-from trainer.tools.report.statistics import within
+from trainer.tools.report.shapes import began, beyond, shift
+from trainer.tools.report.statistics import is_rising, slope, within
 
 NUM_ENDS = 10
-"""Points whose median stands for the start or the end of a curve."""
+"""Points whose median stands for the end of a curve."""
+LEAST_PART = 4
+"""More points than this of a part must have been logged."""
+LEVELS: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max}
+GROWTH_P = 0.01
+"""Growth that raises an alarm is significant below this."""
 NUM_SUDDEN = 5
 """A sudden move takes no more points."""
+
+
+def _finding(row: Row, run: AnalysedRun, title: str, **fields: Any) -> Finding:
+    """Return the finding of a row, with its reason."""
+    cause, *remedy = row.reason
+    before = run.checkpoint(fields["steps"][0])
+    return finding_of(
+        row.level,
+        title,
+        cause=cause.format_map(run.options),
+        remedy=[text.replace("{checkpoint}", before) for text in remedy],
+        metric=run.name(row.role),
+        **fields,
+    )
+
+
+def _part(row: Row, points: Series) -> Series:
+    """Return the points that a row of `BANDS` judges."""
+    for word in row.options:
+        first, dash, last = word.partition("-")
+        if dash:
+            is_start = len(points) >= int(first) + LEAST_PART and points.steps[0] <= START_STEPS
+            return points[int(first) - 1 : int(last)] if is_start else points[:0]
+    if "last" in row.options:
+        return points[-1 if row.role == "val_loss" else -NUM_ENDS :]
+    return points
 
 
 def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     """Compare a metric with the range of one row."""
     if row.role in ("loss", "val_loss") and not run.is_pretrained:
         raise NotJudged("no usual range for a model trained from random weights")
-    part = points = run.levels(row.role)
-    if "first" in row.options:
-        part = points[:NUM_ENDS] if points.steps[0] <= START_STEPS else points[:0]
-    elif "last" in row.options:
-        part = points[-1 if row.role == "val_loss" else -NUM_ENDS :]
-    is_end = bool(row.options & {"first", "last"})
-    # an open side has no limit: its name may be that of another row
-    low, high = (
-        run.limits[name] if np.isfinite(limit) else limit for name, limit in row.limits.items()
-    )
-    of = np.mean if "mean" in row.options else np.median
-    found = beyond(part, low=low, high=high, width=len(part) if is_end else row.width, of=of)
+    points = run.levels(row.role)
+    part = _part(row, points)
+    is_whole = len(part) < len(points) or bool(row.options & {"all", "max", "last"})
+    low, high = row.limits
+    of = next((LEVELS[word] for word in row.options & LEVELS.keys()), np.median)
+    found = beyond(part, low=low, high=high, width=len(part) if is_whole else row.width, of=of)
     if found is None or len(part) < row.width:
         return
-    level, where = found.level, "" if is_end else f" from step {step(found.steps[0])} on"
+    level, where = found.level, "" if is_whole else f" from step {found.steps[0]} on"
     if row.width == 1:
         peak = np.argmax(part.values)
-        level, where = part.values[peak], f" at step {step(part.steps[peak])}"
-    limit = high if found.is_high else low
-    usual = f"{'at most' if found.is_high else 'at least'} {number(limit)}"
+        level, where = part.values[peak], f" at step {part.steps[peak]}"
+    usual = f"at least {number(low)}" if np.isinf(high) else f"at most {number(high)}"
     if np.isfinite([low, high]).all():
         usual = f"{number(low)} to {number(high)}"
-    cause, *remedy = row.reason
-    yield finding_of(
-        row.level,
-        f"{row.what} is {number(level)}{where}; {usual} is usual.",
-        metric=run.name(row.role),
-        steps=found.steps,
-        value=level,
-        threshold=limit,
-        cause=cause.format_map(run.options),
-        remedy=remedy,
-    )
+    title = f"{row.what} is {number(level)}{where}; {usual} is usual."
+    limit = high if found.is_high else low
+    yield _finding(row, run, title, steps=found.steps, value=level, threshold=limit)
 
 
 def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
@@ -65,16 +84,32 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
         return
     if "sudden" in row.options and not _is_sudden(points, found.steps[0], abs(factor)):
         return
-    cause, *remedy = row.reason
-    yield finding_of(
-        row.level,
+    title = (
         f"{run.name(row.role)} went from {number(found.before)} to {number(found.after)} after "
-        f"step {step(found.at)}: {row.what}.",
-        steps=(found.at, found.steps[1]),
-        value=found.after,
-        cause=cause,
-        remedy=[text.replace("{checkpoint}", run.checkpoint(found.at)) for text in remedy],
+        f"step {found.at}: {row.what}."
     )
+    yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
+
+
+def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
+    """Look for the growth of one row."""
+    points = run.levels(row.role)
+    if "start" in row.options:
+        points = within(points, 0, START_STEPS)
+    late = points[len(points) // 2 :] if "late" in row.options else points
+    course = slope(late)
+    is_growing = course.p_value < GROWTH_P and course.relative_change > float(row.range)
+    if is_growing and points.ends[1] >= row.width:
+        title = f"{row.what}, by {course.relative_change:.1%} to {number(late.values[-1])}."
+        yield _finding(row, run, title, steps=(began(points), points.ends[1]))
+
+
+def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
+    """Look for a result that does not get better, over the run or up to a plateau."""
+    points = run.levels(row.role)
+    if len(points) >= row.width and not is_rising(points) and shift(points, sign=1) is None:
+        title = f"{row.what} does not rise; its level is {number(np.median(points.values))}."
+        yield _finding(row, run, title, steps=points.ends)
 
 
 def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
@@ -88,6 +123,6 @@ def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
 
 CHECKS = tuple(
     Check(row.id, (row.role,), row.profiles, partial(judges, row))
-    for rows, judges in ((BANDS, _outside), (MOVES, _moved))
+    for rows, judges in ((BANDS, _outside), (MOVES, _moved), (GROWTH, _grows), (FLAT, _stays))
     for row in rows
 )

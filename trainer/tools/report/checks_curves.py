@@ -5,20 +5,17 @@ import numpy as np
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.anomalies import is_of
 from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
-from trainer.tools.report.formatting import counted, interval, listed, number, share
-from trainer.tools.report.inventory import phases
-from trainer.tools.report.learning_rate import learning_rate, scheduled
+from trainer.tools.report.formatting import counted, interval, listed, number
+from trainer.tools.report.learning_rate import learning_rate, raised_rates, scheduled
 from trainer.tools.report.names import ROLES
 from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
-from trainer.tools.report.statistics import bins, noise, slope, within
+from trainer.tools.report.statistics import bins, is_falling, is_rising, noise, slope, within
 from trainer.tools.report.words import how_common, moved_along, why_recovered
 
 NUM_STRETCHES = 20
 """Parts of the first steps when their trend is tested; points that a trend or schedule needs."""
-NUM_ZERO = 10
-"""Losses of exactly 0 that are a fault."""
 NUM_EARLY, NUM_FEW = 96, 5
 """Points in which a rise is one of the first steps, where a level is that of few points."""
 NUM_ROWS = 3
@@ -73,25 +70,6 @@ def nonfinite(run: AnalysedRun) -> Findings:
         )
 
 
-@finding("loss_zero", "loss", profiles=("sft", "controller"))
-def zero_losses(run: AnalysedRun, losses: Series) -> Findings:
-    """Find losses of exactly 0: no label tokens, or no effective groups."""
-    zero = losses[losses.values == 0]
-    if len(zero) < NUM_ZERO:
-        return
-    cause = "No effective groups: where all rewards of a group are equal, its advantages are 0."
-    remedy = ["Check that a group holds several answers to one prompt.", "larger_group"]
-    if run.profile == "sft":
-        cause = "No label token in the batches: wrong template or mask, or samples cut too early."
-        remedy = ["Look at the labels of a batch, and at {max_length} and the truncation."]
-    yield fail(
-        f"The loss is exactly 0 at {counted(len(zero), 'point')}: nothing was learnt there.",
-        steps=zero.ends,
-        cause=cause,
-        remedy=remedy,
-    )
-
-
 @finding("loss_not_falling", "loss", profiles=("sft", "generic"), least=NUM_STRETCHES)
 def falling(run: AnalysedRun, losses: Series) -> Findings:
     """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
@@ -100,7 +78,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
     is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
-    falls = run.is_falling(losses) or run.is_falling(before)
+    falls = is_falling(losses) or is_falling(before)
     if not falls and not is_warming_up and (rise is None or len(before) >= NUM_EARLY):
         yield warn(
             f"The loss does not fall: its level is {number(slope(losses).level)} over "
@@ -109,7 +87,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
             remedy=("Try {lr} three times higher and lower for 100 steps; check the labels.",),
         )
-    elif len(first) == NUM_STRETCHES and not run.is_falling(first):
+    elif len(first) == NUM_STRETCHES and not is_falling(first):
         yield note(
             f"The loss does not fall yet in the first {START_STEPS} steps.",
             id="start",
@@ -171,7 +149,7 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
     if run.profile == "controller":
         swings, limit = Series(losses.steps, np.abs(losses.values)), POLICY_SWING
     found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
-    if found and not run.is_falling(within(losses, *found.steps)):
+    if found and not is_falling(within(losses, *found.steps)):
         yield warn(
             f"The loss swings violently ({number(found.level)}, limit {number(limit)}) from step "
             f"{found.steps[0]} on, without getting better.",
@@ -207,18 +185,25 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
 @finding("jitter_normal", "loss")
 def jitter(run: AnalysedRun, losses: Series) -> Findings:
     """Explain noise from point to point while the run improves: a controller by its rewards."""
-    level, improves, group = abs(slope(losses).level), run.is_falling(losses), []
+    level, improves, group = abs(slope(losses).level), is_falling(losses), []
     if run.profile == "controller":
-        level, improves, group = 1.0, run.is_rising(run.get("reward")), ["larger_group"]
-    if improves and noise(losses) > JITTER * level:
+        level, improves, group = 1.0, is_rising(run.get("reward")), ["larger_group"]
+    if improves and noise(losses.values) > JITTER * level:
         yield info(
-            f"The loss jitters by {number(noise(losses))} from point to point while the run gets "
+            f"The loss jitters by {number(noise(losses.values))} from point to point while the run gets "
             f"better: that is normal.",
-            evidence=[phases(run, "loss")],
+            evidence=[_phases(losses)],
             cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
             "training.",
             remedy=["None needed. To smooth it:", "larger_batch", *group],
         )
+
+
+def _phases(losses: Series) -> str:
+    """Describe level and noise of a loss in each third of the run."""
+    parts = np.array_split(losses.values, 3)
+    told = [f"{number(part.mean())} ± {number(noise(part))}" for part in parts]
+    return "early {}, middle {}, late {}; level ± jitter".format(*told)
 
 
 @finding("grad_high:explosion", "grad")
@@ -249,39 +234,30 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
 
 @finding("lr_schedule", "lr", least=NUM_STRETCHES)
 def schedule(run: AnalysedRun, rates: Series) -> Findings:
-    """Find where the rate is above its schedule, or never falls."""
-    told = learning_rate(rates, (), total_steps=run.total_steps)
-    if told.raised:
-        worst = max(told.raised, key=lambda stretch: stretch.factor)
-        spans = [stretch.steps for stretch in told.raised]
-        led = [
-            anomaly
-            for anomaly in run.anomalies
-            if any(first <= anomaly.steps[0] <= last + 1 for first, last in spans)
-        ]
-        yield warn(
-            f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
-            f"{number(worst.factor)} times its schedule: "
-            f"{listed(interval(stretch.steps) for stretch in told.raised)}.",
-            id="raised",
-            steps=(told.raised[0].steps[0], told.raised[-1].steps[1]),
-            value=worst.factor,
-            evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
-            cause="A scheduler that was changed or restored wrongly, or a change by hand.",
-            remedy=(
-                f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
-                "it and train on with the schedule unbroken.",
-            ),
-        )
-    is_wanted = "constant" in str(run.setting("schedule"))
-    if told.schedule == "constant" and not is_wanted and run.last_step >= 0.9 * run.total_steps:
-        yield note(
-            f"The learning rate stays at {number(told.peak)} to the end.",
-            id="decay",
-            steps=rates.ends,
-            cause="No schedule is set; without decay the weights keep moving with the last batches.",
-            remedy=("decay",),
-        )
+    """Find where the rate is above its schedule."""
+    raised = raised_rates(rates)
+    if not raised:
+        return
+    worst = max(raised, key=lambda stretch: stretch.factor)
+    led = [
+        anomaly
+        for anomaly in run.anomalies
+        if any(first <= anomaly.steps[0] <= last + 1 for first, last in (r.steps for r in raised))
+    ]
+    yield warn(
+        f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, "
+        f"{number(worst.factor)} times its schedule: "
+        f"{listed(interval(stretch.steps) for stretch in raised)}.",
+        id="raised",
+        steps=(raised[0].steps[0], raised[-1].steps[1]),
+        value=worst.factor,
+        evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
+        cause="A scheduler that was changed or restored wrongly, or a change by hand.",
+        remedy=(
+            f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
+            "it and train on with the schedule unbroken.",
+        ),
+    )
 
 
 @finding("lr_schedule:warmup", "lr")
@@ -300,18 +276,18 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
             cause="The scheduler is not stepped, or was restored from another run.",
             remedy=("Check {warmup} and how often the scheduler is stepped.",),
         )
-    elif not learning_rate(rates, (), total_steps=run.total_steps).warmup_steps:
+    elif not learning_rate(rates, (), run.total_steps).warmup_steps:
         raise NotJudged("there was no warm-up")
 
 
 @finding("lr_too_high", "lr")
 def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
     unstable, _ = _met(run, "loss", "grad", "kl", "update_kl")
-    told = learning_rate(rates, unstable, total_steps=run.total_steps)
+    told = learning_rate(rates, unstable, run.total_steps)
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
         yield warn(
-            f"{share(part)} of the unstable intervals are where the learning rate is near its peak "
+            f"{part:.1%} of the unstable intervals are where the learning rate is near its peak "
             f"{number(told.peak)}: it is too high for too long.",
             steps=_span(unstable),
             evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],

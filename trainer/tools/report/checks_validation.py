@@ -1,7 +1,6 @@
 """Checks of results on held-out samples: the best step, overfitting, which checkpoint to take."""
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from trainer.tools.report.checks_curves import rise_of
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Generalisation
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Floats, noise, runs, within
+from trainer.tools.report.statistics import Floats, is_falling, noise, runs, within
 from trainer.train.detection.validations import OVERFITTING, judge_validations
 from trainer.train.detection.window import curve_noise
 
@@ -36,11 +35,6 @@ class Criterion(NamedTuple):
     sign: int = 1
     """-1 where lower is better."""
 
-    @property
-    def best(self) -> int:
-        """The first of the best steps."""
-        return int(self.points.steps[np.argmax(self.sign * self.points.values)])
-
 
 def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats]:
     """Return the validation losses, and the training loss around each: the median of the points
@@ -62,10 +56,8 @@ def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats
     return val, np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
 
 
-def _criterion(run: AnalysedRun) -> Criterion | None:
-    """Return the validation loss; of a policy its reward or accuracy on held-out samples; else the
-    results of an evaluation.
-    """
+def _measured(run: AnalysedRun) -> Criterion | None:
+    """Return the validation loss; of a policy its reward or accuracy on held-out samples."""
     try:
         return Criterion("validation loss", _losses(run, least=1)[0], sign=-1)
     except NotJudged:
@@ -74,10 +66,10 @@ def _criterion(run: AnalysedRun) -> Criterion | None:
             for role in ("val_reward", "val_accuracy")
             if (points := run.find(role))
         )
-        return next(results, None) or _evaluation(run)
+        return next(results, None)
 
 
-def _evaluation(run: AnalysedRun) -> Criterion | None:
+def _evaluated(run: AnalysedRun) -> Criterion | None:
     """Return the results of the evaluation that decides, where higher is better."""
     name = deciding(run.log.evaluations)
     if name is None:
@@ -89,57 +81,52 @@ def _evaluation(run: AnalysedRun) -> Criterion | None:
 def generalisation(run: AnalysedRun) -> Generalisation | None:
     """Return the best step and the checkpoint to take; None where the run was never validated or
     evaluated.
+
+    That checkpoint is the best one that exists, by the evaluation if there is one; the best step
+    where none is known to exist. Among equal results the validation loss decides.
     """
-    found = _criterion(run)
-    if found is None:
+    evaluated = _evaluated(run)
+    measured = _measured(run) or evaluated
+    if measured is None:
         return None
-    values, gap = found.points.by_step(), math.nan
-    verdicts = dict.fromkeys(values, "")
-    if found.sign < 0:
+    values, verdicts = measured.points.by_step(), {}
+    if measured.sign < 0:
         _, trained = _losses(run, least=1)
-        told = judge_validations(found.points.values.tolist(), trained.tolist())
+        told = judge_validations(measured.points.values.tolist(), trained.tolist())
         verdicts = dict(zip(values, told, strict=True))
-        gap = float(found.points.values[-1] - trained[-1])
-    decisive = _evaluation(run) or found
+    best = max(values, key=lambda step: measured.sign * values[step])
+    decisive = evaluated or measured
     results = decisive.points.by_step()
-    step, path, reason = _recommended(run, decisive, values if found.sign < 0 else {})
+
+    def rank(step: int) -> tuple[float, float]:
+        second = measured.sign * values[step] if step in values else -math.inf
+        return decisive.sign * results[step], second
+
+    existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
+    kept = max(sorted(existing.keys() & results.keys()), key=rank, default=None)
+    wanted = max(results, key=rank)
+    reason = f"{'Lowest' if decisive.sign < 0 else 'Highest'} {decisive.metric}, "
+    if kept is None:
+        none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
+        reason += f"{number(results[wanted])}; {none}."
+    else:
+        reason += f"{number(results[kept])}, of the checkpoints that exist."
+    if kept not in (None, wanted):
+        reason += f" The best, {number(results[wanted])} at step {wanted}, was not kept."
+    if evaluated:
+        reason += " It outranks the validation loss."
     return Generalisation(
-        metric=found.metric,
+        metric=measured.metric,
         values=values,
-        best_step=found.best,
-        best_value=values[found.best],
-        last_value=float(found.points.values[-1]),
-        gap=gap,
+        best_step=best,
+        best_value=values[best],
+        last_value=float(measured.points.values[-1]),
         verdicts=verdicts,
         overfit_step=next((at for at, told in verdicts.items() if told == "overfit"), None),
-        recommended_step=step,
-        recommended_path=path,
+        recommended_step=wanted if kept is None else kept,
+        recommended_path=None if kept is None else existing[kept],
         reason=reason,
-        expected_gain=decisive.sign * (results[step] - float(decisive.points.values[-1])),
     )
-
-
-def _recommended(
-    run: AnalysedRun, criterion: Criterion, losses: dict[int, float]
-) -> tuple[int, Path | None, str]:
-    """Return step, path and reason of the best checkpoint that exists; the best step where none is
-    known to exist. Among equal results the validation loss decides.
-    """
-    existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
-    values = criterion.points.by_step()
-    ranked = sorted(values, key=lambda at: (-criterion.sign * values[at], losses.get(at, math.inf)))
-    best, kept = ranked[0], [step for step in ranked if step in existing]
-    lead = f"{'Lowest' if criterion.sign < 0 else 'Highest'} {criterion.metric}"
-    outranks = " It outranks the validation loss." if _evaluation(run) else ""
-    if not kept:
-        none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
-        return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
-    lost = f"; the best, {number(values[best])} at step {best}, was not kept"
-    reason = (
-        f"{lead} among the {len(kept)} checkpoints that exist, {number(values[kept[0]])}"
-        f"{'' if kept[0] == best else lost}.{outranks}"
-    )
-    return kept[0], existing[kept[0]], reason
 
 
 @finding("val_rising", "val_loss")
@@ -174,15 +161,14 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     if told is None or told.overfit_step is None:
         return
     at, kept = told.overfit_step, [one.step for one in run.log.checkpoints if one.is_complete]
-    is_lost = bool(kept) and told.best_step not in kept and not _evaluation(run)
+    is_lost = bool(kept) and told.best_step not in kept and not _evaluated(run)
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
-    verdicts = (f"step {step}: {verdict}" for step, verdict in told.verdicts.items())
     yield (fail if is_lost else warn)(
         f"Overfitting from step {at}: validation {number(told.values[at])} against "
         f"{number(told.best_value)} at step {told.best_step}, while training fell to "
         f"{number(within(train, 0, at).values[-1])}.",
         steps=(told.best_step, val.steps[-1]),
-        evidence=[*(line for line in verdicts if not line.endswith(": ok")), told.reason],
+        evidence=[told.reason],
         cause=f"More passes over the samples than they can teach.{lost}",
         remedy=(
             f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
@@ -195,10 +181,10 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
     val, trained = _losses(run)
-    sigma = curve_noise(val.values) + noise(train) / NUM_AROUND**0.5
+    sigma = curve_noise(val.values) + noise(train.values) / NUM_AROUND**0.5
     lead = np.nanmin(trained - val.values)
     # only pretrained weights whose loss falls steadily have a level to compare with
-    is_learning = run.is_pretrained and rise_of(train) is None and run.is_falling(train)
+    is_learning = run.is_pretrained and rise_of(train) is None and is_falling(train)
     if is_learning and lead > max(LEAK_SIGMA * sigma, LEAK_LEAD * np.nanmedian(trained)):
         yield warn(
             f"The validation loss ({number(val.values[-1])}) stays below the training loss "

@@ -1,8 +1,7 @@
-"""Formats of numbers, steps and lists; text, page and comparison use no others."""
+"""Format numbers, steps and lists for text, page and comparison."""
 
 import math
 from collections.abc import Iterable
-from datetime import timedelta
 from numbers import Integral
 
 from trainer.tools.report.result import Finding
@@ -23,21 +22,10 @@ def number(value: float | None) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def share(value: float | None) -> str:
-    """Return a share of one as a percentage."""
-    return MISSING if value is None or math.isnan(value) else f"{100 * value:.1f} %"
-
-
-def step(value: int) -> str:
-    return f"{value:,}" if abs(value) >= 10_000 else str(value)
-
-
 def shown(value: object) -> str:
     """Return a value as text, formatted by its type."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, Integral):
-        return step(int(value))
     if isinstance(value, tuple | list):
         separator = "–" if value and isinstance(value[0], Integral) else "; "
         return separator.join(map(shown, value))
@@ -48,7 +36,7 @@ def interval(steps: tuple[int, int] | None) -> str:
     """Return `step 2800`, `steps 2855–2870`, or nothing."""
     if steps is None:
         return ""
-    first, last = map(step, steps)
+    first, last = steps
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
@@ -63,11 +51,6 @@ def listed(items: Iterable[str], limit: int = 10) -> str:
 def counted(count: int, noun: str) -> str:
     """Return `1 spike`, `3 spikes`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def duration(seconds: float) -> str:
-    """Return `1:02:03`, after the days if there are any."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def place(finding: Finding) -> str:

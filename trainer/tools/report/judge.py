@@ -3,7 +3,6 @@
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from trainer.tools.report import (
     checks_bands,
@@ -42,18 +41,6 @@ CHAIN = tuple(f"{TRAINING} {LESSER}".split())
 ENDS = (len(TRAINING.split()), len(CHAIN))
 
 
-class Line(NamedTuple):
-    """A line of the checklists: it fails where its check finds something."""
-
-    id: str
-    phase: str
-    check: str
-    """The id of a finding, or its beginning."""
-    role: str
-    """The metric whose course is told where the line passes."""
-    text: str
-
-
 _LINES = """
 # id              | phase      | check                 | role     | text
 loss_falls        | start      | loss_not_falling      | loss     | The training loss falls
@@ -64,14 +51,14 @@ device_busy       | start      | gpu_util              | gpu_util | The devices 
 no_crash          | start      | oom_nccl              |          | No NCCL timeout, not out of memory
 val_not_rising    | checkpoint | val_rising            | val_loss | The validation loss does not keep rising
 checkpoints_whole | checkpoint | ckpt_complete:step    |          | All files are there, the export among them
-checkpoint_sizes  | checkpoint | ckpt_complete:size    |          | Sizes are plausible
-tracker_file      | checkpoint | ckpt_complete:tracker |          | The tracker file names the newest
 all_steps         | end        | run_complete:steps    |          | All planned steps were trained
 final_loss        | end        | loss_final            | loss     | The final training loss is in the usual range
 all_checkpoints   | end        | ckpt_complete:missing |          | All expected checkpoints were saved
 finished          | end        | run_complete:exit     |          | The run ended as finished
 """
-LINES = tuple(Line(*row) for row in rows_of(_LINES))
+"""A line fails where its check, an id of a finding or its beginning, finds something; where it
+passes, it tells the course of the metric.
+"""
 STATUS = {"fail": "fail", "warn": "fail", "note": "note", "info": "unknown"}
 """Level of the worst finding -> status of a line: what is merely unusual is a note."""
 
@@ -123,26 +110,20 @@ def checklist(
     run: AnalysedRun, findings: tuple[Finding, ...], unjudged: Mapping[str, str]
 ) -> tuple[CheckItem, ...]:
     """Return all lines with their answers."""
-    return tuple(
-        CheckItem(line.id, line.phase, line.text, *_answer(run, line, findings, unjudged))
-        for line in LINES
-    )
-
-
-def _answer(
-    run: AnalysedRun, line: Line, findings: tuple[Finding, ...], unjudged: Mapping[str, str]
-) -> tuple[str, str, str]:
-    """Return status, detail and remedy: what was found, else the course of the metric."""
-    # what begins later is no fault of the start
-    last = START_STEPS if line.phase == "start" else run.last_step
-    faults = [one for one in findings if one.id.startswith(line.check) and _begin(one) <= last]
-    if faults:  # the worst first
-        detail = " ".join(fault.title for fault in faults)
-        return STATUS[faults[0].level], detail, " ".join({fault.remedy: 0 for fault in faults})
-    reason = unjudged.get(line.check) or unjudged.get(line.check.partition(":")[0])
-    if reason:
-        return "unknown", reason, ""
-    if not line.role:
-        return "pass", "nothing found", ""
-    values = run.get(line.role).values
-    return "pass", f"{number(values[0])} to {number(values[-1])}", ""
+    items = []
+    for id_, phase, check, role, text in rows_of(_LINES):
+        # what begins later is no fault of the start
+        last = START_STEPS if phase == "start" else run.last_step
+        faults = [one for one in findings if one.id.startswith(check) and _begin(one) <= last]
+        reason = unjudged.get(check) or unjudged.get(check.partition(":")[0])
+        if faults:  # the worst first
+            status, detail = STATUS[faults[0].level], " ".join(fault.title for fault in faults)
+        elif reason:
+            status, detail = "unknown", reason
+        else:
+            status, detail = "pass", "nothing found"
+            if role:
+                values = run.get(role).values
+                detail = f"{number(values[0])} to {number(values[-1])}"
+        items.append(CheckItem(id_, phase, text, status, detail))
+    return tuple(items)

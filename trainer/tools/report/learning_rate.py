@@ -59,9 +59,7 @@ def scheduled(series: Series) -> Series:
     return series[is_usual]
 
 
-def learning_rate(
-    series: Series, anomalies: Iterable[Anomaly], *, total_steps: int
-) -> LearningRate:
+def learning_rate(series: Series, anomalies: Iterable[Anomaly], total_steps: int) -> LearningRate:
     """Return schedule, peak, warm-up, and how much of the run and of its anomalies had a high
     rate.
     """

@@ -24,7 +24,7 @@ def as_page(runs: Sequence[Run]) -> str:
     )
     environment.globals |= {"sections": sections, "drawn": drawn, "place": place}
     template = environment.get_template("page.html.jinja")
-    return template.render(runs=runs, compared=side_by_side(runs))
+    return template.render(runs=runs, compared=side_by_side(runs) if len(runs) > 1 else None)
 
 
 def _cleaned(value: object) -> object:

@@ -10,8 +10,7 @@ from trainer.tools.report.names import ROLES
 from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog, Series
 from trainer.tools.report.sections import Plot
-from trainer.tools.report.smoothing import smooth, thinned
-from trainer.tools.report.statistics import finite
+from trainer.tools.report.statistics import finite, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,11 +20,22 @@ LOG_RATIO = 20.0
 LIMIT = 1e100
 """An axis overflows beyond it."""
 MAX_MARKS = 400
+NUM_COLUMNS = 400
+"""Parts of a curve whose extremes are drawn."""
 AXES = (0.1, 0.18, 0.88, 0.74)
 """Left, bottom, width and height of the axes in a figure."""
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "axes.grid": True}
 RAW, SMOOTH, VALIDATION = "#9cc4e4", "#0b66b2", "#c8520a"
 ANOMALY, BAD, BEST = "#f2b705", "#b3261e", "#0a7d5e"
+
+
+def thinned(series: Series) -> Series:
+    """Keep the lowest and the highest of each of `NUM_COLUMNS` parts of finite values."""
+    if len(series) <= 2 * NUM_COLUMNS:
+        return series
+    parts = np.array_split(np.arange(len(series)), NUM_COLUMNS)
+    kept = [part[place(series.values[part])] for part in parts for place in (np.argmin, np.argmax)]
+    return series[np.unique(kept)]
 
 
 def drawn(plot: Plot, report: Report, log: RunLog) -> str:

@@ -3,14 +3,13 @@ fields.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.runtime.json_lines import strict
-from trainer.tools.report.run_log import ServingCheck
 
-SCHEMA = "fsdp-sft-report/5"
+SCHEMA = "fsdp-sft-report/6"
 LEVELS = ("fail", "warn", "note", "info")
 """Levels of a finding, worst first."""
 
@@ -58,7 +57,6 @@ class Anomaly:
     metric: str
     peak_step: int
     peak_value: float
-    z: float
     ratio: float
     percent: float
     has_recovered: bool
@@ -90,13 +88,11 @@ class Generalisation:
     best_step: int
     best_value: float
     last_value: float
-    gap: float
     verdicts: Mapping[int, str]
     overfit_step: int | None
     recommended_step: int | None
     recommended_path: Path | None
     reason: str
-    expected_gain: float
 
 
 @dataclass(frozen=True)
@@ -129,9 +125,6 @@ class Throughput:
     step_s: float
     shares: Mapping[str, float]
     bottleneck: str
-    tokens_per_s: float | None
-    mfu: float | None
-    goodput: float | None
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,6 @@ class CheckItem:
     text: str
     status: str
     detail: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,13 +156,9 @@ class Report:
     generalisation: Generalisation | None
     learning_rate: LearningRate | None
     throughput: Throughput | None
-    serving: tuple[ServingCheck, ...]
     checklist: tuple[CheckItem, ...]
-    thresholds: Mapping[str, float]
-    overridden: tuple[str, ...]
     insufficient: tuple[tuple[str, str], ...]
     closing: str
-    evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -107,8 +107,6 @@ class RunLog:
     """Samples whose loss exceeds that of their batches most, the hardest first."""
     hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
     """Places and mean losses of the hardest samples of each step."""
-    tracker_step: int | None = None
-    """The step in `latest_checkpointed_iteration.txt`."""
     total_steps: int | None = None
     """Planned steps, None if unknown."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)

@@ -21,12 +21,14 @@ LEGEND = (
 INTERVALS = "Means with 95 % intervals: checkpoints with overlapping intervals may be equally good."
 HARD_ROWS = "Rows whose loss exceeds that of their batches most: wrong, odd or hard."
 SAMPLE = "The first sample of the last start, its supervised part in [[ ]]."
-GENERALISATION = "recommended_step recommended_path reason expected_gain metric best_step best_value last_value gap"
-ANOMALY = "steps metric peak_step peak_value ratio has_recovered percent z movers chain"
+GENERALISATION = "recommended_step recommended_path reason metric best_step best_value last_value"
+ANOMALY = "steps metric peak_step peak_value ratio has_recovered percent movers chain"
 RATE = "schedule peak warmup_steps last high_share anomalies_at_high_share"
-SPEED = "bottleneck step_s tokens_per_s mfu goodput"
+SPEED = "bottleneck step_s"
 PROOF = "step engine is_equal causes val_loss served_loss tolerance"
-METRIC = "key first last minimum maximum trend minimum_step maximum_step unit direction meaning"
+METRIC = (
+    "key first last minimum maximum trend group minimum_step maximum_step unit direction meaning"
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def sections(report: Report, log: RunLog) -> list[Section]:
         _facts("Generalisation", report.generalisation, GENERALISATION),
         _table("Anomalies", report.anomalies, ANOMALY),
         _table("Hardest rows", log.hard_rows, "excess loss num_steps place", HARD_ROWS),
-        _table("Served loss", report.serving, PROOF),
-        _evaluations(report),
+        _table("Served loss", log.proofs, PROOF),
+        _evaluations(log),
         _facts("Learning rate", report.learning_rate, RATE),
         _facts("Speed", report.throughput, SPEED),
         Section("Shares of a step", [*shares.items()]),
@@ -83,7 +85,6 @@ def sections(report: Report, log: RunLog) -> list[Section]:
         Section("Configuration", [*log.config.items()], is_detail=True),
         Section("Machine and versions", [*log.environment.items()], is_detail=True),
         Section("Sample", sample, lead=SAMPLE, is_detail=True),
-        Section("Limits", [*report.thresholds.items()], is_detail=True),
         Section("Not judged", report.insufficient, is_detail=True),
     ]
     return [section for section in found if section.has_content]
@@ -112,10 +113,10 @@ def _plots(report: Report, log: RunLog) -> list[Plot]:
     return [Plot("Loss", ", ".join(losses), losses), *plots] if losses else plots
 
 
-def _evaluations(report: Report) -> Section:
+def _evaluations(log: RunLog) -> Section:
     rows = [
         (name, at, summary["mean"], summary.get("low"), summary.get("high"))
-        for name, summaries in report.evaluations.items()
+        for name, summaries in log.evaluations.items()
         for at, summary in summaries.items()
     ]
     return Section("Evaluations", rows, ("evaluation", "step", "mean", "low", "high"), INTERVALS)

@@ -55,8 +55,7 @@ def beyond(
 ) -> Stretch | None:
     """Find the first stretch in which the level of `width` points is beyond a band.
 
-    The stretch begins where the level leaves its course towards the limit; without such a course at
-    the first point from which half of a few points are beyond.
+    The stretch begins where the level begins its way to the limit.
     """
     width = min(width or min(max(LEAST_WIDTH, len(series) // NUM_WINDOWS), MOST_WIDTH), len(series))
     if not width:
@@ -70,16 +69,14 @@ def beyond(
     if not len(begins):
         return None
     first = int(starts[begins[0]]) if begins[0] else 0
-    part = series[first : starts[ends[0] - 1] + width]
+    last = int(starts[ends[0] - 1]) + width
     is_high = bool(levels[begins[0]] > high)
-    is_beyond = part.values > high if is_high else part.values < low
-    few = max(LEAST_WIDTH, width // PLACES_PER_WIDTH)
-    counts = np.convolve(is_beyond, np.ones(few), "full")[few - 1 :]
-    at = int(np.argmax(is_beyond & (counts > few / 2)))
-    outside = part[at : len(part) - int(np.argmax(is_beyond[::-1]))]
-    begin = _departure(series.values[: first + at + few], first + at)
-    end = first + at + len(outside)
-    return Stretch(series[begin:end], float(of(outside.values, axis=0)), is_high)
+    values = series.values[:last]
+    outside = np.flatnonzero(values[first:] > high if is_high else values[first:] < low)
+    begin, end = first + int(outside[0]), first + int(outside[-1]) + 1
+    if begins[0] and width >= LEAST_WIDTH:
+        begin = onset(values, max(0, first - 2 * width), first + width, is_level=True)
+    return Stretch(series[begin:end], float(of(values[begin:end], axis=0)), is_high)
 
 
 def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
@@ -88,19 +85,6 @@ def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
     first = (len(values) - width) % stride
     windows = rolling(values[first:], width, stride)
     return windows, first + stride * np.arange(len(windows))
-
-
-def _departure(values: Floats, crossed: int) -> int:
-    """Return the index at which the level begins its way to the limit that it crosses."""
-    if crossed < 2 * MIN_COURSE:
-        return crossed
-    course = np.log(values) if values.min() > 0 else values
-    begin = onset(course, 0, len(course), is_level=True)
-    before = course[max(0, begin - MOST_WIDTH) : begin]
-    # a step is dated by the point that crosses the limit
-    is_ramp = len(before) >= 3 and begin < crossed - LEAST_WIDTH
-    is_far = is_ramp and abs(course[crossed:].mean() - np.median(before)) > 2 * noise(course)
-    return begin if is_far else crossed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Several runs side by side: verdicts, metrics at the same steps, and configurations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,43 +9,36 @@ from trainer.tools.report.formatting import MISSING
 from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog
 from trainer.tools.report.sections import Section
-from trainer.tools.report.smoothing import smooth
+from trainer.tools.report.statistics import smooth
 
 NUM_STEPS = 8
-COMPARED = [
-    "val_reward",
-    "val_accuracy",
-    "val_loss",
-    "reward",
-    "accuracy",
-    "loss",
-    "tokens_per_s",
-    "time",
-]
-"""Results come first: they say more than the loss of a policy."""
+COMPARED = "val_reward val_accuracy val_loss reward accuracy loss tokens_per_s time"
+"""Roles. Results come first: they say more than the loss of a policy."""
 
 Run = tuple[Report, RunLog]
 Row = tuple[object, ...]
 
 
-def side_by_side(runs: Sequence[Run]) -> list[Section]:
-    """Compare runs; a single run has nothing to be compared with."""
-    if len(runs) == 1:
-        return []
+def side_by_side(runs: Sequence[Run]) -> Section:
+    """Return one table: a column per run; rows of verdicts, of smoothed metrics at steps that all
+    runs have, and of options that differ.
+    """
     names = [f"{place}: {report.title}" for place, (report, _) in enumerate(runs, 1)]
-    headlines = [f"{report.verdict}: {report.headline}" for report, _ in runs]
-    metrics = [row for role in COMPARED for row in _same_steps(runs, role)]
-    found = [
-        Section("Runs", list(zip(names, headlines, strict=True))),
-        Section("At the same steps", metrics, ("smoothed metric", "step", *names)),
-        Section("Differing configuration", list(_differences(runs)), ("key", *names)),
-    ]
-    return [section for section in found if section.has_content]
+    verdicts = [f"{report.verdict}: {report.headline}" for report, _ in runs]
+    rows: list[Row] = [("verdict", "", *verdicts)]
+    for role in COMPARED.split():
+        rows += _same_steps(runs, role)
+    configs = [log.config for _, log in runs]
+    for key in sorted(set().union(*configs)):
+        values = [str(config.get(key, MISSING)) for config in configs]
+        if len(set(values)) > 1:
+            rows.append((key, "", *values))
+    return Section("Side by side", rows, ("metric or option", "step", *names))
 
 
 def _same_steps(runs: Sequence[Run], role: str) -> list[Row]:
     """Return a smoothed metric at equal distances over the steps that all runs have."""
-    analysed = [AnalysedRun(log, report.profile, {}) for report, log in runs]
+    analysed = [AnalysedRun(log, report.profile) for report, log in runs]
     curves = [smooth(series) for run in analysed if (series := run.find(role))]
     if len(curves) < len(runs):
         return []
@@ -54,11 +47,3 @@ def _same_steps(runs: Sequence[Run], role: str) -> list[Row]:
     steps = np.unique(np.linspace(first, max(first, last), NUM_STEPS).astype(int))
     values = [np.interp(steps, curve.steps, curve.values) for curve in curves]
     return [(analysed[0].name(role), *row) for row in zip(steps, *values, strict=True)]
-
-
-def _differences(runs: Sequence[Run]) -> Iterator[Row]:
-    configs = [log.config for _, log in runs]
-    for key in sorted(set().union(*configs)):
-        values = [str(config.get(key, MISSING)) for config in configs]
-        if len(set(values)) > 1:
-            yield (key, *values)

@@ -1,7 +1,8 @@
 """Robust statistics over long series. Arrays in, numbers out; nothing here knows a metric."""
 
 import math
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,15 @@ Mask = NDArray[np.bool_]
 NUM_BINS = 50
 MIN_TREND_POINTS = 4
 """Fewer points prove no trend."""
+SMOOTHING = 0.9
+"""Weight of the exponential mean, as TensorBoard's slider counts it."""
+TREND_P = 0.05
+"""A trend is significant below this."""
 
 
 def finite(series: Series) -> Series:
     """Return the points that are numbers."""
-    mask = np.isfinite(series.values)
-    return series if mask.all() else series[mask]
+    return series[np.isfinite(series.values)]
 
 
 def within(series: Series, first: float, last: float) -> Series:
@@ -31,7 +35,7 @@ def within(series: Series, first: float, last: float) -> Series:
 def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
     """Return the means of `num_bins` stretches of equally many points, at their mean steps.
 
-    A shorter series is returned as it is.
+    A shorter series is returned unchanged.
     """
     if len(series) <= num_bins:
         return series
@@ -41,25 +45,20 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
     return Series(steps, np.add.reduceat(series.values, edges[:-1]) / counts)
 
 
-def epoch_means(series: Series, epochs: Series | None, *, least: int = 3) -> Series:
-    """Return the means over epochs, at the last step of each; bins for fewer than `least` epochs.
+def epoch_means(series: Series, epochs: Series) -> Series:
+    """Return the means over epochs, at the last step of each.
 
     `epochs` (step -> epoch so far) counts up from 0 with fractions, as trackers log it; a whole
     number belongs to the epoch that it ends.
     """
-    if not epochs or not series:
-        return bins(series)
     numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))
-    if len(firsts) < least:
-        return bins(series)
     counts = np.diff(firsts, append=len(series))
     means = np.add.reduceat(series.values, firsts) / counts
     return Series(series.steps[firsts + counts - 1], means)
 
 
-@dataclass(frozen=True)
-class Slope:
+class Slope(NamedTuple):
     """A fitted trend: `change` is slope times span, `level` the median of the bins."""
 
     per_step: float
@@ -70,12 +69,6 @@ class Slope:
     @property
     def relative_change(self) -> float:
         return self.change / abs(self.level) if self.level else 0.0
-
-    def is_rising(self, p: float) -> bool:
-        return self.p_value < p and self.change > 0
-
-    def is_falling(self, p: float) -> bool:
-        return self.p_value < p and self.change < 0
 
 
 def slope(series: Series) -> Slope:
@@ -92,6 +85,18 @@ def slope(series: Series) -> Slope:
     return Slope(per_step, p_value, change, float(np.median(points.values)))
 
 
+def is_rising(series: Series) -> bool:
+    """Return whether a series has a significant upward trend."""
+    course = slope(series)
+    return course.p_value < TREND_P and course.change > 0
+
+
+def is_falling(series: Series) -> bool:
+    """Return whether a series has a significant downward trend."""
+    course = slope(series)
+    return course.p_value < TREND_P and course.change < 0
+
+
 def _mann_kendall(values: Floats, score: float) -> float:
     """Return the p value of a score, corrected for ties."""
     n = len(values)
@@ -102,10 +107,21 @@ def _mann_kendall(values: Floats, score: float) -> float:
     return math.erfc((abs(score) - 1) / math.sqrt(2 * variance))
 
 
-def noise(values: Series | Floats) -> float:
+def noise(values: Floats) -> float:
     """Return the standard deviation around a slow course, from the differences of neighbours."""
-    array = values.values if isinstance(values, Series) else values
-    return float(spread(np.diff(array))) / math.sqrt(2) if len(array) >= 3 else 0.0
+    return float(spread(np.diff(values))) / math.sqrt(2) if len(values) >= 3 else 0.0
+
+
+def smooth(series: Series) -> Series:
+    """Return the exponential mean of the finite values, corrected for its start."""
+    known = finite(series)
+    sums = accumulate(
+        known.values.tolist(),
+        lambda mean, value: SMOOTHING * mean + (1 - SMOOTHING) * value,
+        initial=0.0,
+    )
+    weights = 1 - SMOOTHING ** np.arange(1, len(known) + 1)
+    return Series(known.steps, np.array([*sums][1:]) / weights)
 
 
 def rolling(values: Floats, width: int, stride: int) -> Floats:

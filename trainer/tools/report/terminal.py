@@ -30,8 +30,8 @@ def print_reports(runs: Sequence[Run]) -> None:
     console = Console(highlight=False)
     for report, log in runs:
         print_report(console, report, log)
-    for section in side_by_side(runs):
-        print_section(console, section)
+    if len(runs) > 1:
+        print_section(console, side_by_side(runs))
 
 
 def print_report(console: Console, report: Report, log: RunLog) -> None:

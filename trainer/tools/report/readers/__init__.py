@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from trainer.runtime.files import open_regular
+from trainer.runtime.json_lines import flat, read_object
 from trainer.tools.report.readers.console import read_console
 from trainer.tools.report.readers.csv_rows import read_csv
 from trainer.tools.report.readers.event_files import read_event_files
@@ -73,5 +74,7 @@ def _read(path: Path) -> RunLog:
         if any(map(path.absolute().match, patterns.split())):
             read = reader
     read(path, store)
+    config = flat(read_object(path.parent / "args.json"))
+    store.facts["config"] = config | store.facts.get("config", {})
     is_part = PARTS_OF_RUNS.fullmatch(path.parent.name)
     return store.log(path, path.parent.parent if is_part else path.parent)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES
-from trainer.tools.report.readers.parsing import STEP_KEYS, step_key
+from trainer.tools.report.names import STEP_KEYS
+from trainer.tools.report.readers.parsing import step_key
 from trainer.tools.report.readers.store import Store
 from trainer.tools.report.run_log import UnreadableLogError
 

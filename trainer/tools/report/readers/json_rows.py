@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from trainer.runtime.files import read_regular
-from trainer.runtime.json_lines import JsonLines, flat, parsed, read_object
+from trainer.runtime.json_lines import JsonLines, parsed, read_object
 from trainer.tools.report.readers.own import add_run_directory
-from trainer.tools.report.readers.parsing import as_step, fraction_total, step_key
+from trainer.tools.report.readers.parsing import as_step, step_key
 from trainer.tools.report.readers.store import Store
 from trainer.tracking import metrics_file
 
@@ -25,7 +25,7 @@ def read_json_lines(path: Path, store: Store) -> None:
     lines = JsonLines(path, is_final=True)
     for _, row in lines:
         step = row.get(step_key(row) or "")
-        if total := fraction_total(step):
+        if total := as_step(str(step).partition("/")[2]):  # of "2800/6000"
             store.facts |= {"source": "ms-swift", "total_steps": total, "notes": NOTES}
         start = as_step(step)
         if row.get("kind") in metrics_file.MARKERS and start is not None:
@@ -38,7 +38,6 @@ def read_json_lines(path: Path, store: Store) -> None:
             nonfinite = row.pop("nonfinite", {})
             store.add(step, row | nonfinite if isinstance(nonfinite, dict) else row)
     store.num_unparsed += lines.num_unparsed
-    store.facts["config"] = flat(read_object(path.parent / "args.json"))
     if path.name == metrics_file.FILE_NAME:
         add_run_directory(path.parent, store)
 
@@ -55,7 +54,7 @@ def read_log_history(path: Path, store: Store) -> None:
     config = {key: value for key, value in state.items() if not isinstance(value, dict | list)}
     store.facts |= {
         "source": "transformers",
-        "config": flat(read_object(path.parent / "args.json")) | config,
+        "config": config,
         "total_steps": as_step(config.get("max_steps")) or None,
         "notes": NOTES,
     }

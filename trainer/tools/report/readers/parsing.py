@@ -5,31 +5,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 
-from trainer.tools.report.names import ALIASES
+from trainer.tools.report.names import ALIASES, STEP_KEYS
 from trainer.tracking.metrics.words import split_reducer
 
 MAX_STEP = 2**53
 MAX_NUMBER_LENGTH = 64
 """A longer string is no number."""
 UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-STEP_KEYS = [
-    "global_step/max_steps",
-    "step",
-    "global_step",
-    "trainer/step",
-    "trainer/global_step",
-    "train/global_step",
-    "_step",
-    "current_steps",
-    "current_iteration",
-    "iteration",
-    "iter",
-    "last_step",
-    "steps",
-    "Step",
-    "epoch",
-]
-"""Columns that can be the x axis, the best first."""
 BOOKKEEPING = {*STEP_KEYS, "attempt", "total_steps", "timestamp"} - {"epoch"}
 """Columns that are not metrics."""
 OUR_NAMES = {name: key for key, names in ALIASES.items() for name in names}
@@ -81,11 +63,6 @@ def as_step(value: object) -> int | None:
     """Return a cell as an optimizer step, None if it is not one."""
     number = as_number(value)
     return int(number) if number is not None and 0 <= number < MAX_STEP else None
-
-
-def fraction_total(value: object) -> int | None:
-    """Return 6000 for "2800/6000"."""
-    return as_step(value.partition("/")[2]) if isinstance(value, str) else None
 
 
 def canonical(name: str) -> tuple[str, float]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint import layout
 from trainer.runtime.json_lines import flat
 from trainer.tools.report.readers.checkpoints import find_checkpoints
 from trainer.tools.report.readers.parsing import (
@@ -94,7 +93,6 @@ class Store:
             num_unparsed=self.num_unparsed,
             num_lost_steps=self._num_lost_steps,
             checkpoints=find_checkpoints(run_dir),
-            tracker_step=layout.read_pointer(run_dir).step,
             span_s=float(np.ptp(clocks[0].values)) if clocks else None,
             **self.facts,
         )
