@@ -264,17 +264,6 @@ def _log_turns(train: Samples) -> None:
         _log("", f"the template leaves out the reasoning of {num_turns:,} assistant turns")
 
 
-def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
-    """Return metrics of each source, where there are several."""
-    if len(train.sources) == 1:
-        return {}
-    return {
-        f"data/{fact}_by/{name}": value
-        for name, facts in _facts(train, schedule, total_steps).items()
-        for fact, value in facts.items()
-    }
-
-
 def _facts(train: Samples, schedule: Schedule, total_steps: int) -> dict[str, dict[str, float]]:
     """Return numbers of each source by its name."""
     found: dict[str, dict[str, float]] = {}
