@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,8 +91,8 @@ class FakeContinued(ContinuedBackend):
     def connect(self, run_id: str | None) -> str:
         return "1"
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
-        self.sent += [(row.step, self.info.run_file.tracker(self.name)[1]) for row in rows]
+    def send(self, row: MetricsRow) -> None:
+        self.sent.append((row.step, self.info.run_file.tracker(self.name)[1]))
 
     def disconnect(self, exit_code: int) -> None: ...
 
