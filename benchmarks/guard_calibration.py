@@ -28,7 +28,7 @@ FIRST_SEED = 10_000
 """Tests use lower ones."""
 SPIKES = ("spike x3, gradient x27", "spike x5, gradient x125")
 DRIFT = "drift +0.2% a step"
-LEVELS = (Level.WARN, Level.SEVERE, Level.DIVERGING, Level.ADVISORY)
+LEVELS = (Level.WARN, Level.SEVERE, Level.DIVERGING)
 
 
 def trials(family: Family, num_runs: int) -> list[Outcome]:

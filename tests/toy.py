@@ -23,10 +23,9 @@ from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.progress import LoopState, Position
 from trainer.runtime.signals import StopRequest
-from trainer.train.evidence import EvidenceKeeper
 from trainer.train.fit import fit
 from trainer.train.guard import Guard
-from trainer.train.meter import Meter, Plan
+from trainer.train.meter import Meter
 from trainer.train.run import Cadence, Run
 
 VOCAB = 160
@@ -220,7 +219,6 @@ def toy_run(
         share=(world.sequence_rank, world.sequence_size),
     )
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
-    watched = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
@@ -244,8 +242,8 @@ def toy_run(
         "stop": StopRequest(),
         "heartbeat": Heartbeat(),
         "guard": Guard(guard_config()),
-        "meter": Meter(world, plan=watched, cost=flops.step_flops(model)),
-        "evidence": EvidenceKeeper(Path("nowhere"), is_main=world.is_main, location=str),
+        "meter": Meter(world, total_steps=total_steps, cost=flops.step_flops(model)),
+        "location": str,
     }
     checkpoints = changes.pop("checkpoints", None) or no_checkpoints()
     run = Run(**{**settings, **changes})

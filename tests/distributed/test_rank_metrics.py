@@ -111,7 +111,7 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path):
     first, second, third = rows(tmp_path / "run")
     assert "time/train/slowest_rank" not in first, "no packet has brought the ranks' times yet"
     for row in (second, third):
-        assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] > 1.2
+        assert row["time/train/slowest_rank"] == 1
         assert row["time/train/data_s_max"] > STALL_S, "rank 0 itself does not wait for data"
         assert (
             row["time/train/data_s_max"] / 2

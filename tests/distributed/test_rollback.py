@@ -2,7 +2,6 @@
 harmless.
 """
 
-import json
 import math
 import os
 import shutil
@@ -25,7 +24,6 @@ from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DONE
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
-from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Decision, Guard
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
@@ -112,9 +110,6 @@ def train(
             Recipe(total_steps=NUM_STEPS, save_freq=20),
             samples=Samples(samples_of(BAD_STEP) if fault == "batch" else frozenset()),
             guard=guard,
-            evidence=EvidenceKeeper(
-                run_dir, is_main=world.is_main, location=lambda i: f"train.jsonl:{i + 1}"
-            ),
             local_square_sum=gradient_sum,
         )
     finally:
@@ -197,18 +192,6 @@ def test_two_ranks_undo_it_together_wherever_it_came_from(source, begun, clean, 
     found = only(run_ranks(train, 2, begun, source, fault, "rollback", timeout_s=240))
     assert found.steps[0] == BEGUN + 1
     require_undone(begun, found, clean)
-
-
-@pytest.mark.covers("S2.41:C")
-def test_the_evidence_names_the_poisoned_samples(rolled_back):
-    run_dir, _ = rolled_back
-    evidence = json.loads((run_dir / "evidence" / f"step_{BAD_STEP}.json").read_text())
-    worst = evidence["samples"]
-    assert {sample["sample_id"] for sample in worst} == samples_of(BAD_STEP)
-    assert all(sample["place"] == f"train.jsonl:{sample['sample_id'] + 1}" for sample in worst)
-    mean = sum(sample["loss"] for sample in worst) / len(worst)
-    # losses from before the update
-    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6)
 
 
 def test_a_severe_update_can_be_left_out_by_the_device(source, begun):

@@ -19,10 +19,6 @@ NOT_ALWAYS = {
     "train/objective",
     "train/objective/<term>",
     "checkpoint/failed_in_a_row",
-    *(
-        f"data/{total}_by/<source>"
-        for total in ("rows", "tokens", "valid_token_frac", "repeat", "times")
-    ),
     "train/loss_by/<source>",
     "val/loss_by/<source>",
     "moe/router_loss",

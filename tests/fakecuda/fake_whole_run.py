@@ -147,7 +147,6 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         "checkpoints": [info.step for info in committed],
         "exported": sum(tensor.numel() for tensor in exported.values()),
         "events": events,
-        "evidence": [path.name for path in (run_dir / "evidence").glob("*")],
     }
 
 

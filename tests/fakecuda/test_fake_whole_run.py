@@ -57,7 +57,7 @@ def test_a_run_ends_with_its_last_step_saved(runs, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
-    """Losses of samples, and the evidence made of them, come with the numbers of the step."""
+    """Losses of samples come with the numbers of the step."""
     run = runs(name)
     assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, (
         "the last of the validation"
@@ -69,7 +69,6 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
             assert operation == "aten._local_scalar_dense.default"
             reads[phase, place] += number
     assert reads == {("save", "trainer/checkpoint/manager.py:_is_finite"): 2}
-    assert run["evidence"] == (["step_4.json"] if name == SHARED else [])
 
 
 @pytest.mark.parametrize("name", RUNS)

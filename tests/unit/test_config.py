@@ -121,7 +121,7 @@ MISTAKES = {
     "model.lora_rank=4": "needs pretrained weights",
     "data.max_length": "'data.max_length' is not of the form key=value",
     "~optim.eps": "'~optim.eps' is not of the form key=value",
-    "--no-such-flag": "unknown flag '--no-such-flag'",
+    "--no-such-flag": "is not of the form key=value",
     "data.train_files=[a,b": "[a,b",
     "data.train_files=null": "'data.train_files'",
     "data.train_files=[]": "'data.train_files' is empty",

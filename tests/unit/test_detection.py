@@ -143,14 +143,13 @@ def test_a_loss_that_keeps_rising_is_reported_once_per_episode():
     assert watch(small) == [], "less than 0.1 nat"
 
 
-def test_warnings_are_apart_and_a_heavy_tail_silences_them_but_hides_no_severe_step():
+def test_frequent_warnings_become_rare_and_hide_no_severe_step():
     curve = constant(3000)
     curve.grad_norm[60::40] = 10.0
     events = watch(spike(curve, at=2222, loss=3, grad=27))
-    eleventh = 60 + 10 * 40
-    early, late = [[e for e in events if (e.step > eleventh) == is_late] for is_late in (0, 1)]
-    assert len(early) >= 2 and min(np.diff([event.step for event in early])) >= 50
-    assert told(late) == [(eleventh + 1, "advisory"), (2222, "severe")]
+    assert (2222, "severe") in told(events)
+    warnings = [event.step for event in events if event.level == "warn"]
+    assert 4 <= len(warnings) <= 8 and min(np.diff(warnings)) >= 50
 
 
 @pytest.mark.parametrize("family", [*TUNED[::2], *HELD_OUT[::2]], ids="-".join)

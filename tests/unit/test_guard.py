@@ -95,20 +95,11 @@ def test_a_severe_step_is_answered_as_configured(action, expected):
     step = calm(guard, 60)
     assert (guard.limits().loss_with_grad < 8.0) == (action == "skip")
     decision = guard.observe(step, SEVERE, is_skipped=action == "skip")
-    assert decision == Decision(**expected, wants_evidence=True, reason=decision.reason)
+    assert decision == Decision(**expected, reason=decision.reason)
     assert "train/loss is 8" in decision.reason
     kinds = {kind for kind, _, _ in events}
     assert kinds == {"guard/severe"} | ({"skip"} if action == "skip" else set())
     assert guard.episodes == [(61, 61)]
-
-
-def test_evidence_is_kept_once_in_five_hundred_steps():
-    guard, step, found = new_guard(), 1, []
-    for num_calm in (60, 60, 450):
-        step = calm(guard, num_calm, first=step)
-        found.append(guard.observe(step, SEVERE, is_skipped=False).wants_evidence)
-        step += 1
-    assert found == [True, False, True]
 
 
 def rollbacks(count: int) -> Any:
@@ -145,7 +136,7 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts():
 
 
 @pytest.mark.covers("S2.41:C")
-def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns():
+def test_a_rule_asks_for_its_action():
     rules = [
         GuardRule("train/grad_norm", above=10, num_steps=2, action="rollback"),
         GuardRule("data/pad_frac", above=0.5, action="stop"),
@@ -158,7 +149,7 @@ def test_a_rule_asks_for_its_action_and_keeps_evidence_unless_it_only_warns():
         guard.observe(step, values, is_skipped=False) for step, values in enumerate(steps, 1)
     )
     assert first == third == Decision()
-    assert second.wants_evidence and second.rollback_onset == 1 and not second.is_stop
+    assert second.rollback_onset == 1 and not second.is_stop
     assert fourth.is_stop
     assert [event[:2] for event in events] == [("guard/rule", step) for step in (2, 3, 4)]
 
@@ -188,7 +179,7 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
     while decision == Decision() and step < onset + 200:
         decision = guard.observe(step, signals(2.0 * 1.005 ** (step - onset)), is_skipped=False)
         step += 1
-    assert decision.wants_evidence and decision.is_stop == (action == "stop")
+    assert decision.is_stop == (action == "stop")
     assert (decision.rollback_onset is not None) == (action == "rollback")
     assert abs((decision.rollback_onset or onset) - onset) < 70
 

@@ -23,7 +23,7 @@ from trainer.train import memory
 from trainer.train import meter as meter_module
 from trainer.train.guard import Guard
 from trainer.train.memory import Memory
-from trainer.train.meter import Meter, Plan
+from trainer.train.meter import Meter
 from trainer.train.packet import Totals
 from trainer.train.parts import StepResult, Supervision
 
@@ -40,10 +40,9 @@ class Samples(OneSource):
         return np.arange(length, dtype=np.int32), mask
 
 
-def new_meter(*, cost: StepFlops | None = None, **plan: Any) -> Meter:
+def new_meter(*, cost: StepFlops | None = None, **settings: Any) -> Meter:
     world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)  # type: ignore[arg-type]
-    settings = {"total_steps": 100, "save_freq": 20, "test_freq": 10, "max_norm": 1.0}
-    return Meter(world, plan=Plan(**(settings | plan)), cost=cost)
+    return Meter(world, cost=cost, **({"total_steps": 100} | settings))
 
 
 @pytest.fixture(autouse=True)
@@ -139,14 +138,11 @@ def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
         "time/train/data_s_max": 0.4,
         "time/train/step_s": 2.1,
         "time/train/slowest_rank": 1,
-        "time/train/rank_skew": 0.5 / 0.4,
         "system/gpu_util": 60.0,
-        "system/gpu_util_min": 60.0,
     }
     assert {key: row[key] for key in expected} == pytest.approx(expected)
     assert row["train/time(s)"] < 1.0, "this step's own"
     assert math.isnan(row["train/loss_max_rank"]) and "system/gpu_temp_c" not in row
-    assert "system/gpu_util" not in row_of(meter, step=51, by_rank=by_rank), "now and then"
 
 
 def test_the_guard_may_see_exactly_what_ranks_agree_on():
@@ -161,7 +157,7 @@ def test_the_guard_may_see_exactly_what_ranks_agree_on():
 
 
 def test_ranks_whose_guards_decided_differently_are_found():
-    supervision = Supervision(Guard(guard_config()), evidence=None)  # type: ignore[arg-type]
+    supervision = Supervision(Guard(guard_config()))
     with pytest.raises(RuntimeError, match="disagree"):
         supervision.after_step(result(by_rank={"decisions": (1.0, 2.0)}))
 
@@ -176,19 +172,15 @@ def test_totals_survive_a_restart_and_a_loss_that_is_not_a_number():
     resumed = new_meter(past_s=50.0)
     resumed.load_state_dict(meter.state_dict())
     row = row_of(resumed, step=6, grad_norm=0.0)
-    assert row["optim/clipped_frac"] == pytest.approx(5 / 6), "also the steps before"
     assert row["progress/tokens"] == last["progress/tokens"] + 112 == 6 * 112
     assert row["train/loss_ema"] == pytest.approx(last["train/loss_ema"])
     assert row["progress/elapsed_s"] > 50 and row["progress/goodput"] < 0.1
 
 
-def test_time_left_counts_steps_validations_and_saves():
+def test_time_left_counts_the_remaining_steps():
     meter = new_meter()
-    meter.note_duration("eval", 100.0)
-    meter.note_duration("save", 1000.0)
-    assert metrics.take_for_row() == {"time/train/eval_s": 100.0}
-    eta_s = row_of(meter, step=60)["progress/eta_s"]
-    assert eta_s == pytest.approx(5 * 100.0 + 3 * 1000.0, abs=1.0)
+    row = row_of(meter, step=60)
+    assert row["progress/eta_s"] == pytest.approx(40 * row["train/time(s)"])
     row = row_of(meter, step=100)
     assert (row["progress/eta_s"], row["progress/pct"]) == (0.0, 100.0)
 
@@ -223,23 +215,15 @@ def test_memory_is_that_of_the_device_with_peaks_since_the_last_sample(monkeypat
     assert found == {f"memory/{name}": value for name, value in expected.items()}
 
 
-def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(tmp_path, monkeypatch):
-    """Of this rank's own card; what torch needs for NVML is not installed with the trainer."""
-
-    def missing(device: torch.device) -> float:
-        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
-
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
+def test_the_drivers_program_is_asked_about_the_rank_s_own_gpu(tmp_path, monkeypatch):
     card = lambda device: SimpleNamespace(uuid=f"of {device}")  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", card)
     program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words\necho "97, 41, 63, 612.34"\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words\necho "97, 63, 612.34"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = memory.sample(torch.device("cuda", 3))
-    names = ("gpu_util", "gpu_mem_util", "gpu_temp_c", "gpu_power_w")
-    assert found == dict(
-        zip((f"system/{name}" for name in names), (97, 41, 63, 612.34), strict=True)
-    )
-    asked = "--id=GPU-of cuda:3 --query-gpu=utilization.gpu,utilization.memory,"
+    names = ("gpu_util", "gpu_temp_c", "gpu_power_w")
+    assert found == dict(zip((f"system/{name}" for name in names), (97, 63, 612.34), strict=True))
+    asked = "--id=GPU-of cuda:3 --query-gpu=utilization.gpu,temperature.gpu,"
     assert (tmp_path / "words").read_text().startswith(asked)

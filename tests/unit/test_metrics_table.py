@@ -223,7 +223,6 @@ def test_a_placeholder_that_ranks_combine_needs_an_entry_for_its_key(monkeypatch
         ("max", (1.0, math.inf), math.inf),
         ("min", (1.0, 2.0), 1.0),
         ("slowest", (1.0, 3.0, 2.0), 1),
-        ("skew", (1.0, 3.0, 2.0), 1.5),
         ("mean", (metrics.ABSENT, 4.0), 4.0),
         ("slowest", (metrics.ABSENT, 4.0, metrics.ABSENT), 1),
         ("max", (math.nan, 1.0), math.nan),

@@ -23,7 +23,6 @@ from trainer.runtime.files import atomic_write
 from trainer.tracking import Tracking
 from trainer.train.start import preflight
 from trainer.train.start.compose import load_config
-from trainer.train.start.end import lost_rows
 
 WITHIN_S = 5.0
 
@@ -126,7 +125,6 @@ PARTS: dict[str, Callable[[Path], object]] = {
     "the choice of a checkpoint": choice.select,
     "the rollbacks": rollback.read,
     "the lock": lock,
-    "the rows that are lost": lambda run_dir: lost_rows(run_dir, 4),
     "tracking": open_tracking,
 }
 """Of a start: they may raise what it exits with."""

@@ -61,7 +61,7 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "experiment=nope.yaml": (2, "experiment=nope.yaml"),
     "experiment=broken.yaml": (2, "recipe broken.yaml, line 2"),
     "experiment=tabs.yaml": (2, "recipe tabs.yaml, line 2"),
-    "--experiment=gsm8k": (2, "write experiment=NAME"),
+    "--experiment=gsm8k": (2, "is not of the form key=value"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),
     "model.fsdp_config.param_dtype=bf16": (2, "did you mean 'bfloat16'?"),
     "optim.lr=1e-5x": (2, "'optim.lr'"),
@@ -129,7 +129,7 @@ def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)
     require_usable(load_config([f"trainer.default_local_dir={mine}/run"]))
     with pytest.raises(
-        CannotWriteError, match=f"user {os.geteuid()} may not write in '{theirs}'; choose another"
+        CannotWriteError, match=f"user {os.geteuid()} cannot write in '{theirs}'; choose another"
     ):
         require_usable(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
     save(theirs, 4)

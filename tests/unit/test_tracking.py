@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +26,10 @@ import torch
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime import json_lines
-from trainer.runtime.progress import Rollback
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
 from trainer.tracking.events_file import Event, read_events
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
-from trainer.train.start.end import lost_rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "tracking.md"
 
@@ -94,8 +91,8 @@ class FakeContinued(ContinuedBackend):
     def connect(self, run_id: str | None) -> str:
         return "1"
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
-        self.sent += [(row.step, self.info.run_file.tracker(self.name)[1]) for row in rows]
+    def send(self, row: MetricsRow) -> None:
+        self.sent.append((row.step, self.info.run_file.tracker(self.name)[1]))
 
     def disconnect(self, exit_code: int) -> None: ...
 
@@ -225,9 +222,7 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(tmp_path, monkeypatch, 
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
 
 
-def test_rows_that_no_disk_took_are_counted_at_the_end_and_named_at_the_next_start(
-    tmp_path, monkeypatch, caplog
-):
+def test_rows_that_no_disk_took_are_counted_at_the_end(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
     tracking = track(tmp_path)
     tracking.start(0)
@@ -239,16 +234,6 @@ def test_rows_that_no_disk_took_are_counted_at_the_end_and_named_at_the_next_sta
     lost = sorted(set(range(1, 41)) - {step for step, _ in losses(tmp_path)})
     assert lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
     assert f"metrics.jsonl lacks {len(lost)} rows that could not be written" in caplog.text
-    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, 39-40, which are lost")
-    rollback = Rollback(39, 40, 38, 39, 40, "", [])
-    (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
-    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over"
-    monkeypatch.setattr(json_lines.os, "write", REAL_WRITE)
-    continuing = track(tmp_path / "continuing")
-    continuing.start(100)
-    log_steps(continuing, range(101, 103))
-    assert lost_rows(tmp_path / "continuing", 102) == "", "steps of the run that it continues"
-    assert "steps 103, which" in lost_rows(tmp_path / "continuing", 103)
 
 
 def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
         assert row["val/loss_stderr"] == pytest.approx(stderr, rel=1e-4), "float32 losses"
         assert row["val/token_accuracy"] == np.mean(np.array(all_losses) > 2.505)
         assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == 30
-        assert row["val/tokens"] == samples.lengths.sum() and row["val/seq_total_len_mean"] == 20.0
+        assert row["val/seq_total_len_mean"] == 20.0
         assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0
         assert [key for key in row if lookup(key) is None] == []
         assert {"val/ppl", "val/total_valid_token_count"} <= row.keys()

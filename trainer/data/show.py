@@ -241,17 +241,6 @@ def _log_turns(train: Samples) -> None:
             _log("turns", f"{count:,} {text}")
 
 
-def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
-    """Return metrics of each source, where there are several."""
-    if len(train.sources) == 1:
-        return {}
-    return {
-        f"data/{fact}_by/{name}": value
-        for name, facts in _facts(train, schedule, total_steps).items()
-        for fact, value in facts.items()
-    }
-
-
 def _facts(train: Samples, schedule: Schedule, total_steps: int) -> dict[str, dict[str, float]]:
     """Return numbers of each source by its name."""
     counts = _counts(train)["sources"].items()

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trainer.tracking.events_file import Event
@@ -78,7 +78,7 @@ class ContinuedBackend(Backend):
         """Continue the tracker's run with this id, or begin one; return its id."""
         raise NotImplementedError
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
+    def send(self, row: MetricsRow) -> None:
         raise NotImplementedError
 
     def take_back(self, step: int) -> bool:
@@ -98,7 +98,9 @@ class ContinuedBackend(Backend):
             # it also took back what a killed attempt wrote without a record: send that again
             sent = min(sent, resume_step)
         self._record(sent)
-        self.send(row for row in self.info.earlier_rows() if row.step > sent)
+        for row in self.info.earlier_rows():
+            if row.step > sent:
+                self.send(row)
         self._sent_before = sent
         self._newest = self._handed_over = max(sent, resume_step)
 
@@ -106,7 +108,7 @@ class ContinuedBackend(Backend):
         """Send a row, unless it repeats a step that an earlier attempt sent."""
         if self.info.resume_step < row.step <= self._sent_before:
             return
-        self.send([row])
+        self.send(row)
         self._newest = max(self._newest, row.step)
         if time.monotonic() - self._recorded_s >= RECORD_INTERVAL_S:
             self._record(self._handed_over)

@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.runtime import heartbeat
+from trainer.runtime.json_lines import flat
 from trainer.runtime.log import labelled
 from trainer.tracking import events_file, metrics_file, row_losses, run_info
 from trainer.tracking.backend import Backend, Sink
@@ -74,8 +75,9 @@ class Tracking:
         group: str | None = None,
     ) -> None:
         config = config or {}
-        own_dir = Path("checkpoints", project_name, experiment_name)
-        run_dir = Path(run_dir or _local_dir(config) or own_dir)
+        own = flat(config)
+        local_dir = own.get("trainer.default_local_dir") or own.get("default_local_dir")
+        run_dir = Path(run_dir or local_dir or Path("checkpoints", project_name, experiment_name))
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         # imported in the caller's thread, as imports from two threads can clash
         backends = require_backends(names, load=True)
@@ -221,13 +223,6 @@ class Tracking:
     def _send(self, call: str, *args: Any) -> None:
         for sink in self._sinks:
             sink.send(call, *args)
-
-
-def _local_dir(config: Mapping[str, Any]) -> str | None:
-    """Return `trainer.default_local_dir` of a configuration, nested as verl's and ours or flat."""
-    trainer = config.get("trainer")
-    nested = trainer.get("default_local_dir") if isinstance(trainer, Mapping) else None
-    return nested or config.get("default_local_dir")
 
 
 def with_environment(names: Sequence[str]) -> list[str]:

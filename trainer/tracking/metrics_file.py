@@ -14,7 +14,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,6 @@ class Past:
     duration_s: float
     last_step: int
     """The last step that counts."""
-    first_step: int
-    """The run's own first step: it may continue another run."""
-    trained_steps: Set[int]
-    """Steps that have a training row."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,6 @@ class MetricsFile(AppendFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.past = read_past(path)
-
         self.attempt = 1 + self.past.num_attempts
         """The number of openings that wrote a line, this one included."""
 
@@ -138,38 +133,18 @@ def read_past(path: Path) -> Past:
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = 0
-    first_step: int | None = None
-    trained: set[int] = set()
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for match in filter(None, map(_COLUMNS.match, file)):
             step, attempt, ts = int(match[1]), int(match[2]), float(match[4])
             kind = match[3].decode()
             first_ts.setdefault(attempt, ts)
             last_ts[attempt] = ts
-            if first_step is None:
-                first_step = step + 1 if kind == START else 1
-            if kind in MARKERS:
-                last_step = step
-                trained = {trained_step for trained_step in trained if trained_step <= step}
-            else:
-                last_step = max(last_step, step)
-            if kind == "train":
-                trained.add(step)
+            last_step = step if kind in MARKERS else max(last_step, step)
     return Past(
         num_attempts=max(first_ts, default=0),
         duration_s=sum(last_ts.values()) - sum(first_ts.values()),
         last_step=last_step,
-        first_step=first_step or 1,
-        trained_steps=trained,
     )
-
-
-def missing_steps(path: Path, last_step: int) -> list[int]:
-    """Return the steps up to `last_step` that have no training row, as after a full disk; not those
-    before the run began. Raises `OSError`.
-    """
-    past = read_past(path)
-    return sorted(set(range(past.first_step, last_step + 1)) - past.trained_steps)
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:

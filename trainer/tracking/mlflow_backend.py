@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -57,15 +57,14 @@ class MlflowBackend(ContinuedBackend):
             run_id = self._new_run(artifacts)
         return run_id
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
+    def send(self, row: MetricsRow) -> None:
         from mlflow.entities import Metric
 
-        for row in rows:
-            metrics = [
-                Metric(metric_name(key), value, round(row.ts * 1000), row.step)
-                for key, value in row.data.items()
-            ]
-            self._client.log_batch(self._run_id, metrics=metrics)
+        metrics = [
+            Metric(metric_name(key), value, round(row.ts * 1000), row.step)
+            for key, value in row.data.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def disconnect(self, exit_code: int) -> None:
         status = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")

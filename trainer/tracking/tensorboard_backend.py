@@ -1,7 +1,6 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
 from trainer.tracking.backend import ContinuedBackend
@@ -24,10 +23,9 @@ class TensorboardBackend(ContinuedBackend):
         has_files = any((self.info.run_dir / "tensorboard").glob("*tfevents*"))
         return run_id if run_id and has_files else uuid.uuid4().hex
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
-        for row in rows:
-            for key, value in row.data.items():
-                self._writer.add_scalar(key, value, row.step, walltime=row.ts)
+    def send(self, row: MetricsRow) -> None:
+        for key, value in row.data.items():
+            self._writer.add_scalar(key, value, row.step, walltime=row.ts)
 
     def take_back(self, step: int) -> bool:
         """Begin a file whose first entry takes back the later steps of the files before it."""

@@ -1,6 +1,6 @@
 """Trackio, on this machine: the database of the project in TRACKIO_DIR."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trainer.tracking.backend import ContinuedBackend
@@ -41,9 +41,8 @@ class TrackioBackend(ContinuedBackend):
         )
         return str(self._run.id)
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
-        for row in rows:
-            self._run.log(dict(row.data), step=row.step)
+    def send(self, row: MetricsRow) -> None:
+        self._run.log(dict(row.data), step=row.step)
 
     def disconnect(self, exit_code: int) -> None:
         self._run.finish()

@@ -3,7 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trainer.tracking.backend import ContinuedBackend
@@ -90,11 +90,10 @@ class WandbBackend(ContinuedBackend):
         """
         return os.environ.get("WANDB_PROJECT") or self.info.project_name
 
-    def send(self, rows: Iterable[MetricsRow]) -> None:
-        for row in rows:
-            data = {**row.data, STEP: row.step, "_timestamp": row.ts}
-            self._run.log(data, step=self._next_row, commit=True)
-            self._next_row += 1
+    def send(self, row: MetricsRow) -> None:
+        data = {**row.data, STEP: row.step, "_timestamp": row.ts}
+        self._run.log(data, step=self._next_row, commit=True)
+        self._next_row += 1
 
     def alert(self, event: Event) -> None:
         title = f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS]

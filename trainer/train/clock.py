@@ -83,10 +83,9 @@ class PhaseClock:
             event.record()
         self._marks.append(_Mark(phase, time.perf_counter(), event))
 
-    def exclude(self) -> float:
-        """Return the seconds since the last mark (a validation, a save), which belong to no step."""
+    def exclude(self) -> None:
+        """Count the time since the last mark (a validation, a save) to no step."""
         self.mark("")
-        return self._marks[-1].at_s - self._marks[-2].at_s
 
     def lap(self) -> dict[str, float]:
         """Return the seconds by phase of the step that ends here, `other` for the rest, and their

@@ -105,7 +105,7 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
         history=run.guard.history,
         is_required=is_required,
     )
-    run.meter.note_duration("save", run.meter.clock.exclude())
+    run.meter.clock.exclude()
 
 
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
@@ -149,7 +149,7 @@ def validate(run: Run, step: int) -> Decision:
     decision = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
     run.loop.has_stopped_early = decision.is_stop
     run.log({**row, **run.guard.validation_scores()}, step)
-    run.meter.note_duration("eval", run.meter.clock.exclude())
+    run.meter.clock.exclude()
     return decision
 
 

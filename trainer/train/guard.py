@@ -22,10 +22,9 @@ NONFINITE_LIMITS = ((5, 5), (10, 200))
 """(number, window in steps): the run gives up at so many steps without a finite loss and gradient
 within a window. Their updates are skipped in any case.
 """
-EVIDENCE_REST_STEPS = 500
 MAX_ROLLBACKS = 3
 MAX_EPISODES = 100
-COUNTS = ("num_skipped", "num_decisions", "last_evidence", "episodes")
+COUNTS = ("num_skipped", "num_decisions", "episodes")
 """State that a rollback does not take back."""
 
 
@@ -33,7 +32,6 @@ COUNTS = ("num_skipped", "num_decisions", "last_evidence", "episodes")
 class Decision:
     """The guard's answer to a step or a validation; equal on all ranks."""
 
-    wants_evidence: bool = False
     rollback_onset: int | None = None
     """The step with which the trouble began: go back to a checkpoint before it."""
     is_stop: bool = False
@@ -50,7 +48,6 @@ class Guard(Remembered):
         "_nonfinite_steps",
         "num_skipped",
         "num_decisions",
-        "_last_evidence",
         "episodes",
     )
 
@@ -71,7 +68,6 @@ class Guard(Remembered):
         self._patience = config.early_stop_patience
         self._overfit = ValidationWatch(patience=self._patience)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
-        self._last_evidence = -EVIDENCE_REST_STEPS
         self._num_rollbacks = self._num_skipped_batches = 0
         self.lr_factor = 1.0
         self.num_skipped = 0
@@ -111,10 +107,7 @@ class Guard(Remembered):
         if onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
             reason += f"; it has been rolled back {MAX_ROLLBACKS} times already"
             onset, is_stop = None, True
-        wants_evidence = step - self._last_evidence >= EVIDENCE_REST_STEPS
-        if wants_evidence:
-            self._last_evidence = step
-        return Decision(wants_evidence, onset, is_stop, reason)
+        return Decision(onset, is_stop, reason)
 
     def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision:
         """Note a validation; stop after `early_stop_patience` validations without a better one."""

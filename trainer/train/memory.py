@@ -22,7 +22,6 @@ ALLOCATOR = {
 """The statistic of torch's allocator for each metric."""
 QUERIES = {
     "system/gpu_util": "utilization.gpu",
-    "system/gpu_mem_util": "utilization.memory",
     "system/gpu_temp_c": "temperature.gpu",
     "system/gpu_power_w": "power.draw",
 }
@@ -59,10 +58,8 @@ class Memory:
 
 
 class GpuSampler:
-    """Asks about this rank's device every `PERIOD_S` seconds in a daemon thread.
-
-    It uses NVML if the package `nvidia-ml-py` (the extra `gpu`) is there, else the driver's
-    `nvidia-smi`. Without either, or without CUDA, there is nothing to report.
+    """Asks the driver's `nvidia-smi` about this rank's device every `PERIOD_S` seconds in a daemon
+    thread. Without the program or without CUDA there is nothing to report.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +72,6 @@ class GpuSampler:
 
     def _work(self, device: torch.device) -> None:
         with contextlib.suppress(Exception):  # the driver or the permission is missing
-            torch.cuda.set_device(device)
             while True:
                 time.sleep(PERIOD_S)
                 self.last = sample(device)
@@ -83,20 +79,11 @@ class GpuSampler:
 
 def sample(device: torch.device) -> dict[str, float]:
     """Return the GPU's own metrics."""
-    cuda = torch.cuda
-    try:
-        util, mem_util = cuda.utilization(device), cuda.memory_usage(device)
-        power_w = cuda.power_draw(device) / 1e3
-        values: list[float] = [util, mem_util, cuda.temperature(device), power_w]
-    except ModuleNotFoundError:
-        command = [
-            "nvidia-smi",
-            f"--id=GPU-{cuda.get_device_properties(device).uuid}",
-            f"--query-gpu={','.join(QUERIES.values())}",
-            "--format=csv,noheader,nounits",
-        ]
-        answer = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=PERIOD_S
-        ).stdout
-        values = [float(value) for value in answer.split(",")]
-    return dict(zip(QUERIES, values, strict=True))
+    command = [
+        "nvidia-smi",
+        f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
+        f"--query-gpu={','.join(QUERIES.values())}",
+        "--format=csv,noheader,nounits",
+    ]
+    answer = subprocess.check_output(command, text=True, timeout=PERIOD_S)
+    return dict(zip(QUERIES, map(float, answer.split(",")), strict=True))

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 from trainer.data.batch import StepBatch
@@ -30,49 +30,37 @@ OWN_PHASES = ("data", "shard", "logging", "guard")
 UPDATE_PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The length of a run, and the seconds that earlier attempts took."""
-
-    total_steps: int
-    save_freq: int
-    test_freq: int
-    max_norm: float
-    past_s: float = 0.0
-    data_facts: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the preparation of the training data."""
-
-
 class Meter(Remembered, Part):
     """One per rank; rows differ between ranks only where the table of metrics uses rank 0's value.
     Survives restarts.
     """
 
     state_of = MAIN  # ranks measure their own times
-    KEPT: ClassVar = ("_num_tokens", "_productive_s", "_ema", "_num_ema", "_clipped")
+    KEPT: ClassVar = ("_num_tokens", "_productive_s", "_ema", "_num_ema")
 
     def __init__(
         self,
         world: World,
         *,
-        plan: Plan,
+        total_steps: int,
         cost: StepFlops | None,
+        past_s: float = 0.0,
+        data_facts: Mapping[str, float] = MappingProxyType({}),
         trace: TraceFile | None = None,
     ) -> None:
+        """`past_s`: seconds that earlier attempts took. `data_facts`: metrics of the preparation of
+        the training data.
+        """
         self.clock = PhaseClock(world.device, trace=trace)
-        self._world, self._plan, self._cost = world, plan, cost
+        self._world, self._total_steps, self._cost = world, total_steps, cost
+        self._past_s, self._data_facts = past_s, data_facts
         self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
         self._peak_tflops = peak_tflops(world.device)
         self._combined = metrics.combined_metrics()
-        self._combined_often = [
-            entry for entry in self._combined if entry.every not in ("rare", "timer")
-        ]
         # in the same order on every rank
         self._slots = sorted({entry.source for entry in self._combined if "<" not in entry.source})
         self._started_s = time.monotonic()
         self._step_s = deque[float](maxlen=WINDOW_STEPS)
-        self._clipped = deque[bool](maxlen=WINDOW_STEPS)
-        self._durations: dict[str, float] = {}
         self._num_tokens = 0
         self._productive_s = 0.0
         self._ema, self._num_ema = 0.0, 0
@@ -87,11 +75,9 @@ class Meter(Remembered, Part):
         batch, sums = step.batch, step.totals.sums
         loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
         self._num_tokens += batch.num_tokens
-        self._clipped.append(grad_norm > self._plan.max_norm)
         if math.isfinite(loss):
             self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
             self._num_ema += 1
-        entries = self._combined if self._is_rare_row(batch.step) else self._combined_often
         found = {
             "train/loss": loss,
             "train/loss_ema": self.loss_ema,
@@ -101,14 +87,13 @@ class Meter(Remembered, Part):
             "train/token_accuracy": sums["num_hits"] / batch.num_loss_tokens,
             "train/total_token_count": batch.num_tokens,
             "train/total_valid_token_count": batch.num_loss_tokens,
-            "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
             "progress/step": batch.step,
             "progress/epoch": batch.epoch,
-            "progress/pct": 100.0 * batch.step / self._plan.total_steps,
+            "progress/pct": 100.0 * batch.step / self._total_steps,
             "progress/tokens": self._num_tokens,
             **batch.deal_facts,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
-            **metrics.combine(entries, step.totals.by_rank),
+            **metrics.combine(self._combined, step.totals.by_rank),
             **{key: value for key, value in sums.items() if key in metrics.METRICS},
         }
         if "objective_sum" in sums:
@@ -121,8 +106,9 @@ class Meter(Remembered, Part):
         The times of its phases reach all ranks with the next step's packet, so the next row reports
         them. An attempt's first row has this step's times on its own rank.
         """
-        if self._is_rare_row(step.batch.step):
-            step.row |= self._plan.data_facts
+        # an attempt's first row has them too
+        if is_rare(step.batch.step) or not self._step_s:
+            step.row |= self._data_facts
         self.clock.mark("guard")
         phases = self.clock.lap()
         step_s = phases["step"]
@@ -144,22 +130,12 @@ class Meter(Remembered, Part):
             **self._progress(step.batch.step),
         }
 
-    def note_duration(self, what: str, seconds: float) -> None:
-        """Remember how long a validation ("eval") or a save kept training waiting."""
-        self._durations[what] = seconds
-        if what == "eval":
-            metrics.put("time/train/eval_s", seconds)
-
     @property
     def loss_ema(self) -> float:
         """The training loss smoothed over about 50 steps, bias-corrected; NaN before the first
         finite one.
         """
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
-
-    def _is_rare_row(self, step: int) -> bool:
-        """Return whether a row has rare metrics, as an attempt's first row always does."""
-        return is_rare(step) or not self._step_s
 
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
         tokens_per_s = batch.num_tokens / step_s
@@ -177,16 +153,10 @@ class Meter(Remembered, Part):
         return found
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Return the time left, including the validations and saves to come, and the time spent."""
-        plan = self._plan
-        remaining = plan.total_steps - step
-        elapsed_s = plan.past_s + time.monotonic() - self._started_s
-        eta_s = remaining * statistics.median(self._step_s)
-        for what, every in (("eval", plan.test_freq), ("save", plan.save_freq)):
-            count = remaining // every + 1 if every > 0 else 1
-            eta_s += count * self._durations.get(what, 0.0)
+        """Return the time left, without validations and saves, and the time spent."""
+        elapsed_s = self._past_s + time.monotonic() - self._started_s
         return {
-            "progress/eta_s": eta_s if remaining else 0.0,
+            "progress/eta_s": (self._total_steps - step) * statistics.median(self._step_s),
             "progress/elapsed_s": elapsed_s,
             "progress/goodput": min(1.0, self._productive_s / elapsed_s),
         }

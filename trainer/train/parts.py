@@ -17,7 +17,6 @@ from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.model.experts import Routers
 from trainer.optim.clip import local_square_sum, square_sum
 from trainer.tracking.row_losses import SampleLosses
-from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Decision, Guard
 from trainer.train.packet import Packet, Totals, Values
 from trainer.train.source_losses import losses_by_source
@@ -38,8 +37,6 @@ class StepResult:
     row: dict[str, float] = field(default_factory=dict)
     """All other metrics."""
     decision: Decision = field(default_factory=Decision)
-    samples: SampleLosses | None = None
-    """Of the whole global batch, equal on all ranks."""
 
 
 class Part:
@@ -112,52 +109,57 @@ class RouterLoad(Routers, Part):
         return self.settle(packet.sums["expert_tokens"], batch)
 
 
-class SourceLosses(Part):
+class _VectorSum(Part):
+    """A vector to which micro-batches add. It joins the reduction under its name."""
+
+    name: ClassVar[str]
+    _sum: Tensor | None = None
+
+    def _add(self, values: Tensor) -> None:
+        self._sum = values if self._sum is None else self._sum + values
+
+    def sums(self, batch: StepBatch) -> Values:
+        found, self._sum = self._sum, None
+        return {} if found is None else {self.name: found}
+
+
+class SourceLosses(_VectorSum):
     """The loss of each source of training data, if there are several."""
 
-    _sums: Tensor | None = None
+    name = "loss_by_source"
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
     ) -> Tensor | None:
         if batch.loss_tokens_by:
             sums_D, _ = document_sums(inputs, output.losses_S)
-            if self._sums is None:
-                self._sums = sums_D.new_zeros(len(batch.loss_tokens_by))
-            self._sums.index_add_(0, inputs.sources_D, sums_D)
+            zeros = sums_D.new_zeros(len(batch.loss_tokens_by))
+            self._add(zeros.index_add_(0, inputs.sources_D, sums_D))
         return None
 
-    def sums(self, batch: StepBatch) -> Values:
-        found, self._sums = self._sums, None
-        return {} if found is None else {"loss_by_source": found}
-
     def signals(self, step: StepResult) -> Mapping[str, float]:
-        sums = map(float, step.totals.vectors.get("loss_by_source", ()))
+        sums = map(float, step.totals.vectors.get(self.name, ()))
         return losses_by_source("train", sums, step.batch.loss_tokens_by)
 
 
-class LossTerms(Part):
+class LossTerms(_VectorSum):
     """The terms of the trained loss besides its main formula, by name."""
+
+    name = "loss_terms"
 
     def __init__(self, model: nn.Module) -> None:
         own: Any = model
         self._names: tuple[str, ...] = own.loss_terms
-        self._sums_K: Tensor | None = None
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
     ) -> Tensor | None:
         if self._names and output.terms_K is not None:
-            sums_K = self._sums_K
-            self._sums_K = output.terms_K if sums_K is None else sums_K + output.terms_K
+            self._add(output.terms_K)
         return None
 
-    def sums(self, batch: StepBatch) -> Values:
-        found, self._sums_K = self._sums_K, None
-        return {} if found is None else {"loss_terms": found}
-
     def signals(self, step: StepResult) -> Mapping[str, float]:
-        sums = step.totals.vectors.get("loss_terms", ())
+        sums = step.totals.vectors.get(self.name, ())
         means = (float(value) / step.batch.num_loss_tokens for value in sums)
         return {
             f"train/objective/{name}": mean for name, mean in zip(self._names, means, strict=False)
@@ -194,15 +196,14 @@ class RowLosses(Part):
     def after_step(self, step: StepResult) -> None:
         loss_sums, tokens = step.totals.vectors["sample_losses"]
         ids = tuple(dict.fromkeys(step.batch.sample_ids))
-        step.samples = SampleLosses(ids, tokens, loss_sums)
-        self._log(step.batch.step, step.samples)
+        self._log(step.batch.step, SampleLosses(ids, tokens, loss_sums))
 
 
 class Supervision(Part):
-    """The guard, and the evidence it asks for."""
+    """The guard's place in a step."""
 
-    def __init__(self, guard: Guard, evidence: EvidenceKeeper) -> None:
-        self._guard, self._evidence = guard, evidence
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     def by_rank(self) -> Values:
         return {"decisions": self._guard.num_decisions}
@@ -216,14 +217,6 @@ class Supervision(Part):
             )
         is_skipped = bool(step.totals.sums["is_skipped"])
         step.decision = self._guard.observe(step.batch.step, step.signals, is_skipped=is_skipped)
-        if step.decision.wants_evidence and step.samples is not None:
-            self._evidence.keep(
-                step.batch,
-                step.samples,
-                signals=step.signals,
-                is_skipped=is_skipped,
-                reason=step.decision.reason,
-            )
         step.row |= self._guard.scores()
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking
 from trainer.tracking.row_losses import SampleLosses
-from trainer.train.evidence import EvidenceKeeper
 from trainer.train.guard import Guard
 from trainer.train.meter import Meter
 from trainer.train.parts import (
@@ -71,7 +70,8 @@ class Run:
     guard: Guard
     loop: LoopState
     meter: Meter
-    evidence: EvidenceKeeper
+    location: Callable[[int], str]
+    """It returns the place (`file:line`) of a sample id."""
     tracking: Tracking | None
     """On the main rank only."""
     cadence: Cadence
@@ -124,7 +124,7 @@ class Run:
 
     def log_rows(self, step: int, losses: SampleLosses) -> None:
         if self.tracking is not None:
-            self.tracking.log_rows(step, losses, self.evidence.location)
+            self.tracking.log_rows(step, losses, self.location)
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
@@ -136,7 +136,7 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "sources": lambda run: SourceLosses(),
     "terms": lambda run: LossTerms(run.model),
     "rows": lambda run: RowLosses(run.log_rows),
-    "guard": lambda run: Supervision(run.guard, run.evidence),
+    "guard": lambda run: Supervision(run.guard),
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,
 }

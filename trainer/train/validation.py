@@ -87,7 +87,6 @@ class Validation:
             "val/token_accuracy": num_hits / self._num_loss_tokens,
             "val/gap": mean - train_loss,
             "val/samples": self._num_samples,
-            "val/tokens": self._num_tokens,
             "val/total_valid_token_count": self._num_loss_tokens,
             **losses_by_source("val", totals[NUM_SUMS:], self._tokens_by_source),
             **{f"val/{name}": value for name, value in self._length_facts.items()},

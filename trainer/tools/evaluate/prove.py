@@ -36,7 +36,7 @@ from trainer.tools.evaluate.causes import (
 from trainer.tools.evaluate.engines import VLLM, Sample
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
-from trainer.train.start.inputs import prepare_data_of_run
+from trainer.train.start.inputs import prepare_data_alone
 
 LEAST_TOLERANCE = 1e-6
 NUM_DEVIATIONS = 4
@@ -145,7 +145,7 @@ def read_trained(checkpoint: Path) -> Trained:
     config = parse_recorded(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
-    data = prepare_data_of_run(config, run_dir)
+    data = prepare_data_alone(config)
     validation = data.validation
     if not rows or validation is None:
         raise ConfigError(

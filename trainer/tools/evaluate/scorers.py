@@ -14,7 +14,7 @@ from trainer.errors import DataError
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 from trainer.tracking.run_info import read_config
-from trainer.train.start.inputs import prepare_data_of_run
+from trainer.train.start.inputs import prepare_data_alone
 
 MESSAGES, PROMPT, ANSWER, TESTS = "messages", "prompt", "answer", "tests"
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
@@ -58,7 +58,7 @@ def read_questions(path: Path, *, answer_key: str) -> list[Question]:
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
     """Return the validation rows of a run. Raises `ConfigError` if it has none, `DataError`."""
-    validation = prepare_data_of_run(parse_recorded(read_config(run_dir)), run_dir).validation
+    validation = prepare_data_alone(parse_recorded(read_config(run_dir))).validation
     if validation is None:
         raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
     places = dict.fromkeys(validation.location(index) for index in range(len(validation)))

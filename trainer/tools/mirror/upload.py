@@ -36,7 +36,6 @@ TRAVELS = (
     row_losses.FILE_NAME,
     rollback.FILE,
     evaluations.FILE_NAME,
-    "evidence",
     "proofs",
 )
 """Files of the run directory that are uploaded with each checkpoint. All other files can be made

@@ -147,5 +147,7 @@ def guarded(run: AnalysedRun) -> Findings:
             steps=(met[0].step, met[-1].step),
             evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
             cause="Batches, or a rank, that did harm.",
-            remedy=("Look at the samples in evidence/ and take bad ones out of the data.",),
+            remedy=(
+                "Look at the samples of these steps in row_losses.jsonl and take bad ones out of the data.",
+            ),
         )

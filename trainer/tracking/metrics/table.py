@@ -37,9 +37,7 @@ CSV = {
 }
 
 
-def entries(
-    over_ranks: str, every: str, *rows: tuple[str, str, str, str], of: str = ""
-) -> list[Metric]:
+def entries(over_ranks: str, every: str, *rows: tuple[str, str, str, str]) -> list[Metric]:
     """Make the metrics that are reduced alike and logged equally often.
 
     A row is the key, the unit, which direction is better, and the meaning.
@@ -52,7 +50,6 @@ def entries(
             meaning,
             over_ranks=over_ranks,
             every=every,
-            of=of,
             console=CONSOLE.get(key, ""),
             csv=CSV.get(key, ""),
         )
@@ -210,13 +207,6 @@ TABLE = (
             "Tokens of the fullest expert / mean over experts, in the layer where that is largest: "
             "1 = even. No expert has a capacity: none drops tokens.",
         ),
-        (
-            "optim/clipped_frac",
-            "share",
-            "down",
-            "Share of the last 100 steps whose gradient was clipped: near 1, the clip sets the "
-            "step size, not optim.lr.",
-        ),
         ("progress/step", "step", "none", "Finished optimizer steps, from 1."),
         ("progress/epoch", "epoch", "none", "Passes over the training data, from 0."),
         ("progress/tokens", "token", "none", "Tokens trained on so far, without padding."),
@@ -232,26 +222,6 @@ TABLE = (
             "sample",
             "down",
             "Rows dropped when the data was prepared: too long or unusable.",
-        ),
-        ("data/rows_by/<source>", "row", "none", "Training rows of one of several data sources."),
-        ("data/tokens_by/<source>", "token", "none", "Tokens of one of several data sources."),
-        (
-            "data/valid_token_frac_by/<source>",
-            "share",
-            "middle",
-            "Supervised tokens / tokens of one of several data sources.",
-        ),
-        (
-            "data/repeat_by/<source>",
-            "1/epoch",
-            "none",
-            "How often an epoch trains a row of the source, on average.",
-        ),
-        (
-            "data/times_by/<source>",
-            "count",
-            "none",
-            "How often the whole run trains a row of the source, on average.",
         ),
         (
             "optim/grad_norm/<block>",
@@ -359,7 +329,6 @@ TABLE = (
         ("val/best_step", "step", "none", "Step of the lowest val/loss: use its checkpoint."),
         ("val/gap", "nat/token", "down", "val/loss - train/loss_ema: growing means memorisation."),
         ("val/samples", "sample", "none", "Validation samples that were measured."),
-        ("val/tokens", "token", "none", "Tokens of the validation set, supervised or not."),
         (
             "val/total_valid_token_count",
             "token",
@@ -417,8 +386,7 @@ TABLE = (
             "progress/eta_s",
             "s",
             "down",
-            "Seconds left: remaining steps times the median step, plus the validations and saves "
-            "to come.",
+            "Seconds left: remaining steps times the median step, without validations and saves.",
         ),
         ("progress/elapsed_s", "s", "none", "Seconds trained so far, over all attempts."),
         (
@@ -470,17 +438,6 @@ TABLE = (
         ),
     ),
     *entries(
-        "skew",
-        "step",
-        (
-            "time/train/rank_skew",
-            "ratio",
-            "down",
-            "The slowest rank's time / median over ranks: 1 = all alike.",
-        ),
-        of="time/train/slowest_rank",
-    ),
-    *entries(
         "main",
         "checkpoint",
         ("time/train/checkpoint_s", "s", "down", "How long the last save stopped training."),
@@ -497,7 +454,6 @@ TABLE = (
     *entries(
         "main",
         "eval",
-        ("time/train/eval_s", "s", "down", "How long the last validation stopped training."),
         ("time/eval/step_s", "s", "down", "Validation: one batch, mean over the batches."),
         ("time/eval/total_s", "s", "down", "Validation: total time."),
         (
@@ -561,15 +517,8 @@ TABLE = (
             "%",
             "up",
             "Time in which the GPU computed anything: below 80 % something slows it. Read from "
-            "NVML (the extra `gpu`), else from `nvidia-smi`.",
+            "`nvidia-smi`.",
         ),
-        ("system/gpu_mem_util", "%", "none", "Time in which the GPU's memory was read or written."),
-    ),
-    *entries(
-        "min",
-        "timer",
-        ("system/gpu_util_min", "%", "up", "system/gpu_util of the GPU where it is lowest."),
-        of="system/gpu_util",
     ),
     *entries(
         "max",

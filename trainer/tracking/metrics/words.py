@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean, median
+from statistics import fmean
 
 COMBINED: dict[str, Callable[[list[float]], float]] = {
     "sum": sum,
@@ -12,7 +12,6 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "max": max,
     "min": min,
     "slowest": lambda values: values.index(max(values)),
-    "skew": lambda values: max(values) / max(median(values), 1e-9),
 }
 """Reductions of the values that ranks measure. Such values travel in the step's packet.
 

@@ -1,8 +1,8 @@
 """The detector: judges every step of a training against its own recent past.
 
-It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, batches with
-heavy tails, and steps at which a rule of the user holds. It never waits for a device or for another
-rank: the values that it sees are equal on all ranks. The guard decides what to do.
+It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, and steps at
+which a rule of the user holds. It never waits for a device or for another rank: the values that it
+sees are equal on all ranks. The guard decides what to do.
 """
 
 from collections import deque
@@ -45,17 +45,13 @@ NUM_IN_A_ROW = 32
 MIN_GRAD_NORM = 1e-6
 """A smaller gradient moves nothing."""
 NUM_DEAD_STEPS = 10
-RATE_STEPS, MAX_SINGLES = 1000, 10
-"""More single spikes than 10 in 1000 steps are a property of the data, until half as many."""
 REST_STEPS = 50
-"""Steps between two warnings, and after a rule has acted."""
+"""The shortest pause between two warnings, and the pause after a rule has acted."""
 
 
 class Level(StrEnum):
     """The kind of trouble."""
 
-    ADVISORY = "advisory"
-    """Single steps stand out so often that this is a property of the data."""
     WARN = "warn"
     """One step stands out."""
     RULE = "rule"
@@ -95,14 +91,10 @@ class StepLimits:
     loss_alone: float = inf
     grad_alone: float = inf
 
-    def is_loss_beyond(self, loss: Any, grad_norm: Any) -> Any:
-        """Return whether the loss makes the step severe, for two floats or two scalar tensors."""
-        are_both = (loss > self.loss_with_grad) & (grad_norm > self.grad_with_loss)
-        return are_both | (loss > self.loss_alone)
-
     def are_exceeded(self, loss: Any, grad_norm: Any) -> Any:
         """Return whether the step is severe, for two floats or two scalar tensors."""
-        return self.is_loss_beyond(loss, grad_norm) | (grad_norm > self.grad_alone)
+        are_both = (loss > self.loss_with_grad) & (grad_norm > self.grad_with_loss)
+        return are_both | (loss > self.loss_alone) | (grad_norm > self.grad_alone)
 
     def lowered_by(self, rules: Iterable[GuardRule]) -> "StepLimits":
         """Return these limits, or those of rules that skip updates if they are lower."""
@@ -162,11 +154,10 @@ class _Spikes(Remembered):
         is_severe = limits.are_exceeded(loss, grad_norm)
         found = None
         if is_severe or is_loss_high or is_grad_spike:
-            is_by_loss = limits.is_loss_beyond(loss, grad_norm) if is_severe else is_loss_high
-            signal, value, usual = (
-                (LOSS, loss, self._loss.usual) if is_by_loss else (GRAD_NORM, grad_norm, usual_grad)
+            message = (
+                f"{LOSS} is {loss:.4g}, usually {self._loss.usual.level:.4g}; "
+                f"{GRAD_NORM} is {grad_norm:.4g}, usually {usual_grad.level:.4g}"
             )
-            message = f"{signal} is {value:.4g}, usually {usual.level:.4g} (z {usual.z(value):.1f})"
             first = next((number for number, *flags in self._earlier if any(flags)), step)
             level, onset = (Level.SEVERE, first) if is_severe else (Level.WARN, step)
             found = Anomaly(step, level, message, onset)
@@ -255,47 +246,24 @@ class _NoLearning(Remembered):
         return Anomaly(step, Level.DEAD, message, max(0, step - NUM_DEAD_STEPS + 1))
 
 
-class _HeavyTails(Remembered):
-    """Counts steps that stood out, to ration warnings and to report once that they are common.
-
-    It numbers steps itself: a step that is trained again counts again.
+class _Warnings(Remembered):
+    """Rations warnings: each one doubles the pause before the next. If nothing stands out for as
+    long as the pause after its end, the pause is `REST_STEPS` again.
     """
 
-    KEPT: ClassVar = ("_num_steps", "_spikes", "_last_warning", "_is_heavy")
+    KEPT: ClassVar = ("_pause", "_pause_end")
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._spikes = deque[int]()
-        """Steps that stood out, of the last `RATE_STEPS`."""
-        self._last_warning = -REST_STEPS
-        self._is_heavy = False
+        self._pause = REST_STEPS
+        self._pause_end = 0
 
-    def count(self, step: int, *, is_spike: bool) -> Anomaly | None:
-        self._num_steps += 1
-        if is_spike:
-            self._spikes.append(self._num_steps)
-        while self._spikes and self._spikes[0] <= self._num_steps - RATE_STEPS:
-            self._spikes.popleft()
-        # a single spike stood out while both of its neighbours did not
-        num_singles = sum(
-            spike < self._num_steps and not {spike - 1, spike + 1} & set(self._spikes)
-            for spike in self._spikes
-        )
-        was_heavy = self._is_heavy
-        self._is_heavy = num_singles > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
-        if was_heavy or not self._is_heavy:
-            return None
-        message = (
-            f"heavy-tailed batches ({num_singles} single steps stood out lately): look at the "
-            f"samples of one, by a rule"
-        )
-        return Anomaly(step, Level.ADVISORY, message, onset=step)
-
-    def may_warn(self) -> bool:
-        """Return whether the last step may cause a warning; if so, the warning counts as given."""
-        if self._is_heavy or self._num_steps - self._last_warning < REST_STEPS:
+    def is_given(self, step: int) -> bool:
+        """Return whether a step that stands out causes a warning. If so, a pause begins."""
+        if step < self._pause_end:
             return False
-        self._last_warning = self._num_steps
+        is_calm = step >= self._pause_end + self._pause
+        self._pause = REST_STEPS if is_calm else 2 * self._pause
+        self._pause_end = step + self._pause
         return True
 
 
@@ -333,13 +301,13 @@ class _Rules(Remembered):
 class Detector(Remembered):
     """Judges steps: `limits()` before a step and `observe()` after it agree on what is severe."""
 
-    KEPT: ClassVar = ("_steps", "_divergence", "_ledger", "_dead", "_rules")
+    KEPT: ClassVar = ("_steps", "_divergence", "_warnings", "_dead", "_rules")
 
     def __init__(
         self, rules: Iterable[GuardRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS
     ) -> None:
         self._max_first_loss = max_first_loss
-        self._steps, self._divergence, self._ledger = _Spikes(), _Divergence(), _HeavyTails()
+        self._steps, self._divergence, self._warnings = _Spikes(), _Divergence(), _Warnings()
         self._dead, self._rules = _NoLearning(), _Rules(rules)
         self.scores: Mapping[str, float] = {}
         """Metrics of the last observed step, all finite."""
@@ -354,19 +322,16 @@ class Detector(Remembered):
         """
         found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
         loss, grad_norm = values[LOSS], values[GRAD_NORM]
-        spike = None
         own = self._unjudgeable(step, values)
         if own is not None:
             self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
             self._steps.pass_over(step)
         else:
             self.scores = self._steps.scores(loss, grad_norm)
-            own = self._high_start(step, loss)
-            spike = self._steps.observe(step, loss, grad_norm)
+            high_start = self._high_start(step, loss)
+            own = self._steps.observe(step, loss, grad_norm) or high_start
             found.append(self._divergence.observe(step, loss))
-        found.append(self._ledger.count(step, is_spike=spike is not None))
-        own = spike or own
-        if own is not None and (own.level != Level.WARN or self._ledger.may_warn()):
+        if own is not None and (own.level != Level.WARN or self._warnings.is_given(step)):
             found.append(own)
         return [anomaly for anomaly in found if anomaly is not None]
 

@@ -103,11 +103,7 @@ def _parse_override(word: str) -> dict[str, Any]:
             f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
             f"Fix: rename the directory or file, or choose another one"
         )
-    if word.startswith("-"):
-        is_recipe = word.lstrip("-").startswith("experiment=")
-        fix = "; write experiment=NAME" if is_recipe else SEE_HELP
-        raise ConfigError(f"unknown flag '{word}'{fix}")
-    if "=" not in word or word.startswith("~"):
+    if "=" not in word or word.startswith(("-", "~")):
         raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")
     try:
         (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
@@ -180,8 +176,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         tree = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        fix = "; indent with spaces, not tabs" if "'\\t'" in str(error.problem) else ""
-        raise ConfigError(f"recipe {path}, line {line}: {error.problem}{fix}") from error
+        raise ConfigError(f"recipe {path}, line {line}: {error.problem}") from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from trainer.checkpoint import finished, rollback
+from trainer.checkpoint import finished
 from trainer.checkpoint.finished import Finished
 from trainer.checkpoint.layout import HUGGINGFACE, step_dir_name
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.config import ConfigError
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.distributed import await_main
@@ -23,8 +22,7 @@ from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.log import labelled
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
-from trainer.runtime.text import as_ranges
-from trainer.tracking import Tracking, metrics_file
+from trainer.tracking import Tracking
 from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
@@ -129,24 +127,7 @@ def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
     what = f"has all {setup.total_steps} steps"
     if step < setup.total_steps:
         what = f"ended the run early, at step {step}"
-    lost = lost_rows(setup.run_dir, step)
-    return f"already complete: {checkpoint} {what}; nothing to do{lost}"
-
-
-def lost_rows(run_dir: Path, step: int) -> str:
-    """Return a note about steps without metrics for the message of a complete run; "" if all steps
-    have metrics. Steps that a rollback skipped were never trained.
-    """
-    metrics_path = run_dir / metrics_file.FILE_NAME
-    try:
-        skipped = rollback.read(run_dir).skipped_steps
-        lost = set(metrics_file.missing_steps(metrics_path, step)) - skipped
-    except FileNotFoundError:  # the run never logged
-        return ""
-    except (OSError, ConfigError) as error:
-        return f"; its metrics cannot be read: {error}"
-    text = f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost"
-    return text if lost else ""
+    return f"already complete: {checkpoint} {what}; nothing to do"
 
 
 def write_final_report(run_dir: Path) -> None:

@@ -156,20 +156,6 @@ def prepare_data_alone(config: Config) -> PreparedData:
     return prepare_data(config, find_files(config), source, progress=lambda: None)
 
 
-def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
-    """Return the tokens that a run was trained on. Raises `ConfigError`, `DataError`."""
-    try:
-        return prepare_data_alone(config)
-    except (ConfigError, DataError) as error:
-        own = Path(config.trainer.default_local_dir)
-        if own.is_absolute() or own.resolve() == run_dir.resolve():
-            raise
-        raise type(error)(
-            f"{error}\nthe run's relative paths may begin in another directory than '{Path.cwd()}'."
-            f"\nFix: run the command in the directory where the run was started"
-        ) from error
-
-
 def encode_first_rows(
     config: Config, files: DataFiles, model: ModelSource
 ) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
@@ -241,10 +227,7 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             f"Fix: add them with 'model.new_tokens=[{listed}]'"
         )
     if not tokenizer.eos_token:
-        raise ConfigError(
-            f"data.chat_template={name} needs an end token (eos_token), which the tokenizer does not "
-            f"have"
-        )
+        raise ConfigError(f"data.chat_template={name} needs a tokenizer with an eos_token")
 
 
 def _prepare(

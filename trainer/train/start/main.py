@@ -41,9 +41,8 @@ from trainer.runtime.json_lines import flat
 from trainer.runtime.log import labelled
 from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
-from trainer.tracking import Tracking, metrics_file
+from trainer.tracking import Tracking
 from trainer.train.detection import require_usable_rules
-from trainer.train.evidence import EvidenceKeeper
 from trainer.train.fit import fit
 from trainer.train.run import Cadence, Run
 from trainer.train.start.agreement import facts_of, require_model_unchanged
@@ -166,9 +165,7 @@ def build_run(
         guard=make_guard(setup, tracking),
         loop=LoopState(),
         meter=make_meter(setup, model, tracking),
-        evidence=EvidenceKeeper(
-            setup.run_dir, is_main=world.is_main, location=inputs.train.location
-        ),
+        location=inputs.train.location,
         tracking=tracking,
         cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
         seed=trainer.seed,
@@ -280,22 +277,13 @@ def _card_facts(setup: RunSetup) -> CardFacts:
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
-    """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
+    """Load a checkpoint into the parts. Collective."""
     parts.checkpoints.load(found)
     parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
         logger.info("%s", labelled("resume", text))
-    is_own = found.path.resolve().parent == setup.run_dir.resolve()
-    if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
-        logger.warning(
-            "%s ends at step %d, but the checkpoint is of step %d: histories and report lack the "
-            "rows between them",
-            setup.run_dir / metrics_file.FILE_NAME,
-            parts.tracking.past.last_step,
-            step,
-        )
 
 
 def _announce(parts: Run, inputs: Inputs) -> str:

@@ -64,9 +64,7 @@ def _require_writable(run_dir: Path) -> None:
     nearest = existing_parent(run_dir)
     if os.access(nearest, os.W_OK | os.X_OK):
         return
-    reason = f"user {os.geteuid()} may not write in '{nearest}'"
-    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
-        reason = "its file system is read-only"
+    reason = f"user {os.geteuid()} cannot write in '{nearest}'"
     raise cannot_use(run_dir, OSError(reason))
 
 
@@ -114,9 +112,9 @@ def read_chat_template(name: str | None) -> str | None:
 
 
 def _require_templates(config: Config) -> None:
-    read_chat_template(config.data.chat_template)
-    for source in sources_of(config.data, "train_files") + sources_of(config.data, "val_files"):
-        read_chat_template(source.chat_template)
+    sources = sources_of(config.data, "train_files") + sources_of(config.data, "val_files")
+    for template in {config.data.chat_template, *(source.chat_template for source in sources)}:
+        read_chat_template(template)
 
 
 def _require_model(config: Config) -> None:
