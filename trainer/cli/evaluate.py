@@ -6,7 +6,6 @@ write, 130 interrupted: the same command continues with the checkpoint that was 
 """
 
 import argparse
-import logging
 import math
 import re
 import sys
@@ -31,11 +30,6 @@ POLL_S = 5.0
 ENGINES = ("transformers", "vllm")
 SCORERS = ("exact", "numeric", EXEC)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-
-
-def set_up(argv: list[str]) -> None:
-    """Set up the process of this command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
 
 @as_command()
@@ -185,5 +179,4 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    set_up(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -51,6 +51,7 @@ class Trained:
     """A checkpoint with the validation of its step: its samples, loss and supervised tokens."""
 
     info: CheckpointInfo
+    manifest: Manifest
     config: Config
     tokenizer: Any
     validation: Samples
@@ -61,11 +62,6 @@ class Trained:
     @property
     def export(self) -> Path:
         return self.info.path / layout.HUGGINGFACE
-
-    @property
-    def manifest(self) -> Manifest:
-        assert self.info.manifest is not None
-        return self.info.manifest
 
 
 def causes_of(trained: Trained) -> list[str]:

@@ -124,7 +124,16 @@ def read_trained(checkpoint: Path) -> Trained:
             f"tokens, {num_validated} were validated.\nFix: restore the files"
         )
     loss = float(rows[-1]["val/loss"])
-    return Trained(info, config, data.tokenizer, validation, samples, loss, num_loss_tokens)
+    return Trained(
+        info=info,
+        manifest=info.manifest,
+        config=config,
+        tokenizer=data.tokenizer,
+        validation=validation,
+        samples=samples,
+        loss=loss,
+        num_loss_tokens=num_loss_tokens,
+    )
 
 
 def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:

@@ -32,9 +32,7 @@ def check_training(runs: Runs) -> Checked:
     found = re.search(r"^self-check .*\n\s+(equal .*)$", runs.straight.said(), re.MULTILINE)
     if found is None:
         return Checked("fail", "the log of the run has no self-check")
-    text = (
-        f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient are those of transformers"
-    )
+    text = f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient as in transformers"
     return Checked("ok", f"{text}: {found[1]}")
 
 
