@@ -139,7 +139,12 @@ SPOILED: dict[str, tuple[str, Callable[[Path], None], str, bool]] = {
     "tokens": ("full", other_tokens, "tokenizer: its vocabulary", False),
     "torn": ("full", torn, f"weights: .*{MODEL}", False),
     "base": ("lora", other_base, "base: ", True),
-    "alpha": ("lora", keys("adapter_config.json", lora_alpha=1), "adapter: .*lora_alpha=1", True),
+    "alpha": (
+        "lora",
+        keys("adapter_config.json", lora_alpha=1),
+        "adapter_config.json: lora_alpha is 1",
+        True,
+    ),
     "no adapter": ("lora", tensors(ADAPTER, no_adapter), "adapter: .*base model without", True),
 }
 
@@ -182,7 +187,7 @@ def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path
     (checkpoint / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
     found = proven(checkpoint)
     assert abs(found.served_loss - found.val_loss) > found.tolerance
-    assert found.causes == ("weights: not the trained ones: model.norm.weight",)
+    assert found.causes == ("weights: 1 tensors are not the trained ones: model.norm.weight",)
     assert found.first_difference is not None
 
 

@@ -19,7 +19,7 @@ from whole_runs import tiny_model
 
 from trainer.cli import doctor
 from trainer.tools.verify import training
-from trainer.tools.verify.runs import NUM_STEPS, KilledRun, RunFailedError, Runs, ShortRun
+from trainer.tools.verify.runs import NUM_STEPS, RunFailedError, Runs, ShortRun
 
 Rows = list[dict[str, Any]]
 LINES = ["training", "ranks", "packing", "resume", "peak memory", "speed"]
@@ -229,7 +229,7 @@ def test_memory_and_speed_are_those_of_the_rows(tmp_path, planned_gib, level):
 
 
 @pytest.mark.parametrize(
-    ("killed", "level"), [(KilledRun(Path("killed"), 4, 0), "fail"), (None, "skip")]
+    ("killed", "level"), [((ShortRun(Path("killed")), 4, 0), "fail"), (None, "skip")]
 )
 def test_a_run_that_lost_its_checkpoint_is_found(tmp_path, monkeypatch, killed, level):
     made = MadeRuns(tmp_path, {})

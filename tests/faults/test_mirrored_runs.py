@@ -181,7 +181,6 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     stands_for.chmod(0o755)
     monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
     monkeypatch.setattr(mirroring, "REPEAT_S", 0.0)
-    monkeypatch.setattr(mirroring, "SAID_AFTER_S", 0.0)
     monkeypatch.setattr(mirroring, "SAVE_TIMEOUT_S", 1.0 if way == "the limit" else 60.0)
     config = load_config(config_words(tmp_path / "run", f"file://{tmp_path}/mirror"))
     processes = set(psutil.Process().children())

@@ -181,13 +181,6 @@ def test_mistakes_end_with_2_before_torch_is_loaded(word, env, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_removed_current_directory_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert launch.main(["2"]) == 2
-
-
 @pytest.mark.parametrize(
     ("nodes", "num_gpus", "num_ranks", "code"),
     [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)],

@@ -223,7 +223,6 @@ def test_rows_wait_for_a_full_disk_and_each_outage_warns(tmp_path, monkeypatch, 
 
 
 def test_rows_that_no_disk_took_are_counted_at_the_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
     tracking = track(tmp_path)
     tracking.start(0)
     for step in range(1, 41):
@@ -232,8 +231,8 @@ def test_rows_that_no_disk_took_are_counted_at_the_end(tmp_path, monkeypatch, ca
         tracking.log({"train/loss": 1.0}, step=step)
     tracking.finish(0)
     lost = sorted(set(range(1, 41)) - {step for step, _ in losses(tmp_path)})
-    assert lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
-    assert f"metrics.jsonl lacks {len(lost)} rows that could not be written" in caplog.text
+    assert lost == [39, 40]
+    assert "metrics.jsonl lacks 2 rows that could not be written" in caplog.text
 
 
 def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):

@@ -2,11 +2,10 @@
 
 It runs in its own process, also while the run trains; docs/evaluation.md. Exit codes: 0 done, 2
 wrong usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot
-write, 130 interrupted: the same command continues.
+write, 130 interrupted: the same command continues with the checkpoint that was interrupted.
 """
 
 import argparse
-import logging
 import math
 import re
 import sys
@@ -20,7 +19,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.cli.listing import require_dir, require_run
 from trainer.config import ConfigError
-from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
+from trainer.errors import EXIT_DONE
 from trainer.runtime.evaluations import EXEC, PREFIX
 from trainer.runtime.heartbeat import is_live
 
@@ -33,12 +32,7 @@ SCORERS = ("exact", "numeric", EXEC)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
-def set_up(argv: list[str]) -> None:
-    """Set up the process of this command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-
-
-@as_command({DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to continue")
+@as_command()
 def main(argv: list[str]) -> int:
     arguments = _parsed(argv)
     path: Path = arguments.path
@@ -185,5 +179,4 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    set_up(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -8,10 +8,8 @@ from typing import Any
 from trainer.config.keys import (
     ConfigError,
     at_least,
-    at_most,
     key,
     not_empty,
-    not_negative,
     one_of,
     where,
     within,
@@ -19,8 +17,7 @@ from trainer.config.keys import (
 
 QUICKSTART, AUTO = "quickstart", "auto"
 NAME = r"\w[\w.-]*"
-_COUNT_OR_NULL = at_least(1, means="null")
-_COUNT_OR_ALL = at_least(1, special=-1, means="-1 (all)")
+_COUNT_OR_ALL = at_least(1, special=-1)
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,10 @@ class DataConfig:
         at_least(1),
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
+        None, "at most this many samples per forward pass; null = no limit", at_least(1)
     )
     max_token_len_per_gpu: int | None = key(
-        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
+        8192, "at most this many tokens per forward pass; null = no limit", at_least(1)
     )
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(
@@ -143,8 +140,7 @@ class DataConfig:
     num_workers: int = key(
         1,
         "loader processes per rank; 0 = build batches in the training process",
-        not_negative,
-        at_most(64, "every rank has that many"),
+        within("[0, 64]"),
     )
     cache_dir: str = key("checkpoints/.cache", "prepared tokens, named by content hashes")
 

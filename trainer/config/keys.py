@@ -98,20 +98,10 @@ def where(is_right: Callable[[Any], object], problem: str) -> Check:
     return lambda value: "" if is_right(value) else problem.format(value)
 
 
-def at_least(least: float, *, special: int | None = None, means: str = "") -> Check:
-    """Allow numbers from `least`, and the `special` one. `means` explains the special number, or
-    names null where the key allows it.
-    """
-    allowed = f"{means} or at least {least}" if means else f"at least {least}"
+def at_least(least: float, *, special: int | None = None) -> Check:
+    """Allow numbers from `least`, and the `special` one."""
+    allowed = f"at least {least}" if special is None else f"{special} or at least {least}"
     return where(lambda value: value == special or value >= least, f"must be {allowed}, got {{}}")
-
-
-def at_most(most: float, why: str) -> Check:
-    return where(lambda value: value <= most, f"must be at most {most} ({why}), got {{}}")
-
-
-def positive(hint: str = "") -> Check:
-    return where(lambda value: value > 0, f"must be positive{hint}, got {{}}")
 
 
 def within(interval: str) -> Check:
@@ -136,7 +126,7 @@ def parse_duration_s(text: str) -> float:
     return sum(int(part[:-1]) * units_s[part[-1]] for part in parts)
 
 
-not_negative = where(lambda value: value >= 0, "must not be negative, got {}")
+not_negative, positive = at_least(0), within("(0, inf)")
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 duration = where(parse_duration_s, "must be a duration such as 3h30m, 90m or 45s; got '{}'")
 inside_checkpoints = where(

@@ -187,21 +187,21 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if problem := column_problem(data, "data."):
         yield problem
-    if model.expert_parallel_size > 1:
-        others = {
-            "model.compile=true": model.compile,
-            "model.fsdp_config.cpu_offload=true": model.fsdp_config.cpu_offload,
-            "LoRA": model.has_adapters,
-        }
-        for name in (name for name, is_set in others.items() if is_set):
-            yield (
-                f"'model.expert_parallel_size={model.expert_parallel_size}' does not work with "
-                f"{name}: remove one of the two"
-            )
-    if model.has_adapters and model.freeze:
-        yield "'model.freeze' does not work with LoRA, which freezes the whole model: remove one of the two"
-    if model.has_adapters and model.new_tokens:
-        yield "'model.new_tokens' does not work with LoRA, which does not train their embeddings: remove one of the two"
+    has_experts, has_lora = model.expert_parallel_size > 1, model.has_adapters
+    excluding = (
+        ("model.expert_parallel_size", "model.compile", has_experts and model.compile),
+        ("model.expert_parallel_size", "LoRA", has_experts and has_lora),
+        (
+            "model.expert_parallel_size",
+            "model.fsdp_config.cpu_offload",
+            has_experts and model.fsdp_config.cpu_offload,
+        ),
+        ("model.freeze", "LoRA", model.freeze and has_lora),
+        ("model.new_tokens", "LoRA", model.new_tokens and has_lora),
+    )
+    for name, other, are_both_set in excluding:
+        if are_both_set:
+            yield f"'{name}' does not work with {other}: remove one of the two"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
             "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "

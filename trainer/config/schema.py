@@ -11,7 +11,6 @@ from typing import Any
 from trainer.config.data import AUTO, QUICKSTART, DataConfig
 from trainer.config.keys import (
     at_least,
-    at_most,
     duration,
     group,
     inside_checkpoints,
@@ -41,8 +40,7 @@ ALWAYS_SAVED = ("model", "optimizer", "extra")
 EXPORTS = {"hf_model": "adapter", "merged_model": "merged"}
 """Values of `save_contents` that export weights, and what an export of LoRA contains."""
 _RATIO = within("[0, 1]")
-_COUNT_OR_NULL = at_least(1, means="null")
-_STEPS_OR_END = at_least(1, special=-1, means="-1 (only at the end)")
+_STEPS_OR_END = at_least(1, special=-1)
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class FsdpConfig:
     fsdp_size: int = key(
         -1,
         "ranks that share one copy of the parameters; smaller = HSDP; -1 = all",
-        at_least(1, special=-1, means="-1 (all ranks)"),
+        at_least(1, special=-1),
     )
 
 
@@ -118,7 +116,7 @@ class ModelConfig:
         not_negative,
     )
     lora_alpha: int = key(
-        16, "LoRA: the adapters' output is scaled by lora_alpha / lora_rank", positive()
+        16, "LoRA: the adapters' output is scaled by lora_alpha / lora_rank", positive
     )
     lora_dropout: float = key(
         0.0,
@@ -172,7 +170,7 @@ class OptimGroup:
         "that matches a name counts",
         not_empty,
     )
-    lr_scale: float = key(1.0, "factor for the learning rate", positive())
+    lr_scale: float = key(1.0, "factor for the learning rate", positive)
     weight_decay: float | None = key(
         None,
         "replaces optim.weight_decay, also for norms and biases; null = as without the entry",
@@ -202,7 +200,7 @@ class OptimConfig:
             else "must be two numbers in [0, 1)"
         ),
     )
-    eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive())
+    eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive)
     state_dtype: str = key(
         "float32",
         "dtype of the moments: float32 | bfloat16 (stochastic rounding)",
@@ -215,7 +213,7 @@ class OptimConfig:
         "weight_decay: 0}]: a regular expression, a factor for the learning rate (default 1), a "
         "weight decay (default: as without the entry)",
     )
-    clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
+    clip_grad: float = key(1.0, "largest global gradient norm", positive)
     lr_scheduler: str = key(
         "cosine",
         "cosine | linear | constant | wsd (stable, then linear decay over the last tenth)",
@@ -346,7 +344,7 @@ class TrainerConfig:
         "written",
     )
     total_epochs: int = key(2, "passes over the training samples", at_least(1))
-    total_training_steps: int | None = key(None, "overrides total_epochs", _COUNT_OR_NULL)
+    total_training_steps: int | None = key(None, "overrides total_epochs", at_least(1))
     save_freq: int = key(
         100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END
     )
@@ -356,7 +354,7 @@ class TrainerConfig:
     test_freq: int = key(
         50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END
     )
-    max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", _COUNT_OR_NULL)
+    max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", at_least(1))
     resume_mode: str = key(
         "auto",
         "auto (newest good checkpoint of this run) | disable | resume_path",
@@ -385,19 +383,18 @@ class TrainerConfig:
         600,
         "a rank without progress (micro-batch, file or step) for this long hangs: write all stacks "
         "and end the run (exit 75); a start and a collective may take three times as long",
-        at_least(1),
-        at_most(YEAR_S, "a year"),
+        within(f"[1, {YEAR_S}]"),
     )
     early_stop_patience: int | None = key(
         None,
         "end the run (exit 0) after this many validations in a row without a better val/loss",
-        _COUNT_OR_NULL,
+        at_least(1),
     )
     log_every: int | None = key(
         None,
         "steps between two lines on the console (null: about 50 lines an epoch); metrics.jsonl and "
         "trackers get every step",
-        _COUNT_OR_NULL,
+        at_least(1),
     )
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)

@@ -20,7 +20,6 @@ from trainer.errors import (
     EXIT_CRASH,
     EXIT_DONE,
     EXIT_RESUMABLE,
-    EXIT_USAGE,
     CannotWriteError,
     DataError,
 )
@@ -48,13 +47,6 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        print(
-            "ERROR: the current directory was removed. Fix: cd to one that exists", file=sys.stderr
-        )
-        return EXIT_USAGE
     if argv and re.fullmatch("[a-z][a-z-]*", argv[0]):
         from trainer.cli.__main__ import main as run_command
 

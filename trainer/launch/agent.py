@@ -46,16 +46,16 @@ def run_agent(argv: list[str]) -> int:
         causes = set(codes.values()) - {LOST_RANK, stopped_by_agent}
         return ABORTED if causes == {-signal.SIGABRT} else EXIT_CRASH
     except DistError as error:  # only the rendezvous raises it
-        code = EXIT_RESUMABLE
+        is_port_taken = "EADDRINUSE" in str(error)
+        report_exit_code(EXIT_USAGE if is_port_taken else EXIT_RESUMABLE)
         reason = str(error).partition("\n")[0]  # torch's stack follows
-        what = f"the machines did not meet: {reason}"
-        fix = "start the same command on each, with the same NNODES, MASTER_ADDR and MASTER_PORT"
-        if "EADDRINUSE" in str(error):
-            code = EXIT_USAGE
-            what = f"MASTER_PORT={arguments.master_port} is already in use on the first machine"
-            fix = "set MASTER_PORT to a free port, the same on all machines"
-        report_exit_code(code)
-        print(f"ERROR: {what}. Fix: {fix}", file=sys.stderr)
+        if is_port_taken:
+            reason = f"MASTER_PORT={arguments.master_port} is already in use on the first machine"
+        print(
+            f"ERROR: the machines did not meet: {reason}. Fix: start the same command on each, with "
+            f"the same NNODES and MASTER_ADDR, and a MASTER_PORT that is free on the first",
+            file=sys.stderr,
+        )
     return EXIT_DONE
 
 

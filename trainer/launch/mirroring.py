@@ -24,7 +24,7 @@ from trainer.runtime.files import tree_bytes
 from trainer.runtime.processes import begun, name_signal
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
-POLL_S, PEERS_POLL_S, SAID_AFTER_S = 0.1, 1.0, 3.0
+POLL_S, PEERS_POLL_S = 0.1, 1.0
 RESTART_AFTER_S = (10.0, 60.0, 300.0)
 """Pauses before the process is started again; the last one repeats."""
 
@@ -132,13 +132,10 @@ class _Uploads:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        started, is_said = time.monotonic(), False
+        url, started = self._config.trainer.checkpoint.mirror, time.monotonic()
+        print(f"waiting for {url}; a signal leaves at once", flush=True)
         while self._process.poll() is None:
             waited_s = time.monotonic() - started
-            if waited_s > SAID_AFTER_S and not is_said:
-                is_said = True
-                url = self._config.trainer.checkpoint.mirror
-                print(f"waiting for {url}; a signal leaves at once", flush=True)
             if waited_s > SAVE_TIMEOUT_S or (_is_signalled() and waited_s > REPEAT_S):
                 return False
             time.sleep(POLL_S)

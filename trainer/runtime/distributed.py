@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,6 @@ from trainer.config import AUTO, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
-from trainer.runtime.text import as_ranges
 
 try:  # torch 2.15
     from torch.distributed import set_timeout  # type: ignore[attr-defined]
@@ -245,18 +244,16 @@ def _require_all(
 
 def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raise `ConfigError` unless the facts of all ranks, given as (host, facts), are equal."""
-    lines = []
-    for name in dict.fromkeys(name for _, facts in found for name in facts):
-        ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank, (host, facts) in enumerate(found):
-            ranks_of[facts.get(name, "none"), host].append(rank)
-        if len({value for value, _ in ranks_of}) > 1:
-            places = [
-                f"{value} on {host} (rank{'s' if len(ranks) > 1 else ''} {as_ranges(ranks)})"
-                for (value, host), ranks in ranks_of.items()
-            ]
-            lines.append(f"  {name}: {', '.join(places)}")
-    if lines:
+    first_host, first = found[0]
+    for rank, (host, facts) in enumerate(found):
+        if facts == first:
+            continue
+        lines = [
+            f"  {name}: {first.get(name)} on {first_host} (rank 0), {facts.get(name)} on {host} "
+            f"(rank {rank})"
+            for name in dict.fromkeys([*first, *facts])
+            if first.get(name) != facts.get(name)
+        ]
         raise ConfigError(
             "the ranks of this run have different inputs and would train a mixture of them:\n"
             + "\n".join(lines)

@@ -33,19 +33,17 @@ from trainer.train.start.inputs import resolve_source
 RELATIVE = 1e-5
 """Part of a sample's log-probability that another order of additions may change."""
 NUM_NAMED = 5
-ADAPTER_KEYS = ("r", "lora_alpha", "use_rslora")
-HARMLESS_KEYS = frozenset(
-    (
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "architectures",
-        "use_cache",
-        "_name_or_path",
-        "auto_map",
-    )
+HARMLESS_KEYS = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "architectures",
+    "use_cache",
+    "_name_or_path",
+    "base_model_name_or_path",
+    "auto_map",
 )
-"""Keys of config.json that change no logit."""
+"""Settings that change no logit."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class Trained:
     """A checkpoint with the validation of its step: its samples, loss and supervised tokens."""
 
     info: CheckpointInfo
+    manifest: Manifest
     config: Config
     tokenizer: Any
     validation: Samples
@@ -63,11 +62,6 @@ class Trained:
     @property
     def export(self) -> Path:
         return self.info.path / layout.HUGGINGFACE
-
-    @property
-    def manifest(self) -> Manifest:
-        assert self.info.manifest is not None
-        return self.info.manifest
 
 
 def causes_of(trained: Trained) -> list[str]:
@@ -82,41 +76,26 @@ def causes_of(trained: Trained) -> list[str]:
 
 
 def _tokenizer(trained: Trained) -> Iterator[str]:
-    """Compare the exported tokenizer: its template, its vocabulary, and the tokens of each sample."""
-    tokenizer = trained.tokenizer
+    """Compare the exported chat template and vocabulary with those of the training."""
     try:
         exported = AutoTokenizer.from_pretrained(trained.export)
     except (OSError, ValueError) as error:
         yield f"tokenizer: cannot be loaded: {error}"
         return
-    if exported.chat_template != tokenizer.chat_template:
+    if exported.chat_template != trained.tokenizer.chat_template:
         yield "chat template: it differs from that of the training"
-        return
-    if exported.get_vocab() != tokenizer.get_vocab():
+    if exported.get_vocab() != trained.tokenizer.get_vocab():
         yield "tokenizer: its vocabulary differs from that of the training"
-    for sample in trained.samples:
-        text = tokenizer.decode(sample.ids.tolist(), clean_up_tokenization_spaces=False)
-        if exported(text).input_ids != tokenizer(text).input_ids:
-            yield f"tokenizer: its tokens differ from those of the training, first in {sample.place}"
-            return
 
 
 def _adapter(trained: Trained) -> Iterator[str]:
-    """Compare an adapter's base and settings with those of the training."""
-    exported = read_object(trained.export / PEFT_CONFIG)
-    if not exported:
+    """Compare the base weights of an adapter with those of the training."""
+    if not (trained.export / PEFT_CONFIG).exists():
         return
     base, _, _ = adapter_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
         yield f"base: the weights in '{base}' differ from those the adapter was trained for"
-    saved = read_object(trained.info.path / ADAPTER_CONFIG)
-    for key in ADAPTER_KEYS:
-        if saved.get(key) != exported.get(key):
-            yield (
-                f"adapter: {PEFT_CONFIG} has {key}={exported.get(key)}, training had "
-                f"{saved.get(key)}"
-            )
 
 
 def _tensors(trained: Trained) -> Iterator[str]:
@@ -140,19 +119,22 @@ def _tensors(trained: Trained) -> Iterator[str]:
         except ConfigError as error:
             yield f"weights: {error}"
     if different:
-        num_more = len(different) - NUM_NAMED
-        more = f" and {num_more} more" if num_more > 0 else ""
-        yield f"weights: not the trained ones: {', '.join(different[:NUM_NAMED])}{more}"
+        examples = ", ".join(different[:NUM_NAMED])
+        yield f"weights: {len(different)} tensors are not the trained ones: {examples}"
 
 
 def _settings(trained: Trained) -> Iterator[str]:
-    """Name keys of config.json that differ from those of the trained model."""
-    name = "config.json"
-    source = flat(read_object(Path(resolve_source(trained.config).path) / name))
-    exported = flat(read_object(trained.export / name))
-    for key in sorted(source.keys() & exported.keys()):
-        if key.rpartition(".")[2] not in HARMLESS_KEYS and source[key] != exported[key]:
-            yield f"{name}: {key} is {exported[key]}, the model was trained with {source[key]}"
+    """Name settings of model and adapter that differ from those of the training."""
+    sources = {
+        "config.json": Path(resolve_source(trained.config).path) / "config.json",
+        PEFT_CONFIG: trained.info.path / ADAPTER_CONFIG,
+    }
+    for name, source in sources.items():
+        expected, exported = flat(read_object(source)), flat(read_object(trained.export / name))
+        for key in sorted(expected.keys() & exported.keys()):
+            is_harmless = key.rpartition(".")[2] in HARMLESS_KEYS
+            if not is_harmless and expected[key] != exported[key]:
+                yield f"{name}: {key} is {exported[key]}, training had {expected[key]}"
 
 
 def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> str | None:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,7 @@ from trainer.tools.evaluate.scorers import Turns
 
 VLLM = "vllm"
 PEFT_CONFIG = "adapter_config.json"
-VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values of `max_lora_rank` that vLLM accepts."""
+LEAST_VLLM_RANK = 16
 NUM_LOG_LINES = 12
 BATCH = 32
 """Prompts that transformers continues together."""
@@ -139,7 +139,8 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
             **asked,
             "model": str(model),
             "adapter": adapter and str(adapter),
-            "max_lora_rank": vllm_rank(rank),
+            # vLLM takes powers of two
+            "max_lora_rank": max(LEAST_VLLM_RANK, 1 << (rank - 1).bit_length()),
             "answer": str(answer_file),
         }
         job_file.write_text(json.dumps(job), encoding="utf-8")
@@ -154,23 +155,15 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     return answer
 
 
-def vllm_rank(rank: int) -> int:
-    """Return the smallest `max_lora_rank` for an adapter; vLLM itself refuses larger adapters."""
-    return next((limit for limit in VLLM_RANKS if rank <= limit), rank)
-
-
 def require_vllm(python: str) -> None:
     """Raise `ConfigError` if `python` is not an interpreter or has no vLLM."""
     code = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
-    try:
-        has_vllm = run_in(python, "-c", code).returncode == 0
-    except OSError as error:
-        raise ConfigError(f"--python {python} is not an interpreter: {error}") from error
-    if not has_vllm:
-        raise ConfigError(
-            f"{python} has no vllm.\nFix: pip install vllm, or --python with an interpreter that "
-            f"has it"
-        )
+    with suppress(OSError):
+        if run_in(python, "-c", code).returncode == 0:
+            return
+    raise ConfigError(
+        f"{python} is no Python that has vllm.\nFix: pip install vllm, or --python with one that has it"
+    )
 
 
 class _Chat:

@@ -11,8 +11,7 @@ supervised tokens of all samples, the tolerance is (the sum over comparisons of 
 
 import json
 import math
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,39 +43,24 @@ PROOFS = "proofs"
 
 
 @dataclass(frozen=True)
-class Served:
-    """The loss of an export in an engine. `base_loss` is that of an adapter's base model alone.
-
-    `sums` has the log-probability of each sample. Two right values of a sample differ by at most
-    `rounding`.
+class Certificate:
+    """The result of a proof. `base_loss` is the loss of an adapter's base model alone. `causes` and
+    `first_difference` are set if the losses differ; losses are NaN if the engine cannot load the
+    export.
     """
 
-    engine: str
-    loss: float = math.nan
-    tolerance: float = math.nan
-    base_loss: float | None = None
-    sums: np.ndarray | None = None
-    rounding: float = 0.0
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The result of a proof. `causes` and `first_difference` are set if the losses differ."""
-
-    checkpoint: str
     step: int
     engine: str
     dtype: str
     is_equal: bool
     val_loss: float
-    served_loss: float
-    tolerance: float
-    base_loss: float | None
     num_samples: int
     num_loss_tokens: int
-    causes: tuple[str, ...]
-    first_difference: str | None
-    created_ts: float
+    served_loss: float = math.nan
+    tolerance: float = math.nan
+    base_loss: float | None = None
+    causes: tuple[str, ...] = ()
+    first_difference: str | None = None
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
@@ -90,51 +74,27 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     transformers.logging.disable_progress_bar()
     require_export(trained.info)
     causes = causes_of(trained)
-    served = Served(engine)
+    result = Certificate(
+        step=trained.info.step,
+        engine=engine,
+        dtype=str(_dtypes(trained)[0]).removeprefix("torch."),
+        is_equal=False,
+        val_loss=trained.loss,
+        num_samples=len(trained.samples),
+        num_loss_tokens=trained.num_loss_tokens,
+    )
     try:
-        served = measure(trained, engine, python)
+        result = compare(trained, result, causes, python)
     except Exception as error:  # a cause may explain why the export cannot even be loaded
         if not causes:
             raise
         reason = str(error).partition("\n")[0]
         causes.append(f"{engine} cannot load it: {type(error).__name__}: {reason}")
-    certificate = certify(trained, served, causes)
-    path = checkpoint.resolve().parent / PROOFS / f"step_{trained.info.step}_{engine}.json"
+        result = replace(result, causes=tuple(causes))
+    path = checkpoint.resolve().parent / PROOFS / f"step_{result.step}_{engine}.json"
     path.parent.mkdir(exist_ok=True)
-    atomic_write(path, json.dumps(strict(asdict(certificate)), indent=1) + "\n")
-    return certificate, path
-
-
-def certify(trained: Trained, served: Served, causes: list[str]) -> Certificate:
-    """Compare the served loss with the trained one. Any cause refuses the export."""
-    is_near = abs(served.loss - trained.loss) <= served.tolerance
-    is_like_base = (
-        served.base_loss is not None and abs(served.base_loss - served.loss) <= served.tolerance
-    )
-    if is_like_base:
-        causes = [*causes, "adapter: the served loss is that of the base model without the adapter"]
-    is_equal = is_near and not causes
-    difference = None
-    if not is_equal and served.sums is not None:
-        difference = first_difference(trained, served.sums, rounding=served.rounding)
-    if not is_equal and not causes:
-        causes = ["unknown: the files of the export are complete and hold the trained weights"]
-    return Certificate(
-        checkpoint=trained.info.path.name,
-        step=trained.info.step,
-        engine=served.engine,
-        dtype=str(_dtypes(trained)[0]).removeprefix("torch."),
-        is_equal=is_equal,
-        val_loss=trained.loss,
-        served_loss=served.loss,
-        tolerance=served.tolerance,
-        base_loss=served.base_loss,
-        num_samples=len(trained.samples),
-        num_loss_tokens=trained.num_loss_tokens,
-        causes=tuple(causes),
-        first_difference=difference,
-        created_ts=time.time(),
-    )
+    atomic_write(path, json.dumps(strict(asdict(result)), indent=1) + "\n")
+    return result, path
 
 
 def read_trained(checkpoint: Path) -> Trained:
@@ -164,7 +124,16 @@ def read_trained(checkpoint: Path) -> Trained:
             f"tokens, {num_validated} were validated.\nFix: restore the files"
         )
     loss = float(rows[-1]["val/loss"])
-    return Trained(info, config, data.tokenizer, validation, samples, loss, num_loss_tokens)
+    return Trained(
+        info=info,
+        manifest=info.manifest,
+        config=config,
+        tokenizer=data.tokenizer,
+        validation=validation,
+        samples=samples,
+        loss=loss,
+        num_loss_tokens=num_loss_tokens,
+    )
 
 
 def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
@@ -176,14 +145,17 @@ def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
     return torch.bfloat16, torch.float32
 
 
-def measure(trained: Trained, engine: str, python: str) -> Served:
-    """Serve the samples in `engine`, and measure how far apart two right losses may be."""
+def compare(trained: Trained, result: Certificate, causes: list[str], python: str) -> Certificate:
+    """Serve the samples in the engine of `result`, and compare its loss with the trained one.
+
+    Any cause refuses the export.
+    """
     samples, export = trained.samples, trained.export
     narrow, wide = _dtypes(trained)
     exact = engines.sums_in_transformers(export, samples, dtype=wide)
     rounded = engines.sums_in_transformers(export, samples, dtype=narrow)
     sums, program = rounded, f"transformers {transformers.__version__}"
-    if engine == VLLM:
+    if result.engine == VLLM:
         sums, program = engines.sums_in_vllm(export, samples, python=python)
     differences = [rounded - exact]
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
@@ -194,15 +166,27 @@ def measure(trained: Trained, engine: str, python: str) -> Served:
     D = np.stack(differences)  # [comparisons, samples]
     spread = NUM_DEVIATIONS * float(np.sqrt((D**2).sum()))
     tolerance = (float(np.abs(D.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
-    base_loss = None
+    tolerance = max(tolerance, LEAST_TOLERANCE * abs(trained.loss))
+    loss, base_loss = -float(sums.sum()) / trained.num_loss_tokens, None
     if engines.adapter_of(export)[1] is not None:
         base = engines.sums_in_transformers(export, samples, dtype=wide, has_adapter=False)
         base_loss = -float(base.sum()) / trained.num_loss_tokens
-    return Served(
+        if abs(base_loss - loss) <= tolerance:
+            causes.append("adapter: the served loss is that of the base model without the adapter")
+    is_equal = abs(loss - trained.loss) <= tolerance and not causes
+    difference = None
+    if not is_equal:
+        rounding = spread / math.sqrt(len(samples))
+        difference = first_difference(trained, sums, rounding=rounding)
+        if not causes:
+            causes.append("unknown: the export is complete and holds the trained weights")
+    return replace(
+        result,
         engine=program,
-        loss=-float(sums.sum()) / trained.num_loss_tokens,
-        tolerance=max(tolerance, LEAST_TOLERANCE * abs(trained.loss)),
+        is_equal=is_equal,
+        served_loss=loss,
+        tolerance=tolerance,
         base_loss=base_loss,
-        sums=sums,
-        rounding=spread / math.sqrt(len(samples)),
+        causes=tuple(causes),
+        first_difference=difference,
     )

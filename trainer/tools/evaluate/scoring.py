@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.reading import pinned
 from trainer.config import ConfigError
-from trainer.errors import CannotWriteError
 from trainer.runtime.evaluations import (
     EXEC,
     FILE_NAME,
@@ -69,38 +68,43 @@ def interval(num_right: int, n: int) -> tuple[float, float, float]:
 def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str, Any] | None:
     """Score one checkpoint and return its summary, or the summary that it already has.
 
+    Samples and summary are written when all questions are answered.
+
     Returns None for a checkpoint that rotation has deleted. Raises `ConfigError` if it cannot be
     served, `DataError` for a question that cannot be scored, `CannotWriteError`.
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
     key = asked.key(info.manifest.nonce)
-    rows = _rows_of(run_dir, key)
-    for row in rows:
-        if row["kind"] == SUMMARY:
+    for row in read_evaluations(run_dir):
+        if row["kind"] == SUMMARY and row.get("key") == key:
             return row
     with pinned(info, layout.HUGGINGFACE) as directory:
         if directory is None:
             print(f"step {info.step}: deleted before it could be scored")
             return None
         require_export(replace(info, path=directory))
-        checkpoint = {
-            "nonce": info.manifest.nonce,
-            "digest": fsio.sha256_of(directory / MANIFEST),
-            "checkpoint": info.path.name,
-        }
-        file = AppendFile(run_dir / FILE_NAME)
-        try:
-            done = {row["index"] for row in rows}
-            missing = [index for index in range(len(asked.questions)) if index not in done]
-            if missing:
-                about = {"step": info.step, "key": key}
-                _ask(file, directory / layout.HUGGINGFACE, asked, missing, about)
-            summary = _summary(run_dir, asked, key) | {"step": info.step} | checkpoint
-            file.append(summary)
-        finally:
-            file.close()
-    return summary
+        samples = _samples(directory / layout.HUGGINGFACE, asked)
+        digest = fsio.sha256_of(directory / MANIFEST)
+    mean, low, high = interval(sum(row["score"] > 0 for row in samples), len(samples))
+    summary = {
+        "kind": SUMMARY,
+        "name": PREFIX + asked.name,
+        "mean": mean,
+        "low": low,
+        "high": high,
+        "n": len(samples),
+        "scorer": asked.scorer,
+        "engine": asked.engine,
+        "max_new_tokens": asked.max_new_tokens,
+        "nonce": info.manifest.nonce,
+        "digest": digest,
+        "checkpoint": info.path.name,
+        "ts": round(time.time(), 3),
+    }
+    rows = [row | {"step": info.step, "key": key} for row in [*samples, summary]]
+    _append(run_dir, rows)
+    return rows[-1]
 
 
 def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
@@ -115,65 +119,41 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
         "scorer": "attached",
         "ts": time.time(),
     }
+    _append(run_dir, [row])
+
+
+def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     file = AppendFile(run_dir / FILE_NAME)
-    file.append(strict(row))
+    for row in rows:
+        file.append(strict(row))
     file.close()
 
 
-def _rows_of(run_dir: Path, key: str) -> list[dict[str, Any]]:
-    return [row for row in read_evaluations(run_dir) if row.get("key") == key]
-
-
-def _ask(
-    file: AppendFile, export: Path, asked: Evaluation, missing: list[int], about: dict[str, Any]
-) -> None:
-    """Ask the questions `missing`, and append a sample for each."""
-    prompts = [asked.questions[index].turns for index in missing]
-    indices = iter(missing)
+def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
+    """Ask all questions, and return a row for each."""
+    prompts = [question.turns for question in asked.questions]
+    answers: list[str] = []
+    reasons: list[str] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for answers in asked.generate(export, prompts, asked.max_new_tokens):
-            batch = [next(indices) for _ in answers]
-            questions = [asked.questions[index] for index in batch]
-            reasons = pool.map(SCORERS[asked.scorer], questions, answers)
-            for index, question, answer, reason in zip(
-                batch, questions, answers, reasons, strict=True
-            ):
-                row = {
-                    "kind": SAMPLE,
-                    "name": asked.name,
-                    **about,
-                    "index": index,
-                    "prompt": question.turns,
-                    "answer": question.expected,
-                    "completion": answer,
-                    "score": 0.0 if reason else 1.0,
-                    "reason": reason,
-                }
-                file.append(strict(row))
-
-
-def _summary(run_dir: Path, asked: Evaluation, key: str) -> dict[str, Any]:
-    """Summarise the samples in the file. Raises `CannotWriteError` if one is missing."""
-    scores = {row["index"]: row["score"] for row in _rows_of(run_dir, key)}
-    if len(scores) != len(asked.questions):
-        raise CannotWriteError(
-            f"{run_dir / FILE_NAME} has {len(scores)} of {len(asked.questions)} samples.\n"
-            f"Fix: free space on its disk, and run the same command again"
+        for batch in asked.generate(export, prompts, asked.max_new_tokens):
+            questions = asked.questions[len(answers) : len(answers) + len(batch)]
+            answers += batch
+            reasons += pool.map(SCORERS[asked.scorer], questions, batch)
+    return [
+        {
+            "kind": SAMPLE,
+            "name": asked.name,
+            "index": index,
+            "prompt": question.turns,
+            "answer": question.expected,
+            "completion": answer,
+            "score": 0.0 if reason else 1.0,
+            "reason": reason,
+        }
+        for index, (question, answer, reason) in enumerate(
+            zip(asked.questions, answers, reasons, strict=True)
         )
-    mean, low, high = interval(sum(score > 0 for score in scores.values()), len(scores))
-    return {
-        "kind": SUMMARY,
-        "name": PREFIX + asked.name,
-        "key": key,
-        "mean": mean,
-        "low": low,
-        "high": high,
-        "n": len(scores),
-        "scorer": asked.scorer,
-        "engine": asked.engine,
-        "max_new_tokens": asked.max_new_tokens,
-        "ts": round(time.time(), 3),
-    }
+    ]
 
 
 def publish(run_dir: Path, name: str) -> None:

@@ -1,7 +1,7 @@
 """Find the smallest change of a configuration that makes it fit."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config
 from trainer.tools.plan.memory import Change, MemoryPlan
@@ -16,18 +16,15 @@ def smallest_change(
     config: Config, plan: Callable[[Change], MemoryPlan], now: MemoryPlan, limit_gib: float
 ) -> Change | None:
     """Return the first change of `change_series` that fits, or None."""
-
-    def fits(change: Change) -> bool:
-        return plan(change).needed_gib <= limit_gib
-
     for series in change_series(config, now):
-        if fits(series[-1]):  # each change of a series needs less memory than the one before
-            return next(change for change in series if fits(change))
+        # each change of a series needs less memory than the one before
+        if plan(series[-1]).needed_gib <= limit_gib:
+            return next(change for change in series if plan(change).needed_gib <= limit_gib)
     return None
 
 
-def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
-    """Yield the changes to try, each series from the smallest change to the largest.
+def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
+    """Return the changes to try, each series from the smallest change to the largest.
 
     The order: shorter micro-batches, recomputed activations, both, offloaded layer inputs; more
     ranks, without and with both; parameters and optimizer state in host memory, without and with
@@ -48,21 +45,14 @@ def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
     powers_of_2 = (2**exponent for exponent in range(1, MAX_RANKS.bit_length()))
     more_ranks = [n for n in powers_of_2 if n > here and n % divisor == 0]
 
+    inputs, state = ([OFFLOAD_INPUTS], [STATE_ON_HOST]) if now.is_cuda else ([], [])
     found = [
         [Change(here, (word,)) for word in shorter],
         [Change(here, recompute)],
         [Change(here, (*recompute, word)) for word in shorter],
-        [Change(here, (OFFLOAD_INPUTS,))],
+        [Change(here, (word,)) for word in inputs],
         [Change(n) for n in more_ranks],
         [Change(n, both) for n in more_ranks],
-        [Change(here, (STATE_ON_HOST,))],
-        [Change(here, (STATE_ON_HOST, *recompute))],
-        [Change(here, (STATE_ON_HOST, *both))],
+        *([Change(here, (word, *more))] for word in state for more in ((), recompute, both)),
     ]
-    moves_to_host = {OFFLOAD_INPUTS, STATE_ON_HOST}
-    for series in found:
-        is_possible = now.is_cuda or not any(
-            moves_to_host & {*change.overrides} for change in series
-        )
-        if series and is_possible:
-            yield series
+    return [series for series in found if series]

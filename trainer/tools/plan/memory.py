@@ -2,7 +2,6 @@
 
 import math
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,6 +62,7 @@ NAMES = (
 )
 DEFAULT_GPU_GIB = 80.0
 RANKS_PER_MACHINE = 8
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # Estimates for a GPU, not measured: CUDA's context and cuBLAS's buffers; NCCL's buffers for every
 # doubling of the ranks of a machine; the share that the allocator loses between blocks.
 CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
@@ -157,11 +157,10 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     except ConfigError:
         raise
     except Exception as error:  # a model's code may fail in any way on fake tensors
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        cause = (str(error).splitlines() or [""])[0]
+        cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"model.partial_pretrain={config.model.partial_pretrain}: a step of this model cannot "
-            f"be planned ({type(error).__name__}: {cause}; {place.filename}:{place.lineno}).\n"
+            f"be planned ({type(error).__name__}: {cause}).\n"
             "Fix: train with trainer.total_training_steps=3, and read memory/max_reserved_gib in "
             "metrics.jsonl"
         ) from error
@@ -310,16 +309,9 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
     return min((card.total_memory / GIB for card in cards), default=DEFAULT_GPU_GIB)
 
 
-def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use: the machine's, or the limit of its cgroup."""
+def host_memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or the limit of its container."""
     sizes = [psutil.virtual_memory().total]
-    try:
-        path = (proc / "self" / "cgroup").read_text(encoding="utf-8").rpartition("::")[2].strip()
-    except OSError:
-        return sizes[0]
-    group = cgroups / path.lstrip("/")
-    # in a container the mount may be its own group, while the path is that of the host
-    for directory in (group, *group.parents):
-        with suppress(OSError, ValueError):  # no file, or no limit: "max"
-            sizes.append(int((directory / "memory.max").read_text(encoding="utf-8")))
+    with suppress(OSError, ValueError):  # no file, or no limit: "max"
+        sizes.append(int(CONTAINER_LIMIT.read_text(encoding="utf-8")))
     return min(sizes)

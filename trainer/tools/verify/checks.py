@@ -12,13 +12,11 @@ from trainer.checkpoint import fsio
 from trainer.checkpoint.retention import existing_parent
 from trainer.config import ConfigError
 from trainer.data.rows import UnusableError, location
-from trainer.errors import CannotWriteError, DataError
 from trainer.launch.checks import OF_CONFIG, OF_MACHINE, Check, Checked, Launch, architecture
 from trainer.launch.requirements import unmet_requirements
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.text import readable
-from trainer.tools.verify.runs import RunFailedError
 from trainer.tracking import wandb_backend
 from trainer.tracking.facade import with_environment
 from trainer.train.start import preflight
@@ -56,10 +54,7 @@ def _cards(num_ranks: int) -> Iterator[Checked]:
     for number in range(num_ranks):
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
-            what = (
-                f"another process uses card {number}: {readable(free_bytes)} of "
-                f"{readable(total_bytes)} are free"
-            )
+            what = f"another process uses card {number}: {readable(free_bytes)} are free"
             fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -93,9 +88,11 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
         return
     if has_locks is False:
         what = f"{key}={directory} is on a file system without locks: two processes may share it"
-        fix = "choose another, or mount it with locks (NFS: no `nolock`; Lustre: `flock`)"
-        accept = ", or accept it with trainer.checkpoint.require_lock=false" if needs_lock else ""
-        yield Checked("fail" if needs_lock else "warn", what, fix + accept)
+        fix = (
+            "choose another, mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it "
+            "with trainer.checkpoint.require_lock=false"
+        )
+        yield Checked("fail" if needs_lock else "warn", what, fix)
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
@@ -110,10 +107,8 @@ def resume(launch: Launch) -> Iterator[Checked]:
         yield Checked("warn", note, "inspect it with `checkpoint ls` before the run continues")
     if found.chosen is None:
         yield Checked("ok", f"{run_dir} is new")
-        return
-    is_alone = launch.layout.num_nodes == 1
-    message = preflight.already_complete(config) if is_alone else None
-    yield Checked("ok", message or f"continues from {found.chosen.path}")
+    else:
+        yield Checked("ok", f"continues from {found.chosen.path}")
 
 
 def login(launch: Launch) -> Iterator[Checked]:
@@ -155,11 +150,8 @@ def rows(launch: Launch) -> Iterator[Checked]:
     for row, result, tokenizer in found:
         place = location(row.file, row.line)
         if isinstance(result, UnusableError):
-            fix = "repair the row, or skip such rows with data.on_bad_row=skip"
-            if is_strict:
-                yield Checked("fail", f"{place}: {result}", fix)
-            else:
-                yield Checked("warn", f"{place}: {result}", "repair the row; training skips it")
+            fix = "repair the row; with data.on_bad_row=skip training skips it"
+            yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
         elif result and not is_shown:
             is_shown = True
             ids, mask = result[0].input_ids, result[0].loss_mask
@@ -217,7 +209,5 @@ def _findings(
         if isinstance(found, Checked):
             return [found]
         return list(found) or [Checked("ok", "no problem found")]
-    except (ConfigError, DataError, CannotWriteError, OSError, RunFailedError) as error:
-        return [Checked("fail", str(error))]
     except Exception as error:  # a run would end with it
-        return [Checked("fail", f"{type(error).__name__}: {error}")]
+        return [Checked("fail", str(error) or type(error).__name__)]

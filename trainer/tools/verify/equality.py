@@ -17,11 +17,11 @@ LOADER = "loader"
 """Entry of `data.pt`: torchdata's counters, which start again with every process."""
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Takes the place of a value that a run lacks. It differs from every value, also from itself."""
+class Missing(str):
+    """Says why a run lacks a value. It differs from every value, also from itself."""
 
-    why: str = "missing"
+
+MISSING = Missing("missing")
 
 
 @dataclass
@@ -45,7 +45,7 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
     found = Comparison()
     left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
     for place in {**left_values, **right_values}:
-        found.add(place, left_values.get(place, Missing()), right_values.get(place, Missing()))
+        found.add(place, left_values.get(place, MISSING), right_values.get(place, MISSING))
     return found
 
 
@@ -55,10 +55,10 @@ def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
     for step in sorted({*range(1, steps + 1), *rows}):
         row = rows.get(step, {})
         for key in STEP_KEYS:
-            yield f"step {step}, {key}", row.get(key, Missing())
+            yield f"step {step}, {key}", row.get(key, MISSING)
     yield from _saved(run_dir / layout.step_dir_name(steps))
     for step, row in _rows(run_dir, "val").items():
-        yield f"validation of step {step}, val/loss", row.get("val/loss", Missing())
+        yield f"validation of step {step}, val/loss", row.get("val/loss", MISSING)
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -72,7 +72,7 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     """Yield name and value of everything in a checkpoint."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        yield checkpoint.name, Missing(info.reason or info.status)
+        yield checkpoint.name, Missing(info.reason)
         return
     num_ranks = info.manifest.world_size
     yield f"{checkpoint.name}, ranks", num_ranks
@@ -86,33 +86,33 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
         try:
             tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
         except CorruptShardError as error:
-            yield place, Missing(str(error))
+            yield place, Missing(error)
             continue
         yield place, "readable"
         if file == layout.DATA:
             tree.pop(LOADER, None)
-        yield from _leaves(tree, f"{place}, ")
+        for name, value in _leaves(tree):
+            yield f"{place}, {name}", value
 
 
-def _leaves(value: Any, name: str, separator: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names with the tensors and plain values of nested containers."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        yield name, value
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        yield name, tree
         return
-    for key, item in value.items():
-        yield from _leaves(item, f"{name}{separator}{key}", ".")
+    for key, item in tree.items():
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))
 
 
 def _difference(left: Any, right: Any) -> str:
     """Describe how two values differ; empty if they are equal. NaN equals NaN."""
-    both = f"{_shown(left)} and {_shown(right)}"
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        is_missing = isinstance(left, Missing) or isinstance(right, Missing)
-        return both if is_missing or repr(left) != repr(right) else ""
-    if _shown(left) != _shown(right):
-        return both
+    shown = _shown(left), _shown(right)
+    if shown[0] != shown[1] or isinstance(left, Missing):
+        return " and ".join(shown)
+    if not isinstance(left, Tensor):
+        return ""
     left, right = local_tensors([left, right])
     if torch.equal(_bytes(left), _bytes(right)):
         return ""
@@ -127,9 +127,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Missing):
-        return value.why
+        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         (local,) = local_tensors(value)
         return f"{dtype} {tuple(value.shape)}, of which {tuple(local.shape)} here"
-    return f"{value!r:.60}"
+    return repr(value)

@@ -23,11 +23,11 @@ from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 from trainer.train.start.compose import as_word, load_config
 
 NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
-MAX_KILLS = 3
-"""Tries until a run is killed before its last save."""
 NUM_COMPARED = 4
 """Steps to compare between two ways of computing; rounding errors grow from step to step."""
 NUM_WARMUP_STEPS = 2
+MAX_KILLS = 3
+"""Tries until a run is killed before its last save."""
 POLL_S = 0.02
 NUM_LOG_LINES = 20
 
@@ -60,14 +60,6 @@ class ShortRun:
 
     def saved_step(self) -> int:
         return layout.read_pointer(self.run_dir).step or 0
-
-
-@dataclass(frozen=True)
-class KilledRun(ShortRun):
-    """A run that was killed once: the step saved before the kill, and the step it resumed from."""
-
-    saved_before: int
-    resumed_from: int
 
 
 class Runs:
@@ -116,10 +108,11 @@ class Runs:
         self._start(run, lambda: run.last_step() >= until, overrides, num_ranks)
         return run
 
-    def train_killed(self) -> KilledRun | None:
+    def train_killed(self) -> tuple[ShortRun, int, int] | None:
         """Kill a run with SIGKILL before its last save, and start it again.
 
-        Returns None if every run ended before it could be killed. Raises `RunFailedError`.
+        Returns the run, the step saved before the kill, and the step that it resumed from; None if
+        every run ended before it could be killed. Raises `RunFailedError`.
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
@@ -130,7 +123,7 @@ class Runs:
                 rows = run.rows()
                 newest = max(row["attempt"] for row in rows)
                 first_step = min(row["step"] for row in rows if row["attempt"] == newest)
-                return KilledRun(run.run_dir, saved_step, first_step - 1)
+                return run, saved_step, first_step - 1
         return None
 
     def _start(

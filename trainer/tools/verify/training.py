@@ -32,9 +32,7 @@ def check_training(runs: Runs) -> Checked:
     found = re.search(r"^self-check .*\n\s+(equal .*)$", runs.straight.said(), re.MULTILINE)
     if found is None:
         return Checked("fail", "the log of the run has no self-check")
-    text = (
-        f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient are those of transformers"
-    )
+    text = f"{NUM_STEPS} steps on {runs.num_ranks} ranks; loss and gradient as in transformers"
     return Checked("ok", f"{text}: {found[1]}")
 
 
@@ -90,17 +88,15 @@ def check_resume(runs: Runs) -> Checked:
     killed = runs.train_killed()
     if killed is None:
         return Checked("skip", "the runs ended before they were killed: check a larger batch")
-    if killed.resumed_from < killed.saved_before:
-        what = (
-            f"step {killed.saved_before} was saved before the kill, but the run resumed from "
-            f"{killed.resumed_from}"
-        )
+    run, saved_before, resumed_from = killed
+    if resumed_from < saved_before:
+        what = f"step {saved_before} was saved, but the killed run resumed from {resumed_from}"
         return Checked("fail", what, "use another file system for TMPDIR and the run directory")
     straight = runs.straight.run_dir
-    found = compare_runs(straight, killed.run_dir, steps=NUM_STEPS)
+    found = compare_runs(straight, run.run_dir, steps=NUM_STEPS)
     if not found.differences:
         what = (
-            f"killed, and resumed from step {killed.resumed_from}: {found.num_equal} values and "
+            f"killed, and resumed from step {resumed_from}: {found.num_equal} values and "
             f"tensors of {NUM_STEPS} steps are equal bit for bit"
         )
         return Checked("ok", what)
