@@ -15,7 +15,6 @@ import collections
 import json
 import logging
 import os
-import platform
 import random
 import signal
 import sys
@@ -24,15 +23,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+sys.path.extend([str(Path(__file__).resolve().parents[1] / name) for name in ("", "unit")])
 
 from checkpoint_fakes import content_of, manifest_of
 from fsspec.implementations.local import LocalFileSystem
-from mirror_faults import KINDS, FaultyStorage, Killed, campaign, restored, uploader
+from mirror_faults import KINDS, FaultyStorage, Killed, campaign, restored, roll_back, uploader
+from result_file import write_result
 
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -190,29 +189,15 @@ class Trial:
     def _roll_back(self, target: int) -> int:
         newer = [info for info in layout.committed(self._run_dir) if info.step > target]
         discarded = [*self._discarded(), *(info.manifest.nonce for info in newer if info.manifest)]
-        entry = {
-            "onset": target,
-            "found_step": newer[-1].step,
-            "target_step": target,
-            "reason": "a spike",
-        }
-        entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "discarded": discarded}
-        (self._run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
-        layout.publish(self._run_dir, target)
-        (self._run_dir / layout.POINTER).write_text(str(target))
-        for info in newer:
-            layout.quarantine(info.path, "rolled back")
+        roll_back(self._run_dir, target, [info.step for info in newer], discarded)
         self._up = min(self._up, target)
         return target
 
     def _discarded(self) -> list[str]:
-        with suppress(FileNotFoundError):
-            return list(
-                json.loads((self._run_dir / "rollbacks.json").read_text())["rollbacks"][0][
-                    "discarded"
-                ]
-            )
-        return []
+        path = self._run_dir / "rollbacks.json"
+        if not path.exists():
+            return []
+        return list(json.loads(path.read_text())["rollbacks"][0]["discarded"])
 
     def _tell(self, fault: str) -> None:
         self.faults.append(f"seed {self._seed}: {fault}")
@@ -280,7 +265,7 @@ def everywhere(root: Path, struck: collections.Counter[str]) -> Iterator[str]:
     for kind in KINDS:
         for at in range(1, LAST_FAULT):
             storage = FaultyStorage(at, kind)
-            yield from campaign(at, kind, root / kind / str(at), storage=storage)
+            yield from campaign(at, kind, root / kind / str(at), storage)
             if storage.count < at:
                 break
             struck[kind] += storage.struck[kind]
@@ -290,45 +275,37 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--killed-runs", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     upload.NUM_STREAMS = restore.NUM_STREAMS = 1  # a seed draws the same run each time
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # power is not lost here
-    started = time.monotonic()
     one_each, drawn, processes = (collections.Counter[str]() for _ in range(3))
-    with tempfile.TemporaryDirectory(
-        prefix="mirror-", dir=os.environ.get("KILLS_DIR")
-    ) as directory:
-        faults = list(everywhere(Path(directory), one_each))
-        for seed in range(arguments.seed, arguments.seed + arguments.runs):
-            trial = Trial(seed, Path(directory, f"seed{seed}"))
+    with tempfile.TemporaryDirectory(prefix="mirror-", dir=os.environ.get("KILLS_DIR")) as root:
+        faults = list(everywhere(Path(root), one_each))
+        for seed in range(1, 1 + arguments.runs):
+            trial = Trial(seed, Path(root, f"seed{seed}"))
             trial.run()
             faults += trial.faults
             drawn.update({kind: trial.storage.struck[kind] for kind in KINDS})
-        for seed in range(arguments.seed, arguments.seed + arguments.killed_runs):
-            killed = KilledTrial(seed, Path(directory, f"killed{seed}"))
+        for seed in range(1, 1 + arguments.killed_runs):
+            killed = KilledTrial(seed, Path(root, f"killed{seed}"))
             killed.run()
             faults += killed.faults
             processes.update(killed.struck)
-    struck = {kind: one_each[kind] + drawn[kind] for kind in KINDS}
+    struck = one_each + drawn
+    num_killed = sum(count for kind, count in struck.items() if kind.startswith("killed"))
     result = {
-        "command": " ".join(["python tests/faults/mirror_campaign.py", *argv]),
-        "seed": arguments.seed,
-        "kills": sum(count for kind, count in struck.items() if kind.startswith("killed"))
-        + processes.total(),
-        "errors": sum(count for kind, count in struck.items() if not kind.startswith("killed")),
-        "one fault at each operation": dict(one_each),
+        "kills": num_killed + processes.total(),
+        "errors": struck.total() - num_killed,
+        "one fault at each operation": one_each,
         "runs drawn": arguments.runs,
-        "faults in runs drawn": dict(drawn),
+        "faults in runs drawn": drawn,
         "runs whose processes were killed": arguments.killed_runs,
-        "processes killed": dict(processes),
+        "processes killed": processes,
         "faults": faults,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "versions": {"python": platform.python_version(), "fsspec": version("fsspec")},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     print(json.dumps(result, indent=1))
     return 1 if faults else 0
 

@@ -10,18 +10,16 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import checkpoint_fakes
 import pytest
 import test_checkpoint_rotation as rotation
-from checkpoint_fakes import save
 from fake_run import FakeRun
 from sweeps import short_or_full
 
-from trainer.checkpoint import choice, layout, retention
+from trainer.checkpoint import layout
 from trainer.checkpoint.lock import RunLock
 from trainer.config import ConfigError
 
@@ -106,21 +104,6 @@ def test_random_histories_are_the_same_under_any_clock(memory_dir, kernel, clock
         assert history_of(seed, run_dir, kernel, clocks) == expected, f"seed {seed}"
         num_events += len(expected)
     assert num_events > 4 * NUM_HISTORIES
-
-
-def test_the_date_in_a_manifest_is_for_people(memory_dir, clocks, monkeypatch):
-    manifest_of = checkpoint_fakes.manifest_of
-
-    def dated(step: int, files: Any) -> Any:
-        return replace(manifest_of(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z")
-
-    monkeypatch.setattr(checkpoint_fakes, "manifest_of", dated)
-    save(memory_dir, 10, 20, 30)
-    clocks(memory_dir)
-    (memory_dir / layout.POINTER).unlink()
-    assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
-    deleted = retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())
-    assert [path.name for path in deleted] == ["global_step_10"]
 
 
 def test_a_lock_does_not_age(memory_dir, clocks):

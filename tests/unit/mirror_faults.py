@@ -8,7 +8,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -205,40 +205,31 @@ def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
     return storage
 
 
-def roll_back(run_dir: Path, target: int, *discarded: int) -> None:
-    entry = {
-        "onset": 3,
-        "found_step": 4,
-        "target_step": target,
-        "first_skipped": 3,
-        "last_skipped": 4,
-    }
-    nonces = {"reason": "a spike", "discarded": [f"a1b{step}" for step in discarded]}
-    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry | nonces]}))
+def roll_back(run_dir: Path, target: int, steps: Sequence[int], discarded: Sequence[str]) -> None:
+    """Leave a run directory as a rollback to `target` does. `steps` are its newer checkpoints;
+    `discarded` are nonces.
+    """
+    entry = {"onset": target, "found_step": steps[-1] if steps else target, "target_step": target}
+    entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "reason": "a spike"}
+    rollbacks = [entry | {"discarded": list(discarded)}]
+    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": rollbacks}))
     layout.publish(run_dir, target)
     (run_dir / layout.POINTER).write_text(str(target))
-    for step in discarded:
+    for step in steps:
         layout.quarantine(run_dir / f"global_step_{step}", "rolled back")
 
 
-def campaign(
-    at: int,
-    kind: str,
-    work: Path,
-    *,
-    steps: tuple[int, ...] = (2, 4, 6),
-    storage: FaultyStorage | None = None,
-) -> Iterator[str]:
-    """Save `steps` with one fault at operation `at` of their uploads; yield broken promises.
+def campaign(at: int, kind: str, work: Path, storage: FaultyStorage) -> Iterator[str]:
+    """Save three checkpoints with one fault at operation `at` of their uploads; yield broken promises.
 
     After each attempt a new machine restores for trial: it must get a whole checkpoint, the last
     one that was complete or a newer one.
     """
-    storage, run_dir = storage or FaultyStorage(at, kind), work / "run"
+    run_dir = work / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("{}\n")
     own, up = uploader(run_dir, storage), 0
-    for step in steps:
+    for step in (2, 4, 6):
         save(run_dir, step)
         for _ in range(5):
             try:
@@ -268,6 +259,6 @@ def campaign(
         # as the next start, which finds what a removal left that was cut short
         uploader(run_dir, storage).sync()
     names = {name.split("/")[3] for name in storage.store}
-    wanted = {f"global_step_{step}" for step in steps[-2:]}
+    wanted = {"global_step_4", "global_step_6"}
     if {name for name in names if name.startswith("global_step_")} != wanted:
         yield f"{kind} at {at}: {names} are left"

@@ -46,11 +46,6 @@ def start(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
-def test_lora_asks_for_a_model(start):
-    with pytest.raises(AssertionError, match=r"own_data\.py"):
-        start("lora_one_card.py")
-
-
 def test_own_rows_are_trained_and_their_model_takes_an_adapter(start, here):
     tiny = whole_runs.tiny_model(here)
     said = start("own_data.py", *tiny, "data.train_max_samples=-1")

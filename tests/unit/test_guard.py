@@ -53,7 +53,6 @@ def stops(guard: Guard, bad_steps: set[int], num_steps: int, *, first: int = 1) 
 @pytest.mark.parametrize(
     ("bad_steps", "num_steps", "since"),
     [
-        ({1, 2, 3, 4, 6, 8, 9, 10, 11}, 12, None),  # four in a row, twice
         ({1, 2, 3, 4, 6, 8, 9, 10, 11, 12}, 12, 8),
         (set(range(20, 201, 20)), 200, 20),  # ten in two hundred
         (set(range(25, 501, 25)), 500, None),
@@ -90,25 +89,13 @@ def test_the_guard_survives_a_restart():
     ],
 )
 def test_a_severe_step_is_answered_as_configured(action, expected):
-    events: Events = []
-    guard = new_guard(events, on_severe=action)
+    guard = new_guard(on_severe=action)
     step = calm(guard, 60)
     assert (guard.limits().loss_with_grad < 8.0) == (action == "skip")
     decision = guard.observe(step, SEVERE, is_skipped=action == "skip")
     assert decision == Decision(**expected, wants_evidence=True, reason=decision.reason)
     assert "train/loss is 8" in decision.reason
-    kinds = {kind for kind, _, _ in events}
-    assert kinds == {"guard/severe"} | ({"skip"} if action == "skip" else set())
     assert guard.episodes == [(61, 61)]
-
-
-def test_evidence_is_kept_once_in_five_hundred_steps():
-    guard, step, found = new_guard(), 1, []
-    for num_calm in (60, 60, 450):
-        step = calm(guard, num_calm, first=step)
-        found.append(guard.observe(step, SEVERE, is_skipped=False).wants_evidence)
-        step += 1
-    assert found == [True, False, True]
 
 
 def rollbacks(count: int) -> Any:
@@ -140,7 +127,6 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts():
     guard.load_state_dict(saved)
     guard.after_rollback(before, rollbacks(1))
     assert (guard.num_skipped, guard.num_decisions, guard.episodes) == (7, 1, [(step, step)])
-    assert guard.limits() == StepLimits(), "the window is that of the checkpoint: too short"
     assert guard.state_dict()["nonfinite_steps"] == [1, 3, 5, 7], "those after it no longer count"
 
 

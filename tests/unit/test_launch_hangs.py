@@ -81,16 +81,6 @@ def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
     assert place == "  stacks: in run/hang_1"
 
 
-def test_a_rank_that_is_stopped_for_a_moment_survives(start):
-    run = start("train_until('end')\n")
-    for number in (signal.SIGSTOP, signal.SIGCONT) * 4:
-        os.kill(run.pid("rank_1"), number)
-        time.sleep(0.6)
-    assert run.process.poll() is None
-    run.ask("end")
-    assert end(run) == (0, "")
-
-
 def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start):
     run = start("hold_the_interpreter() if local_rank() else train_until('end')\n")
     code, stderr = end(run)

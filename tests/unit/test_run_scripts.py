@@ -119,11 +119,3 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     )
     assert result.returncode == 2
     assert "did you mean 'data.train_batch_size'?" in result.stderr
-
-
-def test_absent_and_other_versions_are_unmet(tmp_path, monkeypatch):
-    project = '[project]\ndependencies = ["rich>=13", "rich<2", "no-such-thing"]\n'
-    extra = '[project.optional-dependencies]\nx = ["nope>=1"]\n'
-    (tmp_path / "pyproject.toml").write_text(project + extra)
-    monkeypatch.setattr(requirements, "PYPROJECT", tmp_path / "pyproject.toml")
-    assert requirements.unmet_requirements("x") == ["rich<2", "no-such-thing", "nope>=1"]

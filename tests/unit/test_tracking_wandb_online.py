@@ -1,6 +1,7 @@
 """wandb online, with a library that keeps what a server would: rows it received and the summary."""
 
 import logging
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ URL = "https://wandb.example/team/project/runs/1"
 
 class Server:
     """Drops a row whose step is not beyond the last, as the real one does. It is down after
-    `capacity` rows.
+    `capacity` rows. It is also the run that the library returns.
     """
+
+    offline, url = False, URL
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -26,45 +29,38 @@ class Server:
         self.capacity = 1000
         self.exit_codes: list[int] = []
 
-
-class Run:
-    offline, url = False, URL
-
-    def __init__(self, server: Server) -> None:
-        self.server, self.summary = server, server.summary
-        self.step = server.last_step + 1
+    def init(self, **settings: Any) -> "Server":
+        assert settings["resume"] == "allow"
+        self.ids.add(settings["id"])
+        self.step = self.last_step + 1
+        return self
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
 
     def log(self, data: dict[str, float], *, step: int, commit: bool) -> None:
-        if self.server.capacity == len(self.server.rows):
+        if self.capacity == len(self.rows):
             raise RuntimeError("no network")
-        if commit and step > self.server.last_step:
-            self.server.rows.append(data)
-            self.server.last_step = step
+        if commit and step > self.last_step:
+            self.rows.append(data)
+            self.last_step = step
 
     def finish(self, exit_code: int) -> None:
-        self.server.exit_codes.append(exit_code)
+        self.exit_codes.append(exit_code)
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
-
-    def init(**settings: Any) -> Run:
-        assert settings["resume"] == "allow"
-        server.ids.add(settings["id"])
-        return Run(server)
-
+    settings = types.SimpleNamespace(mode="online")
     library = types.ModuleType("wandb")
     library.__dict__.update(
-        setup=lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online")),
+        setup=lambda: types.SimpleNamespace(settings=settings),
         login=lambda prompt: True,
-        init=init,
+        init=server.init,
         Settings=lambda **settings: settings,
         teardown=lambda exit_code: None,
     )
-    monkeypatch.setitem(__import__("sys").modules, "wandb", library)
+    monkeypatch.setitem(sys.modules, "wandb", library)
     for name in ("USE_WANDB", "WANDB_PROJECT", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     return server
