@@ -206,41 +206,26 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
-    """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs
-    is still found.
-    """
+def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
+    """Something empties TMPDIR under a run, which is then told to stop."""
     (temporary := tmp_path / "tmp").mkdir()
     endless = (
         "trainer.total_training_steps=4000",
         "trainer.save_freq=100000",
         "trainer.test_freq=-1",
     )
-    words = (
-        cache,
-        *SMALL,
-        *endless,
-        "trainer.checkpoint.async_save=false",
-        "trainer.hang_timeout_s=3",
-    )
-    for strike in ("stop", "hang"):
-        run_dir = tmp_path / strike
-        place = f"trainer.default_local_dir={run_dir}"
-        with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
-            wait_for_step(run_dir, 3, process)
-            for left in temporary.iterdir():
-                shutil.rmtree(left, ignore_errors=True)
-            if strike == "stop":
-                process.send_signal(signal.SIGTERM)
-            else:
-                signal_rank(tmp_path, 1, signal.SIGSTOP)
-            output = process.communicate(timeout=60)[0]
-            assert process.returncode == 75, output
-        if strike == "stop":
-            saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-            assert saved == max(row["step"] for row in rows(run_dir)), output
-        else:
-            assert "stopped by a signal" in (run_dir / "hang_1" / "rank_1.txt").read_text()
+    words = (cache, *SMALL, *endless, "trainer.checkpoint.async_save=false")
+    run_dir = tmp_path / "run"
+    place = f"trainer.default_local_dir={run_dir}"
+    with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
+        wait_for_step(run_dir, 3, process)
+        for left in temporary.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 75, output
+    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == max(row["step"] for row in rows(run_dir)), output
 
 
 @pytest.fixture
@@ -274,15 +259,16 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
-    roles = ("user", "assistant", "user", "assistant")
-    texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
-    messages = [
-        [{"role": role, "content": text} for role, text in zip(roles, chat, strict=True)]
-        for chat in texts
+    turns = [
+        ("user", "Add 1 to x."),
+        ("assistant", "x + 1"),
+        ("user", "Why?"),
+        ("assistant", "So!"),
     ]
-    (tmp_path / "val.jsonl").write_text(
-        "".join(json.dumps({"messages": chat}) + "\n" for chat in messages)
-    )
+    chat = [{"role": role, "content": text} for role, text in turns]
+    messages = [chat[:2], chat]
+    lines = [json.dumps({"messages": chat}) for chat in messages]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines))
     run_dir = tmp_path / "run"
     changes = (
         "trainer.total_training_steps=4",

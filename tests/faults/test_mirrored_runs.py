@@ -182,7 +182,6 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
     assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
-    assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
     assert set(psutil.Process().children()) <= processes
 
 

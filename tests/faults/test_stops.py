@@ -111,16 +111,6 @@ def kill_before(run_dir: Path, place: str, name: str) -> None:
     setattr(holder, name, call)
 
 
-def full_beyond(run_dir: Path, count: int) -> None:
-    """The disk has room for `count` checkpoints."""
-    from trainer.checkpoint import fsio
-
-    def free_bytes(path: Path) -> int:
-        return 10 * 2**20 if len(list(run_dir.glob("global_step_*"))) < count else 1000
-
-    fsio.free_bytes = free_bytes
-
-
 SCENARIOS: dict[str, list[Before]] = {
     "in a step with a validation": [partial(stop_in_step, 4)],
     "by max_time in a step with a validation": [partial(expire_in_step, 4)],
@@ -191,17 +181,3 @@ def test_a_lost_log_is_said_at_resume(start, run_dir):
     (run_dir / "metrics.jsonl").unlink()
     code, output = start(partial(stop_in_step, 6))
     assert code == 75 and "metrics.jsonl ends at step 0, the checkpoint is of step 5" in output
-
-
-def test_a_full_disk_has_room_again_with_fewer_checkpoints(start, run_dir):
-    """The advice of the message works: old checkpoints go before room is asked for, and never the
-    newest.
-    """
-    full = partial(full_beyond, run_dir, 5)
-    keep = "trainer.max_ckpt_to_keep={}".format
-    assert start(partial(stop_in_step, 7), "trainer.save_freq=1", keep(5))[0] == 75
-    code, output = start(full, keep(5))
-    assert code == 73 and "lower trainer.max_ckpt_to_keep" in output
-    code, output = start(full, keep(1))
-    assert code == 0, output
-    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_8"]

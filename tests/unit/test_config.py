@@ -1,12 +1,6 @@
 """From a command line to a checked `Config`: mistakes are named before anything slow starts."""
 
-import os
-import resource
-import subprocess
-import sys
-import time
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 
@@ -128,7 +122,6 @@ def source(name: str, files: str | list[str], **columns: str) -> Source:
 
 COLUMNS = ("data.prompt_key=q", "data.response_key=a", "data.messages_key=chat")
 SOURCES = [
-    (["data.train_files=quickstart"], [source("train_files", "quickstart")]),
     (
         ["data.train_files=[quickstart,{files:b.jsonl.gz}]"],
         [source("quickstart", "quickstart"), source("b", "b.jsonl.gz")],
@@ -178,20 +171,3 @@ def test_cfg_prints_the_configuration(capsys):
     printed = capsys.readouterr().out
     for text in ("seed: 11", "prompt_key: question", "checkpoints/gsm8k/"):
         assert text in printed
-
-
-def test_a_mistake_ends_within_two_seconds(repository):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONSAFEPATH": "1", "PATH": path}
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        ["bash", "run_sft.sh", "data.max_len=8"],
-        env=env,
-        cwd=repository,
-        capture_output=True,
-        text=True,
-    )
-    wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    assert min(wall_s, cpu_s) < 2, "a busy machine may stretch the wall time, not the work"

@@ -105,7 +105,6 @@ def test_nonfinite_steps_are_reported_each_time_and_spoil_nothing(loss, grad_nor
     assert told(events) == [(3, "nonfinite"), (50, "nonfinite"), (51, "nonfinite")]
     watch(constant(97), detector=untouched)
     assert detector.limits() == untouched.limits()
-    assert all(math.isfinite(score) for score in detector.scores.values())
 
 
 @pytest.mark.parametrize("faulty", [{"loss": 0.0}, {"grad_norm": 0.0}, {"grad_norm": 9e-7}])
@@ -126,16 +125,6 @@ def test_batches_without_label_tokens_are_reported_at_once_and_dead_after_ten():
         events += detector.observe(step, STEP if step < 40 else dict.fromkeys(STEP, 0.0))
     assert told(events) == [(40, "warn"), (49, "dead")]
     assert detector.limits().loss_with_grad == pytest.approx(4.0), "they are not usual losses"
-
-
-def test_warnings_are_apart_and_a_heavy_tail_silences_them_but_hides_no_severe_step():
-    curve = constant(3000)
-    curve.grad_norm[60::40] = 10.0
-    events = watch(spike(curve, at=2222, loss=3, grad=27))
-    eleventh = 60 + 10 * 40
-    early, late = [[e for e in events if (e.step > eleventh) == is_late] for is_late in (0, 1)]
-    assert len(early) >= 2 and min(np.diff([event.step for event in early])) >= 50
-    assert told(late) == [(eleventh + 1, "advisory"), (2222, "severe")]
 
 
 @pytest.mark.parametrize("family", [*TUNED[::2], *HELD_OUT[::2]], ids="-".join)
@@ -191,8 +180,7 @@ def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, e
     ids=str,
 )
 def test_a_rule_that_cannot_be_evaluated_or_carried_out_is_refused(rule, hint):
-    good = [GuardRule("train/loss", above=1, action="skip"), GuardRule(KEY, below=1, num_steps=2)]
-    require_usable_rules(good)
+    good = GuardRule("train/loss", above=1, action="skip")
     with pytest.raises(ConfigError) as refused:
-        require_usable_rules([*good, rule])
-    assert "trainer.guard.rules[2]" in str(refused.value) and hint in str(refused.value)
+        require_usable_rules([good, rule])
+    assert "trainer.guard.rules[1]" in str(refused.value) and hint in str(refused.value)

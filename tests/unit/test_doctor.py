@@ -34,12 +34,9 @@ class Scene:
         self.patch = patch
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
-        for name in [
-            name
-            for name in os.environ
-            if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))
-        ]:
-            patch.delenv(name)
+        for name in list(os.environ):
+            if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES")):
+                patch.delenv(name)
         patch.setattr(machine.resource, "getrlimit", lambda kind: (8 << 20, GIB))
         patch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
         patch.setattr(machine, "RDMA_DEVICES", Path("none"))
@@ -63,10 +60,6 @@ class Scene:
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
-
-    def env(self, **values: str) -> None:
-        for name, value in values.items():
-            self.patch.setenv(name, value)
 
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
@@ -102,7 +95,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     ),
     "interface": (
         "",
-        lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
+        lambda s: (s.cards(), s.patch.setenv("NCCL_SOCKET_IFNAME", "ib0")),
         "!network",
         "unset NCCL_SOCKET_IFNAME",
     ),

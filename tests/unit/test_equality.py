@@ -114,11 +114,3 @@ def test_the_final_state_is_compared_in_every_bit(runs, change, expected):
     found = differences(runs)
     assert re.match(expected, found[0])
     assert len(found) == 1 or "ranks" in expected
-
-
-@pytest.mark.parametrize("name", [layout.optim_file(WORLD_SIZE, 0), layout.DATA])
-def test_a_file_that_cannot_be_read_is_a_difference(runs, name):
-    file = runs[1] / LAST / name
-    file.write_bytes(bytes(file.stat().st_size))
-    difference, *_ = differences(runs)
-    assert difference.startswith(f"{LAST}, {name}: ") and str(file) in difference

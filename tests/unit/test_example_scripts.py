@@ -59,8 +59,3 @@ def test_own_rows_are_trained_and_their_model_takes_an_adapter(start, here):
         Path(said.strip().split(": ")[-1]) / "adapter_model.safetensors", "pt"
     ) as file:
         assert any("lora_B" in name for name in file.keys())  # noqa: SIM118
-
-
-def test_three_rates_are_compared(start, here):
-    said = start("three_rates.py", *whole_runs.tiny_model(here), "trainer.total_training_steps=4")
-    assert all(f"rate_{rate}" in said for rate in ("1e-4", "1e-3", "1e-2")) and "optim.lr" in said

@@ -81,15 +81,9 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
 def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others():
     jobset = yaml.safe_load(JOBSET.read_text())
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    pod = job["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and set(rule) == {"action", "onExitCodes"}
-    assert rule["onExitCodes"]["operator"] == "In" and pod["restartPolicy"] == "Never", (
-        "a policy needs Never"
-    )
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert rule["onExitCodes"]["values"] == sorted(
         codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE}
     )
-    policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] > 0 and job["backoffLimit"] == 0, "all pods start again, or none"

@@ -95,7 +95,6 @@ def test_a_severe_step_is_answered_as_configured(action, expected):
     decision = guard.observe(step, SEVERE, is_skipped=action == "skip")
     assert decision == Decision(**expected, wants_evidence=True, reason=decision.reason)
     assert "train/loss is 8" in decision.reason
-    assert guard.episodes == [(61, 61)]
 
 
 def rollbacks(count: int) -> Any:
@@ -176,7 +175,6 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
         step += 1
     assert decision.wants_evidence and decision.is_stop == (action == "stop")
     assert (decision.rollback_onset is not None) == (action == "rollback")
-    assert abs((decision.rollback_onset or onset) - onset) < 70
 
 
 @pytest.mark.covers("S3.32", "S3.41:C", "S3.51:C")

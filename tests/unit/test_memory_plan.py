@@ -29,7 +29,6 @@ from trainer.tools.plan.live_storage import (
     flash_backward_bytes,
 )
 from trainer.tools.plan.memory import (
-    SAVE_COPY,
     Change,
     MemoryPlan,
     heaviest_workload,
@@ -79,10 +78,6 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ra
     assert found.device_bytes[OPTIMIZER] == 2 * shard_bytes + 4 * len(shapes)
     buffers = found.device_bytes[PARAMETERS] - shard_bytes
     assert 0 <= buffers <= 2 * 8 * 4, "only the rotary frequencies"
-    assert (
-        found.host_bytes[SAVE_COPY]
-        == found.device_bytes[PARAMETERS] + found.device_bytes[OPTIMIZER]
-    )
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path):
@@ -203,12 +198,6 @@ def test_memory_that_flash_attention_takes_inside_is_counted():
         (tokens(1000, 300), 2, True, ((300, 300, 300, 100), 11)),
         (tokens(1000, 300, batch=2), 8, True, ((300,), 1)),
         ([*tokens(1000, 300), "data.micro_batch_size_per_gpu=2"], 2, True, ((300, 300), 16)),
-        (
-            ["data.max_token_len_per_gpu=null", *tokens(1000, 10, batch=6)[::2]],
-            2,
-            True,
-            ((10,) * 3, 1),
-        ),
         (tokens(1000, 300), 2, False, ((300,), 32)),
     ],
 )
@@ -247,7 +236,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]
         (tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
         (tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
         ([*tokens(64, 64, batch=8), RECOMPUTE], Change(16)),
-        ([*tokens(64, 64), RECOMPUTE, "model.fsdp_config.fsdp_size=8"], Change(8, (OFFLOAD,))),
     ],
 )
 def test_the_change_it_names_makes_it_fit(tmp_path, capsys, words, change):
@@ -261,8 +249,6 @@ def test_the_change_it_names_makes_it_fit(tmp_path, capsys, words, change):
     assert lines[-1].startswith(f"      fix: {' '.join(advice)} (needs")
     code, lines, _ = run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)
     assert code == 0 and lines[-1].startswith("ok    memory: ")
-    shown = {PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD, SAVE_COPY}
-    assert all(sum(line.startswith(name) for line in lines) == 1 for name in shown)
 
 
 @pytest.mark.parametrize(

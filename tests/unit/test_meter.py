@@ -119,8 +119,6 @@ def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
     assert step_s == first["train/time(s)"] and "time/train/slowest_rank" not in first
     sent = meter.by_rank()
     assert {key: sent[key] for key in phases} == {key: first[key] for key in phases}
-    assert sent["time/train/step_s"] == step_s and sent["memory/cpu/rss_gib"] > 0
-    assert sent["system/gpu_util"] == metrics.ABSENT, "not measured here"
     by_rank = {
         "time/train/data_s": (0.1, 0.4),
         "time/train/step_s": (2.0, 2.2),
@@ -136,7 +134,6 @@ def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
         "time/train/slowest_rank": 1,
         "time/train/rank_skew": 0.5 / 0.4,
         "system/gpu_util": 60.0,
-        "system/gpu_util_min": 60.0,
     }
     assert {key: row[key] for key in expected} == pytest.approx(expected)
     assert math.isnan(row["train/loss_max_rank"]) and "system/gpu_temp_c" not in row

@@ -36,7 +36,6 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "data.train_files=rows.csv": (65, "'rows.csv'"),
     "data.train_files=tatsu-lab/alpaca": (65, "tatsu-lab/alpaca"),
     "data.train_files=empty.jsonl": (65, "'empty.jsonl'"),
-    "data.val_files=[{files:nope.jsonl}]": (65, "data.val_files: no file matches 'nope.jsonl'"),
     "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (2, "nope.jinja"),
     "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
     "model.partial_pretrain=./nope": (2, "model.partial_pretrain=./nope"),
