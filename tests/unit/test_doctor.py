@@ -86,7 +86,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # and how to mend it
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
-    "few cores": ("", lambda s: s.cards(num_cores=2), "?cores", "--cpus-per-task=8"),
     "little shm": (
         "",
         lambda s: (s.cards(), s.free(shared_bytes=64 << 20)),

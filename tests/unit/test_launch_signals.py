@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from fake_launch import launched
@@ -109,17 +108,6 @@ def test_a_stopped_agent_does_not_keep_a_run_whose_ranks_have_ended(tmp_path, mo
         os.kill(run.pid("agent"), signal.SIGSTOP)
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == (75, "")
-
-
-def test_nohup_keeps_sighup_from_launcher_and_ranks(tmp_path):
-    with launched(tmp_path, rank=RANK, before=("nohup",)) as run:
-        run.rank_pids()
-        os.killpg(run.process.pid, signal.SIGHUP)
-        time.sleep(0.3)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGTERM)
-        assert run.end()[0] == 75
-        assert [run.read(f"received_{rank}") for rank in range(2)] == ["SIGTERM"] * 2
 
 
 def test_kill_9_of_the_process_group_leaves_nothing(tmp_path):

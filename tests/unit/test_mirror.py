@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoint_fakes import commit, is_whole, save, stage
+from checkpoint_fakes import commit, is_whole, save
 from fsspec.registry import known_implementations
 from mirror_faults import (
     URL,
@@ -77,20 +77,6 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_newer_one(run_dir)
             own.sync()
         assert steps_in(storage) == held == read_object(run_dir / STATE)["steps"]
         assert "data.pt" in read_object(run_dir / STATE)["failed"]
-
-
-def test_what_a_save_that_failed_left_never_goes_up(run_dir):
-    storage = mirrored(run_dir, 2)
-    names = set(storage.store)
-    own = uploader(run_dir, storage)
-    stage(run_dir, 4)
-    own.sync()
-    commit(run_dir, 4)  # and nothing points to it
-    own.sync()
-    assert set(storage.store) == names
-    layout.publish(run_dir, 4)
-    own.sync()
-    assert steps_in(storage) == [2, 4]
 
 
 def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir):

@@ -15,8 +15,8 @@ URL = "https://wandb.example/team/project/runs/1"
 
 
 class Server:
-    """Drops a row whose step is not beyond the last, as the real one does. It is down after
-    `capacity` rows. It is also the run that the library returns.
+    """Drops a row whose step is not beyond the last, as the real one does. It is also the run that
+    the library returns.
     """
 
     offline, url = False, URL
@@ -26,7 +26,6 @@ class Server:
         self.summary: dict[str, Any] = {"train/loss": 1.0}
         self.ids: set[str] = set()
         self.last_step = -1
-        self.capacity = 1000
         self.exit_codes: list[int] = []
 
     def init(self, **settings: Any) -> "Server":
@@ -38,8 +37,6 @@ class Server:
     def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
 
     def log(self, data: dict[str, float], *, step: int, commit: bool) -> None:
-        if self.capacity == len(self.rows):
-            raise RuntimeError("no network")
         if commit and step > self.last_step:
             self.rows.append(data)
             self.last_step = step
@@ -89,12 +86,3 @@ def test_a_resumed_run_goes_on_and_its_address_is_said(tmp_path, server, caplog)
     assert steps_of(server, "val/loss") == [2, 4, 6, 8, 10, 12]
     assert len(server.ids) == 1 and server.exit_codes == [75, 1, 0]
     assert f"wandb: {URL}" in caplog.text
-
-
-def test_what_a_dead_network_swallowed_is_sent_by_the_next_attempt(tmp_path, server):
-    server.capacity = 4  # steps 1, 2, its validation, 3
-    attempt(tmp_path, range(1, 7))
-    server.capacity = 1000
-    attempt(tmp_path, range(6, 9))
-    assert set(steps_of(server, "train/loss")) == set(range(1, 9))
-    assert set(steps_of(server, "val/loss")) == {2, 4, 6, 8}
