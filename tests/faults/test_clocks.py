@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import test_checkpoint_rotation as rotation
-from fake_run import FakeRun
+from checkpoint_fakes import Run
 from sweeps import short_or_full
 
 from trainer.checkpoint import layout
@@ -28,12 +28,11 @@ TIME_ZONES = ("UTC", "Pacific/Kiritimati", "America/Los_Angeles", "XXX+23")
 FIRST_S, LAST_S = 0, 4 * 10**9
 """1970 to 2096."""
 
-kernel = rotation.kernel
 Scramble = Callable[[Path], None]
 
 
 @dataclass
-class WatchedRun(FakeRun):
+class WatchedRun(Run):
     """Records what each event did and what the directory holds then. `before_event` may set the
     clocks.
     """
@@ -82,9 +81,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scramble]:
     time.tzset()
 
 
-def history_of(
-    seed: int, run_dir: Path, kernel: rotation.Kernel, before_event: Scramble
-) -> list[tuple[Any, ...]]:
+def history_of(seed: int, run_dir: Path, before_event: Scramble) -> list[tuple[Any, ...]]:
     """Equal for equal seeds: the random parts of names are counted."""
     numbers = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
@@ -92,16 +89,16 @@ def history_of(
         chance = random.Random(seed)
         run = WatchedRun(run_dir, keep=chance.randint(1, 5), before_event=before_event)
         run_dir.mkdir()
-        rotation.history(run, kernel, chance)
+        rotation.live_through(run, chance)
         shutil.rmtree(run_dir)
     return run.seen
 
 
-def test_random_histories_are_the_same_under_any_clock(memory_dir, kernel, clocks):
+def test_random_histories_are_the_same_under_any_clock(memory_dir, clocks):
     run_dir, num_events = memory_dir / "run", 0
     for seed in range(NUM_HISTORIES):
-        expected = history_of(seed, run_dir, kernel, lambda run_dir: None)
-        assert history_of(seed, run_dir, kernel, clocks) == expected, f"seed {seed}"
+        expected = history_of(seed, run_dir, lambda run_dir: None)
+        assert history_of(seed, run_dir, clocks) == expected, f"seed {seed}"
         num_events += len(expected)
     assert num_events > 4 * NUM_HISTORIES
 

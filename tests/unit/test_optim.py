@@ -218,7 +218,7 @@ def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
 
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("kind", MOMENTA)
-@pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0], [nan, 0.0]])
+@pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0]])
 def test_a_step_left_out_changes_nothing(kind, gradient):
     layer = nn.Linear(2, 1)
     optimizer = OPTIMIZERS[kind](layer, optim_config())

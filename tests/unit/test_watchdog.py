@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from processes import wait_until
 
 from trainer.launch import watchdog
 from trainer.launch.watchdog import PEERS_S, Watchdog
@@ -53,11 +52,6 @@ class Bench:
             self.now_s += seconds
             found.append(self.dog.finds_hang())
         return found
-
-    def kill_ranks(self) -> None:
-        for rank in self.ranks:
-            rank.kill()  # not reaped yet: the agent may be slow
-        assert wait_until(lambda: not any(is_alive(rank.pid) for rank in self.ranks))
 
 
 @pytest.fixture
