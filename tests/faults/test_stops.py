@@ -74,9 +74,9 @@ def expire_in_step(step: int) -> None:
 
 def learn_nothing(*, stop_in: int | None = None) -> None:
     """No validation is better than the first."""
-    from trainer.train import guard
+    from trainer.train.detection import validations
 
-    guard.EARLY_STOP_MIN_DELTA = 100.0
+    validations.MIN_DELTA = 100.0
     if stop_in is not None:
         stop_in_step(stop_in)
 
@@ -180,4 +180,4 @@ def test_a_lost_log_is_said_at_resume(start, run_dir):
     assert start(partial(stop_in_step, 5))[0] == 75
     (run_dir / "metrics.jsonl").unlink()
     code, output = start(partial(stop_in_step, 6))
-    assert code == 75 and "metrics.jsonl ends at step 0, the checkpoint is of step 5" in output
+    assert code == 75 and "ends at step 0, but the checkpoint is of step 5" in output
