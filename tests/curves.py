@@ -170,14 +170,3 @@ def level(curve: Curve, *, at: int, factor: float = 1.3) -> Curve:
     """The loss is so many times as high from one step on."""
     is_after = np.arange(len(curve.loss)) >= at
     return _times(curve, np.where(is_after, factor, 1.0), np.ones(len(curve.loss)))
-
-
-def val_curve(
-    rng: Generator, *, noise: float, turn: float, rise: float = 2.0, num_evals: int = 20
-) -> tuple[Values, Values]:
-    """(validation, training loss) at evenly spaced validations: validation falls until the
-    share `turn` of the run.
-    """
-    place = np.linspace(0, 1, num_evals)
-    val = 1.2 + 0.8 * np.exp(-place / 0.2) + rise * np.maximum(place - turn, 0) ** 1.5
-    return val * (1 + rng.normal(0, noise, num_evals)), 1.1 + np.exp(-place / 0.3) - 0.4 * place

@@ -163,20 +163,6 @@ def _is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def dead_links(markdown: str, directory: Path) -> list[str]:
-    """Files that a page beside them leads to and that do not exist."""
-    targets = re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", markdown)
-    return [target for target in targets if not (directory / target).exists()]
-
-
-def missing_files(markdown: str) -> list[str]:
-    """Files of the project that a page names and that do not exist."""
-    named = re.findall(
-        r"`((?:trainer|tests|conf|benchmarks|docs|examples)/[\w./-]*\.\w+)`", markdown
-    )
-    return [name for name in named if not (REPOSITORY / name).exists()]
-
-
 if __name__ == "__main__":
     SHEET.write_text(sheet())
     SCHEMA.write_text(schema_text())

@@ -60,49 +60,40 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        parent = module.split(".")[: -node.level] if node.level else []
-        base = ".".join([*parent, *filter(None, [node.module])])
-        return [name if (name := f"{base}.{alias.name}") in known else base for alias in node.names]
+        assert node.module is not None and node.level == 0, f"{module}: a relative import"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in known else node.module for name in names]
     is_call = isinstance(node, ast.Call) and _leaf(node.func) in ("import_module", "__import__")
     return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)] if is_call else []  # type: ignore[attr-defined]
 
 
-def upward_imports(sources: Sources) -> list[str]:
-    """Imports of a package on a higher floor."""
-    found = []
-    for module, source in sources.items():
-        for item in imports_of(module, source, sources):
-            if not item.target.startswith("trainer."):
-                continue
-            if floor_of(item.target) > floor_of(module):
-                found.append(f"{module}:{item.line}: imports {item.target} of a higher floor")
-    return found
-
-
-def misplaced_tools(sources: Sources) -> list[str]:
-    """Imports of a tool from outside of `tools/` and `cli/`, and imports of a tool that its
-    list does not name.
+def wrong_imports(sources: Sources) -> list[str]:
+    """Imports of a package on a higher floor, of a tool from outside of `cli/`, and imports of a
+    tool that its list does not name.
     """
     found = []
     for module, source in sources.items():
-        parts = module.split(".")
-        own = parts[2] if parts[1:2] == ["tools"] and len(parts) > 2 else None
+        tool = _tool_of(module)
         for item in imports_of(module, source, sources):
-            target = item.target.split(".")
-            if target[0] != "trainer" or len(target) < 2:
+            target = item.target
+            if not target.startswith("trainer."):
                 continue
-            tool = target[2] if target[1] == "tools" and len(target) > 2 else None
-            if own is None and tool is not None and parts[1] != "cli":
-                found.append(f"{module}:{item.line}: only cli/ imports the tool {tool}")
-            if own is not None and tool not in (None, own):
-                found.append(f"{module}:{item.line}: the tool {own} imports the tool {tool}")
-            if own is not None and tool is None and not _is_allowed(own, item.target):
-                found.append(f"{module}:{item.line}: the tool {own} may not import {item.target}")
+            if tool is not None:
+                names = (f"tools.{tool}", *TOOLS[tool].split())
+                is_right = any(f"{target}.".startswith(f"trainer.{name}.") for name in names)
+            elif _tool_of(target) is not None:
+                is_right = module.startswith("trainer.cli")
+            else:
+                is_right = floor_of(target) <= floor_of(module)
+            if not is_right:
+                found.append(f"{module}:{item.line}: may not import {target}")
     return found
 
 
-def _is_allowed(tool: str, target: str) -> bool:
-    return any(f"{target}.".startswith(f"trainer.{name}.") for name in TOOLS[tool].split())
+def _tool_of(module: str) -> str | None:
+    """Return the tool that a module belongs to."""
+    _, _, inner = module.partition("trainer.tools.")
+    return inner.split(".")[0] or None
 
 
 def import_cycle(sources: Sources) -> list[str]:

@@ -62,28 +62,21 @@ PRIVATE = {
 MOST = 40
 
 
-def own_names() -> set[str]:
-    """Return every private name that the code itself defines or sets."""
-    names = set()
-    for path in (REPOSITORY / "trainer").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return names
-
-
 def uses() -> set[str]:
     """Return private modules and names of libraries that the code imports or uses."""
-    own, found = own_names(), set()
-    for path in (REPOSITORY / "trainer").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and not f"{node.module}".startswith("trainer"):
-                is_private = "._" in f"{node.module}"
-                found |= {f"{node.module}"} if is_private else {one.name for one in node.names}
-            elif isinstance(node, ast.Attribute) and node.attr not in own - PRIVATE.keys():
-                found.add(node.attr)
+    paths = (REPOSITORY / "trainer").rglob("*.py")
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    own, found = set(), set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            (own if isinstance(node.ctx, ast.Store) else found).add(name)
+        elif isinstance(node, ast.ImportFrom) and not f"{node.module}".startswith("trainer"):
+            is_private = "._" in f"{node.module}"
+            found |= {f"{node.module}"} if is_private else {one.name for one in node.names}
+    found -= own - PRIVATE.keys()
     is_name = {name for name in found if name.startswith("_") and not name.startswith("__")}
     return {name for name in found if "._" in name} | is_name - {"_exit"}
 

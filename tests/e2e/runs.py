@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from trainer.tracking import read_metrics
 
@@ -57,11 +59,15 @@ def run(
 
 @contextmanager
 def started(
-    cwd: Path, num_ranks: int, *overrides: str, **env: str
+    cwd: Path, num_ranks: int, *overrides: str, redirection: str = "2>&1", **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, gone at the end of the block."""
+    """A run in a process group of its own, gone at the end of the block. A shell applies the
+    `redirection`, such as `2>&1`.
+    """
+    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash"]
+    options = {**_options(cwd, env), "stderr": subprocess.PIPE}
     process = subprocess.Popen(
-        command(num_ranks, *overrides), start_new_session=True, **_options(cwd, env)
+        [*shell, *command(num_ranks, *overrides)], start_new_session=True, **options
     )
     try:
         yield process
@@ -97,14 +103,8 @@ def curve(run_dir: Path, key: str) -> dict[int, float]:
 def processes_of(run_dir: Path) -> list[int]:
     """Processes that work in a directory: what a killed run would have left behind."""
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if (
-                entry.name.isdigit()
-                and (entry / "cwd").resolve() == run_dir
-                and int(entry.name) != os.getpid()
-            ):
-                found.append(int(entry.name))
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and Path(process.cwd()) == run_dir.resolve():
+                found.append(process.pid)
     return found

@@ -126,13 +126,6 @@ def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
     assert "the card fell off the bus" in out and list(temporary.iterdir()) == []
 
 
-def test_what_fails_before_training_keeps_it_from_starting(recipe, temporary, capfd):
-    assert doctor.main(["2", "--run", *recipe, "model.partial_pretrain=./gone"]) == 1
-    assert (
-        capfd.readouterr().out.endswith(f"{', '.join(LINES)}\n") and list(temporary.iterdir()) == []
-    )
-
-
 def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
     command = [sys.executable, "-m", "trainer.cli.doctor", "2", "--run", *recipe]
     process = subprocess.Popen(
@@ -150,31 +143,12 @@ def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
     assert processes_of(tmp_path) == [] and list(temporary.iterdir()) == []
 
 
-def test_several_machines_are_refused(monkeypatch, capsys):
-    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}.items():
-        monkeypatch.setenv(name, value)
-    assert doctor.main(["2", "--run"]) == 2
-    assert "NNODES" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"), [([], True), (["trainer.deterministic=false"], False)]
-)
-def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
-    words, expected, tmp_path
-):
-    runs = Runs(words, 2, tmp_path, is_on_gpu=True, planned_gib=lambda *_: 1.0)
-    assert runs.config.trainer.deterministic == expected
-
-
 class MadeRuns(Runs):
     """Runs with made-up rows: `others` by name; a run that is not there lacks memory."""
 
-    def __init__(
-        self, directory: Path, others: dict[str, Rows], *words: str, planned_gib: float = 1.0
-    ) -> None:
+    def __init__(self, directory: Path, others: dict[str, Rows], *words: str) -> None:
         words = ("trainer.device=cpu", *words)
-        super().__init__(words, 2, directory, is_on_gpu=False, planned_gib=lambda *_: planned_gib)
+        super().__init__(words, 2, directory, is_on_gpu=False, planned_gib=lambda *_: 1.0)
         self.made = {"straight": rows(), **others}
 
     def train(self, name: str, *overrides: str, **_: Any) -> ShortRun:
@@ -189,12 +163,8 @@ class MadeRuns(Runs):
 
 
 def rows(loss: float = 2.0, *, norm: float = 1.0) -> Rows:
-    row = {"train/loss": loss, "train/grad_norm": norm, "memory/cpu/rss_gib": 1.0}
-    rates = [100.0] * 5 + [1.0] + [100.0] * (NUM_STEPS - 6)
-    return [
-        {**row, "step": step, "throughput/train/tokens_per_s": rate}
-        for step, rate in enumerate(rates, start=1)
-    ]
+    row = {"train/loss": loss, "train/grad_norm": norm}
+    return [{**row, "step": step} for step in range(1, NUM_STEPS + 1)]
 
 
 def in_bfloat16(loss: float) -> tuple[dict[str, Rows], str]:
@@ -206,32 +176,14 @@ def in_bfloat16(loss: float) -> tuple[dict[str, Rows], str]:
 @pytest.mark.parametrize(
     ("check", "made", "level"),
     [
-        (training.check_packing, ({"alone": rows()},), "ok"),
         (training.check_packing, ({"alone": rows(2.0 * (1 + 5e-7))},), "ok"),
         (training.check_packing, ({"alone": rows(2.0 * (1 + 5e-6))},), "fail"),
         (training.check_packing, ({"alone": rows(norm=1 + 5e-5)},), "fail"),
         (training.check_packing, ({"alone": rows(float("nan"))},), "fail"),
         (training.check_ranks, in_bfloat16(2.003), "ok"),
         (training.check_ranks, in_bfloat16(2.005), "fail"),
-        (training.check_ranks, in_bfloat16(8.0), "fail"),
         (training.check_ranks, ({},), "skip"),
     ],
 )
 def test_ways_to_compute_a_batch_differ_by_rounding_at_most(tmp_path, check, made, level):
     assert check(MadeRuns(tmp_path, *made)).level == level
-
-
-@pytest.mark.parametrize(("planned_gib", "level"), [(1.5, "ok"), (0.95, "warn"), (0.5, "fail")])
-def test_memory_and_speed_are_those_of_the_rows(tmp_path, planned_gib, level):
-    made = MadeRuns(tmp_path, {}, planned_gib=planned_gib)
-    assert training.check_memory(made).level == level
-    assert "100 tokens/s" in training.check_speed(made).what, "of the median step"
-
-
-@pytest.mark.parametrize(
-    ("killed", "level"), [((ShortRun(Path("killed")), 4, 0), "fail"), (None, "skip")]
-)
-def test_a_run_that_lost_its_checkpoint_is_found(tmp_path, monkeypatch, killed, level):
-    made = MadeRuns(tmp_path, {})
-    monkeypatch.setattr(made, "train_killed", lambda: killed)
-    assert training.check_resume(made).level == level

@@ -94,8 +94,8 @@ class Reader:
             text = text.replace(placeholder, name)
         return text
 
-    def execute(self, command: str) -> str:
-        """What it printed. Raises what went wrong."""
+    def execute(self, command: str) -> None:
+        """Raise what went wrong."""
         words = shlex.split(self.with_own_names(command), comments=True)
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -103,9 +103,6 @@ class Reader:
         ):
             while re.match(r"[A-Z_]+=", words[0]):
                 patch.setenv(*words.pop(0).split("=", 1))
-            target = None
-            if ">" in words:
-                words, (_, target) = words[: words.index(">")], words[words.index(">") :]
             if words[:2] == ["python", "-c"]:
                 patch.setattr(sys, "argv", ["-c", *words[3:]])
                 exec(compile(words[2], command, "exec"), {})
@@ -113,9 +110,6 @@ class Reader:
                 assert re.match(OURS, " ".join(words)), "nothing executes it"
                 code = self._run(words[1 if words[0] == "fsdp-sft" else 2 :], patch)
                 assert code == 0, f"exit code {code}\n{said.getvalue()}"
-        if target:
-            Path(target).write_text(said.getvalue())
-        return said.getvalue()
 
     def _run(self, words: list[str], patch: pytest.MonkeyPatch) -> int:
         has_name = not words[0].isdecimal() and words[0] in commands.COMMANDS

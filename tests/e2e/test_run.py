@@ -12,7 +12,6 @@ import pytest
 import torch
 import whole_runs
 from runs import (
-    REPOSITORY,
     SMALL,
     curve,
     processes_of,
@@ -30,8 +29,6 @@ from trainer.runtime.distributed import free_port
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
 from trainer.train.start.compose import load_config
-
-GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
 
 def saved_steps(run_dir: Path) -> list[int]:
@@ -61,14 +58,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 @pytest.mark.covers("S3.55:C", "S3.57:C")
 def test_first_run_says_what_it_does(straight):
     run_dir, output = straight
-    for text in (
-        "2 ranks on CPU",
-        "<|im_end|>]]",
-        "step 12/12",
-        "val/loss",
-        "saved",
-        "vllm serve ",
-    ):
+    for text in ("2 ranks on CPU", "<|im_end|>]]", "step 12/12", "val/loss", "saved"):
         assert text in output
     for text in ("Traceback", "Warning", "torchrun"):
         assert text not in output
@@ -77,8 +67,8 @@ def test_first_run_says_what_it_does(straight):
     for key in ("train/loss", "train/lr(1e-3)", "train/time(s)", "train/grad_norm"):
         assert list(curve(run_dir, key)) == list(range(1, 13)), key
     assert sorted(curve(run_dir, "val/loss")) == [6, 12]
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 12 + 2, "a rank other than 0 writes too"
+    text = (run_dir / "metrics.jsonl").read_text()
+    assert text.count('"kind":"train"') == 12, "a rank other than 0 writes too"
     assert saved_steps(run_dir) == [3, 6, 9, 12]
 
 
@@ -100,7 +90,6 @@ def test_a_checkpoint_takes_the_disk_that_was_planned(straight):
     ]
     few = 300_000  # bytes of names and the like that are not planned, whatever the model
     assert disk.checkpoint_bytes == pytest.approx(sum(files), abs=few)
-    assert disk.num_checkpoints == 12 // 3
 
 
 def run_dir_of(cwd: Path) -> Path:
@@ -172,11 +161,10 @@ def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]
 
 
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_continue_on_other_ranks(straight, killed, cache, tmp_path, num_ranks):
+def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    code, output = forked(run_dir, num_ranks, cache, *SMALL)
+    code, output = forked(run_dir, 4, cache, *SMALL)
     assert code == 0 and "continuing at step" in output, output
     expected = curve(straight[0], "train/loss")
     for step, loss in curve(run_dir, "train/loss").items():
@@ -218,41 +206,26 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
-    """Something empties TMPDIR under a run, which is then told to stop; and a rank that hangs
-    is still found.
-    """
+def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
+    """Something empties TMPDIR under a run, which is then told to stop."""
     (temporary := tmp_path / "tmp").mkdir()
     endless = (
         "trainer.total_training_steps=4000",
         "trainer.save_freq=100000",
         "trainer.test_freq=-1",
     )
-    words = (
-        cache,
-        *SMALL,
-        *endless,
-        "trainer.checkpoint.async_save=false",
-        "trainer.hang_timeout_s=3",
-    )
-    for strike in ("stop", "hang"):
-        run_dir = tmp_path / strike
-        place = f"trainer.default_local_dir={run_dir}"
-        with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
-            wait_for_step(run_dir, 3, process)
-            for left in temporary.iterdir():
-                shutil.rmtree(left, ignore_errors=True)
-            if strike == "stop":
-                process.send_signal(signal.SIGTERM)
-            else:
-                signal_rank(tmp_path, 1, signal.SIGSTOP)
-            output = process.communicate(timeout=60)[0]
-            assert process.returncode == 75, output
-        if strike == "stop":
-            saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-            assert saved == max(row["step"] for row in rows(run_dir)), output
-        else:
-            assert "stopped by a signal" in (run_dir / "hang_1" / "rank_1.txt").read_text()
+    words = (cache, *SMALL, *endless, "trainer.checkpoint.async_save=false")
+    run_dir = tmp_path / "run"
+    place = f"trainer.default_local_dir={run_dir}"
+    with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
+        wait_for_step(run_dir, 3, process)
+        for left in temporary.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 75, output
+    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == max(row["step"] for row in rows(run_dir)), output
 
 
 @pytest.fixture
@@ -271,25 +244,6 @@ def test_two_machines_are_one_run(straight, nodes, cache, tmp_path):
     assert ours == curve(straight[0], "train/loss")
 
 
-def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(nodes, cache, tmp_path):
-    """NCCL's watchdog ends a rank with SIGABRT where gloo raises an error."""
-    words = (cache, *SMALL, "trainer.total_training_steps=4000", "trainer.save_freq=1000")
-    run_dir = run_dir_of(tmp_path)
-    with (
-        started(tmp_path, 1, *words, **nodes, NODE_RANK="0") as first,
-        started(tmp_path, 1, *words, **nodes, NODE_RANK="1") as second,
-    ):
-        wait_for_step(run_dir, 2, first)
-        signal_rank(tmp_path, 0, signal.SIGABRT)
-        second.kill()
-        output, _ = first.communicate(timeout=60)
-    assert first.returncode == 75, output
-    assert (
-        "rank 0 was killed by SIGABRT" in output and "as when NCCL loses another machine" in output
-    )
-    assert "resume with the same command" in output
-
-
 def test_cannot_write_is_73(cache, tmp_path):
     (tmp_path / "file").write_text("")
     failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
@@ -300,60 +254,21 @@ def test_cannot_write_is_73(cache, tmp_path):
     )
 
 
-def test_bad_rows_are_65_and_named(cache, tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-        b'{"messages": \n\xff\xfe\n'
-    )
-    code, output = forked(
-        tmp_path / "run", 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl"
-    )
-    assert code == 65, output
-    for text in ("rows.jsonl:2: ", "rows.jsonl:3: ", "data.on_bad_row=skip"):
-        assert text in output
-    assert output.count("rows.jsonl:2: ") == 1, "every rank repeats the list"
-    assert "Traceback" not in output
-
-
-@pytest.mark.covers("S0.30", "S3.15", "S3.17", "S3.24")
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
-def test_gsm8k_falls_and_keeps_two(cache, tmp_path):
-    run_dir = tmp_path / "gsm"
-    code, output = forked(
-        run_dir,
-        2,
-        cache,
-        f"data.train_files={GSM8K}/train.jsonl",
-        f"data.val_files=[{{files:{GSM8K}/test.jsonl,max_samples:3}}]",
-        "data.prompt_key=question",
-        "data.response_key=answer",
-        "data.train_max_samples=64",
-        "data.train_batch_size=8",
-        "trainer.total_training_steps=12",
-        "trainer.save_freq=4",
-        "trainer.max_ckpt_to_keep=2",
-    )
-    assert code == 0, output
-    assert saved_steps(run_dir) == [8, 12]
-    losses = curve(run_dir, "train/loss")
-    assert losses[12] < losses[1] - 1
-    assert list(curve(run_dir, "val/loss")) == [12]
-
-
 @pytest.mark.covers("S0.5", "S3.11", "S3.13", "S3.23")
 def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
-    roles = ("user", "assistant", "user", "assistant")
-    texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
-    messages = [
-        [{"role": role, "content": text} for role, text in zip(roles, chat, strict=True)]
-        for chat in texts
+    turns = [
+        ("user", "Add 1 to x."),
+        ("assistant", "x + 1"),
+        ("user", "Why?"),
+        ("assistant", "So!"),
     ]
-    (tmp_path / "val.jsonl").write_text(
-        "".join(json.dumps({"messages": chat}) + "\n" for chat in messages)
-    )
+    chat = [{"role": role, "content": text} for role, text in turns]
+    messages = [chat[:2], chat]
+    lines = [json.dumps({"messages": chat}) for chat in messages]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines))
     run_dir = tmp_path / "run"
     changes = (
         "trainer.total_training_steps=4",

@@ -39,7 +39,7 @@ from trainer.config import ConfigError
 from trainer.model.assemble import build_model, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.quickstart import MODEL_DIR
-from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
+from trainer.runtime.evaluations import read_evaluations, read_summaries
 from trainer.tools.evaluate import engines
 from trainer.tracking import read_metrics
 
@@ -59,10 +59,9 @@ HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
 """Its kernels on CPU take heads of 32 and more."""
 
 
-def random_ids(num_values: int, count: int = 48) -> list[int]:
-    return torch.randint(
-        0, num_values, (count,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
+def random_ids(num_values: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, num_values, (48,), generator=generator).tolist()
 
 
 def log_prob(model: Any, ids: list[int]) -> float:
@@ -207,16 +206,9 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     # so many steps make the tokens of its answers certain; a second rank would take half as long
     # again
     export = trained(root / "run", 150, cache, num_ranks=1) / "huggingface"
-    longest = random_ids(500, AutoConfig.from_pretrained(export).max_position_embeddings)
     return {
         "quickstart": {"model": export, "question": QUESTION},
         "evaluate": asked_by_evaluate(root / "run"),
-        "longest": {
-            "model": export,
-            "adapter": None,
-            "ids": [longest],
-            "masks": [[1] * len(longest)],
-        },
         "adapter": {
             "model": base,
             "adapter": root / "adapter-export",
@@ -273,9 +265,7 @@ def test_export_generates_in_vllm(jobs, served):
 
 
 def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
-    """The rate is the share of held-out tasks that a plain exec finds solved; random tokens
-    solve none.
-    """
+    """The rate is the share of held-out tasks that a plain exec finds solved."""
     assert evaluated(root / "run", lambda job: served["evaluate"]) == 0
     rows = [row for row in read_evaluations(root / "run") if row["kind"] == "sample"]
     solved = sum(is_solved(row["completion"], row["answer"]) for row in rows)
@@ -284,11 +274,6 @@ def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
     assert logged["exec_success_rate"] == solved / len(rows)
     (summary,) = read_summaries(root / "run")["eval/held_out"].values()
     assert summary["engine"] == "vllm"
-    (root / "run" / FILE_NAME).unlink()
-    noise = [random_ids(VOCAB) for _ in rows]
-    assert evaluated(root / "run", lambda job: {**served["evaluate"], "ids": noise}) == 0
-    (summary,) = read_summaries(root / "run")["eval/held_out"].values()
-    assert summary["mean"] == 0
 
 
 def is_solved(completion: str, check: str) -> bool:
@@ -298,14 +283,6 @@ def is_solved(completion: str, check: str) -> bool:
         return bool(eval(check, namespace))
     except Exception:  # whatever a wrong program does
         return False
-
-
-def test_a_sample_that_fills_the_model_is_proven(jobs, served):
-    """vLLM writes a token more, for which the model has no place."""
-    model = AutoModelForCausalLM.from_pretrained(jobs["longest"]["model"], dtype=torch.float32)
-    assert served["longest"]["sums"] == pytest.approx(
-        [log_prob(model, *jobs["longest"]["ids"])], rel=1e-2
-    )
 
 
 @pytest.mark.parametrize("name", (*FAMILIES, WHOLE))
@@ -334,11 +311,3 @@ def test_an_adapter_and_its_merged_model_serve_what_was_trained(jobs, served):
     assert abs(expected["model"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
     assert served["adapter"] == pytest.approx(expected, rel=1e-5)
     assert served["merged"]["model"] == pytest.approx(expected["adapter"], rel=1e-5)
-    num_values = sum(
-        parameter.numel() for name, parameter in adapted.named_parameters() if ".lora_" in name
-    )
-    checkpoint = adapter.parent.parent
-    saved = [path.stat().st_size for path in (*checkpoint.glob("*.pt"), *adapter.iterdir())]
-    # adapters, two moments, the adapter exported in float32; and what files, names and states of
-    # the run take
-    assert sum(saved) < (4 + 8 + 4) * num_values + 300_000

@@ -3,7 +3,7 @@ last line.
 
 python vllm_serve.py JOBS: a JSON file of {name: {"model": DIRECTORY, ...}}. A job with a `question`
 is answered greedily with nothing but the directory said; one with `stop_ids` is what `evaluate`
-asks, one with `masks` what `prove` does, answered by their own engine;
+asks, answered by its own engine;
 one with `ids` alone gives their summed log-probability in float32, and with an `adapter` also what
 it is with it.
 """
@@ -48,7 +48,7 @@ def log_prob(llm: Any, ids: list[int], adapter: LoRARequest | None = None) -> fl
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     if "question" in job:
         return answer(LLM(job["model"], enforce_eager=True, max_model_len=512), job["question"])
-    if "stop_ids" in job or "masks" in job:
+    if "stop_ids" in job:
         return vllm_engine.serve(job)
     adapter = job.get("adapter")
     settings = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True}

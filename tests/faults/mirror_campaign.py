@@ -15,207 +15,24 @@ import collections
 import json
 import logging
 import os
-import platform
-import random
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+sys.path.extend([str(Path(__file__).resolve().parents[1] / name) for name in ("", "unit")])
 
-from checkpoint_fakes import content_of, manifest_of
 from fsspec.implementations.local import LocalFileSystem
-from mirror_faults import KINDS, FaultyStorage, Killed, campaign, restored, uploader
+from mirror_faults import KINDS, LAST_FAULT, FaultyStorage, Trial, restored, uploader
+from result_file import write_result
 
-from trainer.checkpoint import choice, fsio, layout, retention
-from trainer.checkpoint.choice import NoUsableCheckpointError
-from trainer.checkpoint.manifest import MANIFEST, parse_manifest
-from trainer.checkpoint.storage import StorageError
-from trainer.errors import ResumableError
 from trainer.tools.mirror import restore, upload
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "mirror_faults.json"
-NUM_FAULTS, LAST_FAULT, MAX_TRIES = 10, 120, 60
-
-
-class Trial:
-    """One run drawn by its seed. `faults` lists broken promises."""
-
-    def __init__(self, seed: int, work: Path) -> None:
-        self._rng, self._work, self._seed = random.Random(seed), work, seed
-        self.storage = self._drawn_storage()
-        self._run_dir, self._num_machines = work / "run", 0
-        self._run_dir.mkdir(parents=True)
-        (self._run_dir / "metrics.jsonl").write_text("{}\n")
-        self._saved: dict[str, dict[str, bytes]] = {}
-        self._up, self._undone = 0, set[str]()
-        self.faults: list[str] = []
-
-    def _drawn_storage(self) -> Any:
-        numbers = self._rng.sample(range(1, LAST_FAULT), self._rng.randint(1, NUM_FAULTS))
-        late_by = self._rng.randint(1, 25)
-        return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
-
-    def run(self) -> None:
-        step, own = 0, uploader(self._run_dir, self.storage)
-        for _ in range(self._rng.randint(3, 5)):
-            step += self._rng.randint(1, 2)
-            self._save(step)
-            own = self._bring_up(own, step)
-            event = self._rng.choice(("", "rotate", "roll back", "lose"))
-            if event == "rotate":
-                retention.rotate(self._run_dir, keep=1)
-            elif event == "roll back" and (
-                steps := [info.step for info in layout.committed(self._run_dir)[:-1]]
-            ):
-                step = self._roll_back(self._rng.choice(steps))
-                own = self._bring_up(own, step)
-            elif event == "lose":
-                step = self._lose() or step
-                own = uploader(self._run_dir, self.storage)
-
-    def _save(self, step: int) -> None:
-        """Save as a run does; no two saves are equal."""
-        nonce = f"{len(self._saved):08d}"
-        files = {name: data + nonce.encode() for name, data in content_of(step).items()}
-        staging = layout.staging_dir(self._run_dir, step)
-        (staging / "huggingface").mkdir(parents=True)
-        records = tuple(
-            fsio.write_file(staging / name, data, root=staging) for name, data in files.items()
-        )
-        manifest = replace(manifest_of(step, records), nonce=nonce)
-        fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
-        layout.commit(staging, step, nonce=nonce)
-        layout.publish(self._run_dir, step)
-        self._saved[nonce] = files | {MANIFEST: manifest.to_json().encode()}
-
-    def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
-        for _ in range(MAX_TRIES):
-            try:
-                own.sync()
-                self._up = step
-                self._undone |= set(self._discarded())
-                self._lose_for_trial()
-                return own
-            except (StorageError, Killed):
-                if self.storage.revive():
-                    own = uploader(self._run_dir, self.storage)
-            self._lose_for_trial()
-        self._tell(f"step {step} never goes up")
-        return own
-
-    def _lose_for_trial(self) -> None:
-        with self.storage.undisturbed():
-            expected, taken = self._expected(), self._taken(self._machine())
-        if taken is not None and taken[1] != expected:
-            self._tell(f"{taken} is taken, the storage shows {expected}")
-        self._judge(taken)
-
-    def _lose(self) -> int | None:
-        """Continue on another machine, whose restore may fail too. Return its step, or None."""
-        run_dir = self._machine()
-        for _ in range(MAX_TRIES):
-            try:
-                taken = self._taken(run_dir)
-                break
-            except (ResumableError, Killed):
-                self.storage.revive()
-        else:
-            self._tell("nothing comes back")
-            return None
-        self._judge(taken)
-        if taken is None:
-            return None
-        self._run_dir, self._up = run_dir, taken[0]
-        return taken[0]
-
-    def _machine(self) -> Path:
-        self._num_machines += 1
-        return self._work / f"machine{self._num_machines}"
-
-    def _taken(self, run_dir: Path) -> tuple[int, str] | None:
-        """Return step and nonce of the checkpoint that a machine restores."""
-        with suppress(NoUsableCheckpointError):
-            path = restored(run_dir, self.storage)
-            if path is None:
-                return None
-            nonce = parse_manifest((path / MANIFEST).read_bytes()).nonce
-            found = {name: (path / name).read_bytes() for name in self._saved[nonce]}
-            if found != self._saved[nonce] or not (run_dir / "metrics.jsonl").exists():
-                self._tell(f"{path} is not whole")
-            chosen = choice.select(run_dir).chosen
-            if chosen is None or chosen.path != path:
-                self._tell(f"{path} is there, the run goes on from {chosen}")
-            return layout.inspect(path).step, nonce
-        return None
-
-    def _judge(self, taken: tuple[int, str] | None) -> None:
-        if self._up and taken is None:
-            self._tell(f"step {self._up} was up, nothing is taken")
-        elif taken is not None and taken[0] < self._up:
-            self._tell(f"step {self._up} was up, {taken} is taken")
-        elif taken is not None and taken[1] in self._undone:
-            self._tell(f"{taken} was undone")
-
-    def _expected(self) -> str | None:
-        """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
-        root = self.storage.mirror_url.partition(":/")[2].replace("//", "/")
-        shown = {name.removeprefix(f"{root}/"): data for name, data in self.storage.seen().items()}
-        whole = self._whole(shown)
-        text = shown.get(layout.POINTER, b"").decode()
-        pointer = int(text) if text.endswith("\n") else None
-        steps = [step for step in whole if pointer is not None and step <= pointer] or list(whole)
-        return whole[max(steps)] if steps else None
-
-    def _whole(self, shown: dict[str, bytes]) -> dict[int, str]:
-        steps = {
-            nonce: parse_manifest(files[MANIFEST]).step for nonce, files in self._saved.items()
-        }
-        return {
-            steps[nonce]: nonce
-            for nonce, files in self._saved.items()
-            if all(
-                shown.get(f"global_step_{steps[nonce]}/{name}") == data
-                for name, data in files.items()
-            )
-        }
-
-    def _roll_back(self, target: int) -> int:
-        newer = [info for info in layout.committed(self._run_dir) if info.step > target]
-        discarded = [*self._discarded(), *(info.manifest.nonce for info in newer if info.manifest)]
-        entry = {
-            "onset": target,
-            "found_step": newer[-1].step,
-            "target_step": target,
-            "reason": "a spike",
-        }
-        entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "discarded": discarded}
-        (self._run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
-        layout.publish(self._run_dir, target)
-        (self._run_dir / layout.POINTER).write_text(str(target))
-        for info in newer:
-            layout.quarantine(info.path, "rolled back")
-        self._up = min(self._up, target)
-        return target
-
-    def _discarded(self) -> list[str]:
-        with suppress(FileNotFoundError):
-            return list(
-                json.loads((self._run_dir / "rollbacks.json").read_text())["rollbacks"][0][
-                    "discarded"
-                ]
-            )
-        return []
-
-    def _tell(self, fault: str) -> None:
-        self.faults.append(f"seed {self._seed}: {fault}")
 
 
 class Directory(LocalFileSystem):
@@ -279,56 +96,47 @@ def everywhere(root: Path, struck: collections.Counter[str]) -> Iterator[str]:
     """Inject each kind of fault at each operation of a run; yield broken promises."""
     for kind in KINDS:
         for at in range(1, LAST_FAULT):
-            storage = FaultyStorage(at, kind)
-            yield from campaign(at, kind, root / kind / str(at), storage=storage)
-            if storage.count < at:
-                break
-            struck[kind] += storage.struck[kind]
+            trial = Trial(at, root / kind / str(at), FaultyStorage(at, kind))
+            trial.run()
+            yield from trial.faults
+            struck[kind] += trial.storage.struck[kind]
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--killed-runs", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     upload.NUM_STREAMS = restore.NUM_STREAMS = 1  # a seed draws the same run each time
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # power is not lost here
-    started = time.monotonic()
     one_each, drawn, processes = (collections.Counter[str]() for _ in range(3))
-    with tempfile.TemporaryDirectory(
-        prefix="mirror-", dir=os.environ.get("KILLS_DIR")
-    ) as directory:
-        faults = list(everywhere(Path(directory), one_each))
-        for seed in range(arguments.seed, arguments.seed + arguments.runs):
-            trial = Trial(seed, Path(directory, f"seed{seed}"))
+    with tempfile.TemporaryDirectory(prefix="mirror-", dir=os.environ.get("KILLS_DIR")) as root:
+        faults = list(everywhere(Path(root), one_each))
+        for seed in range(1, 1 + arguments.runs):
+            trial = Trial(seed, Path(root, f"seed{seed}"))
             trial.run()
             faults += trial.faults
             drawn.update({kind: trial.storage.struck[kind] for kind in KINDS})
-        for seed in range(arguments.seed, arguments.seed + arguments.killed_runs):
-            killed = KilledTrial(seed, Path(directory, f"killed{seed}"))
+        for seed in range(1, 1 + arguments.killed_runs):
+            killed = KilledTrial(seed, Path(root, f"killed{seed}"))
             killed.run()
             faults += killed.faults
             processes.update(killed.struck)
-    struck = {kind: one_each[kind] + drawn[kind] for kind in KINDS}
+    struck = one_each + drawn
+    num_killed = sum(count for kind, count in struck.items() if kind.startswith("killed"))
     result = {
-        "command": " ".join(["python tests/faults/mirror_campaign.py", *argv]),
-        "seed": arguments.seed,
-        "kills": sum(count for kind, count in struck.items() if kind.startswith("killed"))
-        + processes.total(),
-        "errors": sum(count for kind, count in struck.items() if not kind.startswith("killed")),
-        "one fault at each operation": dict(one_each),
+        "kills": num_killed + processes.total(),
+        "errors": struck.total() - num_killed,
+        "one fault at each operation": one_each,
         "runs drawn": arguments.runs,
-        "faults in runs drawn": dict(drawn),
+        "faults in runs drawn": drawn,
         "runs whose processes were killed": arguments.killed_runs,
-        "processes killed": dict(processes),
+        "processes killed": processes,
         "faults": faults,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "versions": {"python": platform.python_version(), "fsspec": version("fsspec")},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     print(json.dumps(result, indent=1))
     return 1 if faults else 0
 

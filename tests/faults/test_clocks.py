@@ -10,18 +10,16 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import checkpoint_fakes
 import pytest
 import test_checkpoint_rotation as rotation
-from checkpoint_fakes import save
-from fake_run import FakeRun
+from checkpoint_fakes import Run
 from sweeps import short_or_full
 
-from trainer.checkpoint import choice, layout, retention
+from trainer.checkpoint import layout
 from trainer.checkpoint.lock import RunLock
 from trainer.config import ConfigError
 
@@ -30,12 +28,11 @@ TIME_ZONES = ("UTC", "Pacific/Kiritimati", "America/Los_Angeles", "XXX+23")
 FIRST_S, LAST_S = 0, 4 * 10**9
 """1970 to 2096."""
 
-kernel = rotation.kernel
 Scramble = Callable[[Path], None]
 
 
 @dataclass
-class WatchedRun(FakeRun):
+class WatchedRun(Run):
     """Records what each event did and what the directory holds then. `before_event` may set the
     clocks.
     """
@@ -84,9 +81,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scramble]:
     time.tzset()
 
 
-def history_of(
-    seed: int, run_dir: Path, kernel: rotation.Kernel, before_event: Scramble
-) -> list[tuple[Any, ...]]:
+def history_of(seed: int, run_dir: Path, before_event: Scramble) -> list[tuple[Any, ...]]:
     """Equal for equal seeds: the random parts of names are counted."""
     numbers = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
@@ -94,33 +89,18 @@ def history_of(
         chance = random.Random(seed)
         run = WatchedRun(run_dir, keep=chance.randint(1, 5), before_event=before_event)
         run_dir.mkdir()
-        rotation.history(run, kernel, chance)
+        rotation.live_through(run, chance)
         shutil.rmtree(run_dir)
     return run.seen
 
 
-def test_random_histories_are_the_same_under_any_clock(memory_dir, kernel, clocks):
+def test_random_histories_are_the_same_under_any_clock(memory_dir, clocks):
     run_dir, num_events = memory_dir / "run", 0
     for seed in range(NUM_HISTORIES):
-        expected = history_of(seed, run_dir, kernel, lambda run_dir: None)
-        assert history_of(seed, run_dir, kernel, clocks) == expected, f"seed {seed}"
+        expected = history_of(seed, run_dir, lambda run_dir: None)
+        assert history_of(seed, run_dir, clocks) == expected, f"seed {seed}"
         num_events += len(expected)
     assert num_events > 4 * NUM_HISTORIES
-
-
-def test_the_date_in_a_manifest_is_for_people(memory_dir, clocks, monkeypatch):
-    manifest_of = checkpoint_fakes.manifest_of
-
-    def dated(step: int, files: Any) -> Any:
-        return replace(manifest_of(step, files), created_utc=f"{2100 - step}-01-01T00:00:00Z")
-
-    monkeypatch.setattr(checkpoint_fakes, "manifest_of", dated)
-    save(memory_dir, 10, 20, 30)
-    clocks(memory_dir)
-    (memory_dir / layout.POINTER).unlink()
-    assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
-    deleted = retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())
-    assert [path.name for path in deleted] == ["global_step_10"]
 
 
 def test_a_lock_does_not_age(memory_dir, clocks):

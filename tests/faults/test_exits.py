@@ -3,7 +3,6 @@ what it holds.
 """
 
 import errno
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -79,7 +78,6 @@ def be_impatient() -> None:
 
 
 FULL_DISK = partial(refuse, errno.ENOSPC, "write", ".staging_global")
-NO_INODES = partial(refuse, errno.ENOSPC, "mkdir")
 READ_ONLY = partial(refuse, errno.EROFS, "mkdir create rename unlink")
 FOR_A_SECOND = (
     "trainer.max_time=1s",
@@ -136,7 +134,6 @@ EVERY_STEP = "trainer.save_freq=1"
 SECOND_SAVE = partial(refuse, errno.ENOSPC, "write", ".staging_global_step_2.", is_patient=True)
 ENDINGS = {
     "last save, full disk": Ending(73, FULL_DISK),
-    "last save, no inodes": Ending(73, NO_INODES),
     "last save, read-only disk": Ending(73, READ_ONLY),
     "three in a row, in the way of training": Ending(75, FULL_DISK, (EVERY_STEP, IN_TRAINING)),
     "three in a row, in the background": Ending(75, FULL_DISK, (EVERY_STEP, SLOW[0])),
@@ -144,7 +141,6 @@ ENDINGS = {
     "save on SIGTERM after a failed one in the background": Ending(
         75, SECOND_SAVE, (*SLOW, "trainer.save_freq=2"), leave_it
     ),
-    "run directory deleted": Ending(73, be_impatient, SLOW, shutil.rmtree),
     "run directory renamed": Ending(73, be_impatient, SLOW, rename_away),
 }
 

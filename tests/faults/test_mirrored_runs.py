@@ -76,12 +76,10 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path, is_
     )
     stop = functools.partial(whole_runs.stop_in_step, 4)
     assert train(*own, log=tmp_path / "log", before=stop)[0] == 75
-    identity = (lost / "run.json").read_text()
     shutil.rmtree(lost)
     code, output = train(*own, log=tmp_path / "log")
     assert code == 0 and "global_step_4, continuing at step 5 of 6" in output
     assert numbers(lost) == numbers(straight)
-    assert (lost / "run.json").read_text().partition("config")[0] == identity.partition("config")[0]
     files = [path for path in sorted((straight / "global_step_6").rglob("*")) if is_result(path)]
     assert len(files) > 6
     for path in files:
@@ -108,9 +106,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    config = load_config(
-        [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={bucket}"]
-    )
+    config = load_config(config_words(run_dir, bucket))
     save(run_dir, 2)
     with mirrored(config, NodeLayout()) as refusal:
         assert refusal is None
@@ -124,18 +120,7 @@ def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
 
     listed = boto3.client("s3").list_objects_v2(Bucket="runs")["Contents"]
     names = {entry["Key"].split("/")[1] for entry in listed}
-    assert names == {
-        "run.json",
-        "latest_checkpointed_iteration.txt",
-        "global_step_4",
-        "global_step_8",
-    }
-    other = load_config(
-        [*config_words(run_dir, "s3://nosuch/toy"), "trainer.default_local_dir=none"]
-    )
-    with mirrored(other, NodeLayout()) as refusal:
-        assert refusal == 2
-    assert "cannot write s3://nosuch/toy/run.json" in capfd.readouterr().err
+    assert {name for name in names if "step" in name} == {"global_step_4", "global_step_8"}
 
 
 def config_words(run_dir: Path, url: str) -> list[str]:
@@ -196,7 +181,6 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
     assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
-    assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
     assert set(psutil.Process().children()) <= processes
 
 
@@ -219,18 +203,3 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, mo
         f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "lacks" not in said
     )
     assert set(psutil.Process().children()) <= before
-
-
-def test_an_upload_process_that_is_killed_before_the_run_is_named(tmp_path, monkeypatch, capfd):
-    """The run ended with exit code 1 and no message."""
-    (stands_for := tmp_path / "upload").write_text("#!/bin/bash\nkill -9 $$\n")
-    stands_for.chmod(0o755)
-    monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
-    with mirrored(
-        load_config(config_words(tmp_path / "run", "file:///mirror")), NodeLayout()
-    ) as refusal:
-        assert refusal == 1
-    assert (
-        "ERROR: the process that uploads to file:///mirror was killed by SIGKILL"
-        in capfd.readouterr().err
-    )

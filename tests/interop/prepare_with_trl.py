@@ -1,7 +1,8 @@
 """Prepare rows with TRL and write its token ids and labels: VERL_PYTHON prepare_with_trl.py DIR.
 
-DIR/jobs.json has for each name the model's directory, the rows and TRL's options. Writes NAME.jsonl
-for each job, with labels as the data collator makes them, before the shift.
+DIR/jobs.json has for each name the model's directory, the rows, TRL's options, and a chat template
+of TRL's by name. Writes NAME.jsonl for each job, with labels as the data collator makes them,
+before the shift, and NAME.jinja for each template.
 """
 
 import json
@@ -13,6 +14,8 @@ import datasets
 import torch
 import trl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
 def main(directory: Path) -> None:
@@ -32,6 +35,10 @@ def dump(trainer: trl.SFTTrainer, path: Path) -> None:
 
 def trainer_of(directory: Path, job: dict[str, Any]) -> trl.SFTTrainer:
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    if job["template"]:
+        file = f"{job['template']}.jinja"
+        tokenizer.chat_template = (TEMPLATES / file).read_text()
+        (directory / file).write_text(tokenizer.chat_template)
     config = AutoConfig.from_pretrained(job["model"], num_hidden_layers=1)
     return trl.SFTTrainer(
         model=AutoModelForCausalLM.from_config(config),

@@ -1,15 +1,17 @@
-"""TRL 1.16 prepares the same token ids and labels.
+"""TRL 1.16 prepares the same token ids and labels; the known differences are exactly these.
 
 Needs VERL_PYTHON, an interpreter that has TRL too.
 """
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.train.start.compose import load_config
@@ -21,6 +23,7 @@ pytestmark = [
         "VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with TRL"
     ),
 ]
+GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 NUM_ROWS, NUM_TOOL_ROWS = 200, 200
 TOOLS = {
     "weather": ("city", "unit"),
@@ -36,9 +39,57 @@ def quickstart() -> Rows:
     return [{"messages": row["messages"]} for row in rows]
 
 
-def job(rows: Rows) -> dict[str, Any]:
+def gsm8k() -> Rows:
+    rows = map(json.loads, GSM8K.read_text().splitlines()[:NUM_ROWS]) if GSM8K.exists() else ()
+    return [
+        {"messages": [message("user", row["question"]), message("assistant", row["answer"])]}
+        for row in rows
+    ]
+
+
+def tool_conversations() -> Rows:
+    rng = random.Random(13)
+    return [tool_conversation(rng) for _ in range(NUM_TOOL_ROWS)]
+
+
+def tool_conversation(rng: random.Random) -> dict[str, Any]:
+    """One to three requests, each with a call, its result and an answer; some calls leave
+    arguments out.
+    """
+    names = rng.sample(sorted(TOOLS), 2)
+    said = [("system", "Be brief.")] if rng.random() < 0.5 else []
+    messages = [message(role, text) for role, text in said]
+    for turn in range(rng.randint(1, 3)):
+        name = rng.choice(names)
+        given = TOOLS[name][: rng.randint(1, len(TOOLS[name]))]
+        call = {"name": name, "arguments": {key: f"{key} {rng.randint(1, 99)}" for key in given}}
+        text, lead = (
+            f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please.",
+            ["", "Wait."],
+        )
+        messages += [
+            message("user", text),
+            message("assistant", rng.choice(lead), tool_calls=[{"function": call}]),
+            message("tool", f'{{"result": {rng.randint(1, 999)}}}', name=name),
+            message("assistant", f"It is {rng.randint(1, 999)}."),
+        ]
+    tools = [{"type": "function", "function": schema(name)} for name in names]
+    return {"messages": messages, "tools": tools}
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def schema(name: str) -> dict[str, Any]:
+    properties = {key: {"type": "string"} for key in TOOLS[name]}
+    parameters = {"type": "object", "properties": properties}
+    return {"name": name, "description": f"To {name}.", "parameters": parameters}
+
+
+def job(rows: Rows, template: str | None = None) -> dict[str, Any]:
     options = {"max_length": 2048, "assistant_only_loss": True}
-    return {"model": str(MODEL_DIR), "rows": rows, "options": options}
+    return {"model": str(MODEL_DIR), "rows": rows, "template": template, "options": options}
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +98,27 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     JOB.jsonl.
     """
     directory = tmp_path_factory.mktemp("trl")
-    jobs = {"quickstart": job(quickstart())}
+    tools = tool_conversations()
+    jobs = {
+        "quickstart": job(quickstart()),
+        "gsm8k": job(gsm8k(), "qwen2_5"),
+        "tools": job(tools),
+    }
+    jobs = {name: found for name, found in jobs.items() if found["rows"]}
     (directory / "jobs.json").write_text(json.dumps(jobs))
     for name, found in jobs.items():
         lines = "".join(json.dumps(row) + "\n" for row in found["rows"])
         (directory / f"{name}.rows.jsonl").write_text(lines)
     script = Path(__file__).with_name("prepare_with_trl.py")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PYTHONSAFEPATH")
+    }
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "home"), "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **offline}
-    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
-        environment.pop(name, None)
     done = subprocess.run(
         [os.environ["VERL_PYTHON"], str(script), str(directory)],
-        env=environment,
+        env=kept | offline,
         capture_output=True,
         text=True,
         timeout=300,
@@ -79,18 +138,38 @@ def rows_there(prepared: Path, name: str) -> list[Row]:
     ]
 
 
-def rows_here(prepared: Path, name: str) -> list[Row]:
+def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Row]:
     words = [
         f"data.train_files={prepared}/{name}.rows.jsonl",
         f"data.cache_dir={prepared}/cache",
         "data.val_ratio=0",
     ]
+    if template:
+        words.append(f"data.chat_template={prepared}/{template}.jinja")
     samples = prepare_data_alone(load_config(words)).train
     encoded = (samples.sample(number) for number in range(len(samples)))
     return [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
 
 
 def test_conversations_equal_trls(prepared):
-    here, there = rows_here(prepared, "quickstart"), rows_there(prepared, "quickstart")
-    assert len(here) == NUM_ROWS and sum(any(mask) for _, mask in here) == NUM_ROWS
-    assert here == there
+    for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
+        here, there = rows_here(prepared, name), rows_there(prepared, name)
+        assert len(here) == count and sum(any(mask) for _, mask in here) == count
+        assert here == there
+
+
+def test_on_gsm8k_trl_trains_two_newlines_more(prepared):
+    if not GSM8K.exists():
+        pytest.skip("needs the GSM8K data")
+    here, there = rows_here(prepared, "gsm8k", "qwen2_5"), rows_there(prepared, "gsm8k")
+    assert len(here) == NUM_ROWS
+    newline = AutoTokenizer.from_pretrained(MODEL_DIR).encode("\n", add_special_tokens=False)
+    assert len(newline) == 1
+    for (ids, own), (their_ids, other) in zip(here, there, strict=True):
+        assert ids == their_ids
+        different = [
+            i for i, pair in enumerate(zip(own, other, strict=True)) if len(set(pair)) == 2
+        ]
+        supervised = [i for i, is_kept in enumerate(own) if is_kept]
+        assert different == [supervised[0] - 1, supervised[-1] + 1]
+        assert all(other[i] and ids[i] == newline[0] for i in different)

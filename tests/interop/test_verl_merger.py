@@ -80,6 +80,10 @@ def run_in_verl(script: str, *arguments: str) -> None:
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
 
 
+def merge(*jobs: tuple[Path, Path, Path | None]) -> None:
+    run_in_verl("merge_with_verl.py", json.dumps(jobs, default=str))
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ours")
@@ -95,8 +99,7 @@ def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     merge.
     """
     root = tmp_path_factory.mktemp("theirs")
-    jobs = [(str(checkpoint), str(root / name)) for name, checkpoint in checkpoints.items()]
-    run_in_verl("merge_with_verl.py", json.dumps(jobs))
+    merge(*((checkpoint, root / name, None) for name, checkpoint in checkpoints.items()))
     return root
 
 
@@ -111,3 +114,11 @@ def test_merged_shards_equal_the_export(checkpoints, all_merged, case):
         assert torch.equal(theirs[name], value), name
     reloaded = AutoModelForCausalLM.from_pretrained(merged)
     assert all(torch.equal(reloaded.get_parameter(name), value) for name, value in ours.items())
+
+
+def test_verl_finds_the_export_equal_to_the_shards(checkpoints):
+    """The merger's own comparison: `python -m verl.model_merger test`; a head that is tied, and
+    one that is not.
+    """
+    compared = (checkpoints["shards"], checkpoints["untied"])
+    merge(*((checkpoint, Path("unused"), checkpoint / "huggingface") for checkpoint in compared))

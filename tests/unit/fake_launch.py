@@ -67,14 +67,12 @@ class FakeLaunch:
 
 
 @contextmanager
-def launched(
-    directory: Path, *, rank: str = "", agent: str = AGENT, before: tuple[str, ...] = ()
-) -> Iterator[FakeLaunch]:
+def launched(directory: Path, *, rank: str = "", agent: str = AGENT) -> Iterator[FakeLaunch]:
     """Start the launcher in a process group of its own. Everything ends with the block."""
     (directory / "agent.py").write_text(agent)
     (directory / "rank.py").write_text(rank)
     process = subprocess.Popen(
-        [*before, sys.executable, "-c", LAUNCHER],
+        [sys.executable, "-c", LAUNCHER],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,

@@ -7,20 +7,24 @@ import collections
 import io
 import json
 import os
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import is_whole, save
+from checkpoint_fakes import content_of, manifest_of, save
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.errors import ResumableError
 from trainer.tools.mirror import restore, upload
 
 URL = "memory://bucket/run"
@@ -205,69 +209,177 @@ def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
     return storage
 
 
-def roll_back(run_dir: Path, target: int, *discarded: int) -> None:
-    entry = {
-        "onset": 3,
-        "found_step": 4,
-        "target_step": target,
-        "first_skipped": 3,
-        "last_skipped": 4,
-    }
-    nonces = {"reason": "a spike", "discarded": [f"a1b{step}" for step in discarded]}
-    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry | nonces]}))
+def roll_back(run_dir: Path, target: int, steps: Sequence[int], discarded: Sequence[str]) -> None:
+    """Leave a run directory as a rollback to `target` does. `steps` are its newer checkpoints;
+    `discarded` are nonces.
+    """
+    entry = {"onset": target, "found_step": steps[-1] if steps else target, "target_step": target}
+    entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "reason": "a spike"}
+    rollbacks = [entry | {"discarded": list(discarded)}]
+    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": rollbacks}))
     layout.publish(run_dir, target)
     (run_dir / layout.POINTER).write_text(str(target))
-    for step in discarded:
+    for step in steps:
         layout.quarantine(run_dir / f"global_step_{step}", "rolled back")
 
 
-def campaign(
-    at: int,
-    kind: str,
-    work: Path,
-    *,
-    steps: tuple[int, ...] = (2, 4, 6),
-    storage: FaultyStorage | None = None,
-) -> Iterator[str]:
-    """Save `steps` with one fault at operation `at` of their uploads; yield broken promises.
+NUM_FAULTS, LAST_FAULT, MAX_TRIES = 10, 120, 60
 
-    After each attempt a new machine restores for trial: it must get a whole checkpoint, the last
-    one that was complete or a newer one.
-    """
-    storage, run_dir = storage or FaultyStorage(at, kind), work / "run"
-    run_dir.mkdir(parents=True)
-    (run_dir / "metrics.jsonl").write_text("{}\n")
-    own, up = uploader(run_dir, storage), 0
-    for step in steps:
-        save(run_dir, step)
-        for _ in range(5):
+
+class Trial:
+    """One run drawn by its seed. `faults` lists broken promises."""
+
+    def __init__(self, seed: int, work: Path, storage: Any = None) -> None:
+        self._rng, self._work, self._seed = random.Random(seed), work, seed
+        self.storage = storage or self._drawn_storage()
+        self._run_dir, self._num_machines = work / "run", 0
+        self._run_dir.mkdir(parents=True)
+        (self._run_dir / "metrics.jsonl").write_text("{}\n")
+        self._saved: dict[str, dict[str, bytes]] = {}
+        self._up, self._undone = 0, set[str]()
+        self.faults: list[str] = []
+
+    def _drawn_storage(self) -> Any:
+        numbers = self._rng.sample(range(1, LAST_FAULT), self._rng.randint(1, NUM_FAULTS))
+        late_by = self._rng.randint(1, 25)
+        return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
+
+    def run(self) -> None:
+        step, own = 0, uploader(self._run_dir, self.storage)
+        for _ in range(self._rng.randint(3, 5)):
+            step += self._rng.randint(1, 2)
+            self._save(step)
+            own = self._bring_up(own, step)
+            event = self._rng.choice(("", "rotate", "roll back", "lose"))
+            if event == "rotate":
+                retention.rotate(self._run_dir, keep=1)
+            elif event == "roll back" and (
+                steps := [info.step for info in layout.committed(self._run_dir)[:-1]]
+            ):
+                step = self._roll_back(self._rng.choice(steps))
+                own = self._bring_up(own, step)
+            elif event == "lose":
+                step = self._lose() or step
+                own = uploader(self._run_dir, self.storage)
+
+    def _save(self, step: int) -> None:
+        """Save as a run does; no two saves are equal."""
+        nonce = f"{len(self._saved):08d}"
+        files = {name: data + nonce.encode() for name, data in content_of(step).items()}
+        staging = layout.staging_dir(self._run_dir, step)
+        (staging / "huggingface").mkdir(parents=True)
+        records = tuple(
+            fsio.write_file(staging / name, data, root=staging) for name, data in files.items()
+        )
+        manifest = replace(manifest_of(step, records), nonce=nonce)
+        fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
+        layout.commit(staging, step, nonce=nonce)
+        layout.publish(self._run_dir, step)
+        self._saved[nonce] = files | {MANIFEST: manifest.to_json().encode()}
+
+    def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
+        for _ in range(MAX_TRIES):
             try:
                 own.sync()
-                is_up = True
-            except StorageError:
-                is_up = False
-            except Killed:
-                storage.revive()
-                own, is_up = uploader(run_dir, storage), False
-            up = step if is_up else up
-            taken = None
-            # of the first one there is a part
-            with storage.undisturbed(), suppress(NoUsableCheckpointError):
-                taken = restored(work / f"machine{storage.count}", storage)
-            if up and (taken is None or int(taken.name.removeprefix("global_step_")) < up):
-                yield f"{kind} at {at}: step {up} was up, {taken} is taken"
-            if taken is not None and not is_whole(taken):
-                yield f"{kind} at {at}: {taken} is not whole"
-            if taken is not None and (taken.parent / "metrics.jsonl").read_text() != "{}\n":
-                yield f"{kind} at {at}: the logs of {taken} are not there"
-            if is_up:
+                self._up = step
+                self._undone |= set(self._discarded())
+                self._lose_for_trial()
+                return own
+            except (StorageError, Killed):
+                if self.storage.revive():
+                    own = uploader(self._run_dir, self.storage)
+            self._lose_for_trial()
+        self._tell(f"step {step} never goes up")
+        return own
+
+    def _lose_for_trial(self) -> None:
+        with self.storage.undisturbed():
+            expected, taken = self._expected(), self._taken(self._machine())
+        if taken is not None and taken[1] != expected:
+            self._tell(f"{taken} is taken, the storage shows {expected}")
+        self._judge(taken)
+
+    def _lose(self) -> int | None:
+        """Continue on another machine, whose restore may fail too. Return its step, or None."""
+        run_dir = self._machine()
+        for _ in range(MAX_TRIES):
+            try:
+                taken = self._taken(run_dir)
                 break
+            except (ResumableError, Killed):
+                self.storage.revive()
         else:
-            yield f"{kind} at {at}: step {step} never goes up"
-    with storage.undisturbed():
-        # as the next start, which finds what a removal left that was cut short
-        uploader(run_dir, storage).sync()
-    names = {name.split("/")[3] for name in storage.store}
-    wanted = {f"global_step_{step}" for step in steps[-2:]}
-    if {name for name in names if name.startswith("global_step_")} != wanted:
-        yield f"{kind} at {at}: {names} are left"
+            self._tell("nothing comes back")
+            return None
+        self._judge(taken)
+        if taken is None:
+            return None
+        self._run_dir, self._up = run_dir, taken[0]
+        return taken[0]
+
+    def _machine(self) -> Path:
+        self._num_machines += 1
+        return self._work / f"machine{self._num_machines}"
+
+    def _taken(self, run_dir: Path) -> tuple[int, str] | None:
+        """Return step and nonce of the checkpoint that a machine restores."""
+        with suppress(NoUsableCheckpointError):
+            path = restored(run_dir, self.storage)
+            if path is None:
+                return None
+            nonce = parse_manifest((path / MANIFEST).read_bytes()).nonce
+            found = {name: (path / name).read_bytes() for name in self._saved[nonce]}
+            if found != self._saved[nonce] or not (run_dir / "metrics.jsonl").exists():
+                self._tell(f"{path} is not whole")
+            chosen = choice.select(run_dir).chosen
+            if chosen is None or chosen.path != path:
+                self._tell(f"{path} is there, the run goes on from {chosen}")
+            return layout.inspect(path).step, nonce
+        return None
+
+    def _judge(self, taken: tuple[int, str] | None) -> None:
+        if self._up and taken is None:
+            self._tell(f"step {self._up} was up, nothing is taken")
+        elif taken is not None and taken[0] < self._up:
+            self._tell(f"step {self._up} was up, {taken} is taken")
+        elif taken is not None and taken[1] in self._undone:
+            self._tell(f"{taken} was undone")
+
+    def _expected(self) -> str | None:
+        """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
+        root = self.storage.mirror_url.partition(":/")[2].replace("//", "/")
+        shown = {name.removeprefix(f"{root}/"): data for name, data in self.storage.seen().items()}
+        whole = self._whole(shown)
+        text = shown.get(layout.POINTER, b"").decode()
+        pointer = int(text) if text.endswith("\n") else None
+        steps = [step for step in whole if pointer is not None and step <= pointer] or list(whole)
+        return whole[max(steps)] if steps else None
+
+    def _whole(self, shown: dict[str, bytes]) -> dict[int, str]:
+        steps = {
+            nonce: parse_manifest(files[MANIFEST]).step for nonce, files in self._saved.items()
+        }
+        return {
+            steps[nonce]: nonce
+            for nonce, files in self._saved.items()
+            if all(
+                shown.get(f"global_step_{steps[nonce]}/{name}") == data
+                for name, data in files.items()
+            )
+        }
+
+    def _roll_back(self, target: int) -> int:
+        newer = [info for info in layout.committed(self._run_dir) if info.step > target]
+        discarded = [*self._discarded(), *(info.manifest.nonce for info in newer if info.manifest)]
+        roll_back(self._run_dir, target, [info.step for info in newer], discarded)
+        self._up = min(self._up, target)
+        return target
+
+    def _discarded(self) -> list[str]:
+        path = self._run_dir / "rollbacks.json"
+        if not path.exists():
+            return []
+        return list(json.loads(path.read_text())["rollbacks"][0]["discarded"])
+
+    def _tell(self, fault: str) -> None:
+        self.faults.append(f"seed {self._seed}: {fault}")

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import trainer
 from trainer.cli import __main__ as commands
 from trainer.launch import __main__ as launch
 
@@ -41,14 +40,6 @@ def test_a_word_that_is_no_command_is_answered_with_those_there_are(
     assert near == "ERROR: there is no command 'pln': did you mean 'plan'?"
     assert far.startswith("ERROR: there is no command 'frobnicate': commands are ")
     assert "checkpoint" in far
-
-
-def test_the_script_and_the_console_call_the_same(capsys):
-    assert launch.main(["checkpoint", "ls"]) == 0
-    said = capsys.readouterr().out
-    assert commands.main(["checkpoint", "ls"]) == 0 and capsys.readouterr().out == said
-    assert commands.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{trainer.__version__}\n"
 
 
 def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program():

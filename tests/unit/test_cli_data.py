@@ -39,12 +39,8 @@ def test_each_kind_of_sample_is_shown_once_with_its_mask(files, capsys):
     assert main(["preview", "--samples", "1", *given]) == 0
     shown = capsys.readouterr().out
     assert f"{files}/chats.jsonl:1: first of its source" in shown
-    assert f"{files}/answers.jsonl:1: first of its source" in shown
     assert f"{files}/answers.jsonl:{NUM_ANSWERS + 1}: longest, least supervised" in shown
     assert "<|im_start|>assistant\n[[x + 0<|im_end|>]]\n" in shown
-    assert shown.count("--- ") in (4, 5)
-    assert main(["preview", "--samples", "1", *given]) == 0
-    assert capsys.readouterr().out == shown, "the same seed shows the same samples"
 
 
 def test_what_is_shown_is_what_is_trained_and_needs_no_weights(files, capsys, monkeypatch):
@@ -81,22 +77,14 @@ def test_counts_by_source_and_what_was_left_out(files, capsys):
     train, held_out = tree["train"], tree["validation"]
     assert [train["sources"][name]["rows"] for name in ("chats", "answers")] == [9, 6]
     assert [held_out["sources"][name]["rows"] for name in ("chats", "answers")] == [3, 2]
-    assert (
-        train["sources"]["chats"]["rows_per_epoch"] == 23 and train["total"]["rows_per_epoch"] == 29
-    )
+    assert train["total"]["rows_per_epoch"] == 29
     for side in (train, held_out):
         parts = side["sources"].values()
         for key in ("samples", "tokens", "supervised_tokens"):
             assert sum(part[key] for part in parts) == side["total"][key]
-        for what in ("prompt", "completion", "total"):
-            found = [side["total"][f"seq_{what}_len_{key}"] for key in ("min", "p95", "max")]
-            assert found == sorted(found)
-            assert found[-1] == max(part[f"seq_{what}_len_max"] for part in parts)
     read = tree["read"]["train answers"]
     assert (read["num_rows"], read["num_bad_rows"], read["num_dropped"]) == (NUM_ANSWERS + 2, 1, 1)
-    assert read["bad_rows_by_kind"] == {"empty prompt": 1} and len(tree["read"]) == 2
-    assert main(["stats", *given, *more]) == 0
-    assert "      empty prompt: 1\n" in capsys.readouterr().out
+    assert read["bad_rows_by_kind"] == {"empty prompt": 1}
 
 
 def test_duplicates_are_found_inside_train_and_in_validation(files, capsys):
@@ -111,19 +99,3 @@ def test_duplicates_are_found_inside_train_and_in_validation(files, capsys):
     assert inside == {"count": 1, "num_samples": 10, "share": 0.1, "places": place}
     place = [[f"{val}:1", f"{files}/answers.jsonl:3"]]
     assert between == {"count": 1, "num_samples": 2, "share": 0.5, "places": place}
-
-
-def test_exit_codes_are_those_of_a_run(files, capsys):
-    assert (
-        main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
-    )
-    assert main([]) == main(["show"]) == main(["preview", "--samples", "-1"]) == 2
-    assert main(["stats", "data.train_files=nowhere.jsonl"]) == 65
-    append(files / "answers.jsonl", ("", "empty"))
-    capsys.readouterr()
-    assert main(["preview", *words(files, answers(files))]) == 65
-    assert f"{files}/answers.jsonl:9: empty prompt" in capsys.readouterr().err
-    (files / "file").write_text("")
-    assert (
-        main(["stats", *words(files, chats(files))[:1], f"data.cache_dir={files}/file/cache"]) == 73
-    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
-from cli_states import LEFT, flip, leave_behind, names, rows, snapshot
+from cli_states import LEFT, flip, leave_behind, names
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
 from sweeps import short_or_full
@@ -15,20 +15,6 @@ from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.runtime.files import tree_bytes
-from trainer.runtime.text import readable
-
-
-def test_prune_without_yes_only_says_what_would_go(run_dir, call):
-    leave_behind(run_dir)
-    before = snapshot(run_dir)
-    code, out, _ = call("prune", run_dir, "--keep", 2)
-    sizes_bytes = {n: tree_bytes(run_dir / n) for n in ("global_step_2", *sorted(LEFT)[1:])}
-    first, *lines, _ = out.splitlines()
-    assert (code, snapshot(run_dir)) == (0, before)
-    assert first == f"{run_dir} keeps global_step_4, global_step_6"
-    would = [f"  would delete {name}  {readable(size)}" for name, size in sizes_bytes.items()]
-    assert lines == would
 
 
 @pytest.mark.parametrize("options", [[], ["--corrupt"]])
@@ -56,41 +42,12 @@ def test_prune_is_refused_when_what_it_relies_on_is_damaged(run_dir, call, damag
     assert f"global_step_{damaged}' is damaged: {layout.model_file(2, 0)}" in err
 
 
-def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(run_dir, call):
-    flip(run_dir / "global_step_6" / "huggingface" / "config.json")
-    assert call("prune", run_dir, "--keep", 1, "--yes")[0] == 0
-    assert names(run_dir) == {"global_step_6"}
-
-
-def test_prune_is_refused_when_nothing_is_proven(run_dir, call):
-    leave_behind(run_dir)
-    for step in (2, 4, 6):
-        (run_dir / f"global_step_{step}" / "data.pt").unlink()
-    before, words = names(run_dir), ("prune", run_dir, "--keep", 1, "--yes", "--corrupt")
-    code, _, err = call(*words)
-    assert code == 2 and "no checkpoint in" in err and names(run_dir) == before
-    code, out, _ = call("ls", run_dir)
-    assert code == 0 and len(rows(out)) == 3 and "no checkpoint in" in out
-    assert "resume takes it" not in out
-
-
 @pytest.mark.parametrize("options", [[], ["--yes"]])
 def test_prune_is_refused_while_a_run_trains(run_dir, call, options):
     with RunLock(run_dir):
         code, out, err = call("prune", run_dir, "--keep", 1, *options)
     assert (code, out, len(names(run_dir))) == (2, "", 3) and f"pid {os.getpid()} on " in err
     assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
-
-
-def test_prune_says_what_it_could_not_delete(run_dir, call, monkeypatch):
-    def refuse(path: Path, *_: object) -> None:
-        raise OSError(30, "Read-only file system", str(path))
-
-    leave_behind(run_dir)
-    monkeypatch.setattr(os, "rename", refuse)
-    monkeypatch.setattr(os, "unlink", refuse)
-    code, _, err = call("prune", run_dir, "--keep", 2, "--yes", "--corrupt")
-    assert code == 73 and all(name in err.splitlines()[-1] for name in ("global_step_2", *LEFT))
 
 
 def random_state(run_dir: Path, chance: random.Random) -> None:

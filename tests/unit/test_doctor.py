@@ -1,15 +1,11 @@
 """`doctor` finds each planted fault with one check, prints its fix, and finds none on a good machine."""
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 from unittest.mock import Mock
 
 import psutil
@@ -31,13 +27,6 @@ GIB = 2**30
 ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assistant", "content": "Bye {0}"}}]}}\n'
 
 
-def raising(error: Exception) -> Callable[..., NoReturn]:
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise error
-
-    return refuse
-
-
 class Scene:
     """A good machine and recipe, in the working directory; its methods plant faults."""
 
@@ -45,15 +34,12 @@ class Scene:
         self.patch = patch
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
-        for name in [
-            name
-            for name in os.environ
-            if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))
-        ]:
-            patch.delenv(name)
+        for name in list(os.environ):
+            if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES")):
+                patch.delenv(name)
         patch.setattr(machine.resource, "getrlimit", lambda kind: (8 << 20, GIB))
         patch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
-        patch.setattr(machine, "RDMA_DEVICES", Path("rdma"))
+        patch.setattr(machine, "RDMA_DEVICES", Path("none"))
         self.free()
 
     def write(self, name: str, text: str) -> None:
@@ -75,32 +61,6 @@ class Scene:
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
 
-    def refuse(self, kind: str, place: str) -> None:
-        def observer(operation: fsio.Operation) -> None:
-            if operation.kind == kind and place in str(operation.path):
-                raise OSError(30, "Read-only file system")
-
-        self.patch.setattr(fsio, "observer", observer)
-        Path(place).mkdir()
-
-    def without(self, module: str) -> None:
-        found, version = importlib.util.find_spec, importlib.metadata.version
-        gone = raising(importlib.metadata.PackageNotFoundError())
-        self.patch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == module else found(name)
-        )
-        self.patch.setattr(
-            importlib.metadata, "version", lambda name: (gone if name == module else version)(name)
-        )
-
-    def offline(self, **env: str) -> None:
-        self.patch.setattr(socket, "getaddrinfo", raising(OSError("Network is unreachable")))
-        self.env(**env)
-
-    def env(self, **values: str) -> None:
-        for name, value in values.items():
-            self.patch.setenv(name, value)
-
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
         self.write(
@@ -112,74 +72,31 @@ class Scene:
     def checkpoint(self, pointer: str = "2") -> None:
         Path("run").mkdir()
         save(Path("run").absolute(), 2)
-        self.write("run/latest_checkpointed_iteration.txt", pointer)
+        self.write(POINTER, pointer)
 
 
 WORDS = ["data.train_files=rows.jsonl", "data.val_files=val.jsonl", "data.cache_dir=tokens"]
 WORDS += ["trainer.default_local_dir=run"]
 BASE = load_config(WORDS)
 MINE = "model.partial_pretrain=./model"
-POINTER, NO_KEY = "run/latest_checkpointed_iteration.txt", {"WANDB_MODE": "online", "NETRC": "none"}
-LIVE = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-OTHER = '{"project_name": "p", "experiment_name": "e"}'
-LORA = f"{MINE} model.lora_rank=8"
+POINTER = "run/latest_checkpointed_iteration.txt"
 Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says
     # and how to mend it
-    "a package": (
-        "",
-        lambda s: s.without("tokenizers"),
-        "!requirements",
-        "pip install 'tokenizers",
-    ),
-    "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
-    "few cores": ("", lambda s: s.cards(num_cores=2), "?cores", "--cpus-per-task=8"),
     "little shm": (
         "",
         lambda s: (s.cards(), s.free(shared_bytes=64 << 20)),
         "?/dev/shm",
         "--shm-size=1g",
     ),
-    "locked memory": (
-        "",
-        lambda s: (s.cards(), s.write("rdma/mlx5_0", "")),
-        "?limits",
-        "ulimit -l unlimited",
-    ),
     "interface": (
         "",
-        lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
+        lambda s: (s.cards(), s.patch.setenv("NCCL_SOCKET_IFNAME", "ib0")),
         "!network",
         "unset NCCL_SOCKET_IFNAME",
-    ),
-    "first": (
-        "",
-        lambda s: s.offline(NNODES="2", NODE_RANK="0", MASTER_ADDR="head"),
-        "?network",
-        "MASTER_ADDR=head",
-    ),
-    "no peft": (LORA, lambda s: (s.model(), s.without("peft")), "!adapters", "pip install 'peft"),
-    "no model": (
-        "model.partial_pretrain=./nope",
-        lambda s: None,
-        "!model",
-        "there is no such directory",
-    ),
-    "another run": (
-        "",
-        lambda s: s.write("run/run.json", OTHER),
-        "!run directory",
-        "trainer.experiment_name",
-    ),
-    "no file": ("data.train_files=no.jsonl", lambda s: None, "!files", "give an existing path"),
-    "read-only": (
-        "",
-        lambda s: s.refuse("create", "run"),
-        "!directories",
-        "trainer.default_local_dir=run",
     ),
     "no locks": (
         "",
@@ -187,25 +104,12 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "!directories",
         "require_lock=false",
     ),
-    "trains now": (
-        "",
-        lambda s: s.write("run/.train.lock", LIVE),
-        "!resume",
-        "trainer.experiment_name",
-    ),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
-    "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
     "too long": (
         MINE,
         lambda s: s.model(max_position_embeddings=512),
         "?architecture",
         "data.max_length=512",
-    ),
-    "own code": (
-        MINE,
-        lambda s: s.model(auto_map={"AutoModel": "m.M"}),
-        "?architecture",
-        "--trust-remote-code",
     ),
     "broken row": (
         "",
@@ -213,29 +117,11 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "!rows",
         "rows.jsonl:1: broken JSON",
     ),
-    "left out": (
-        "data.on_bad_row=skip",
-        lambda s: s.write("rows.jsonl", "{\n"),
-        "?rows",
-        "training skips it",
-    ),
-    "template": (
-        "data.chat_template=t",
-        lambda s: s.write("t", "{% if %}"),
-        "!rows",
-        "template is broken in line 1",
-    ),
     "big model": (
         "trainer.device=cpu",
         lambda s: s.cards(host_gib=0.5),
         "!memory and disk",
         "smallest change",
-    ),
-    "little host memory": (
-        "",
-        lambda s: s.cards(host_gib=0.01),
-        "!memory and disk",
-        "async_save=false",
     ),
     "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "at most 6 at a time"),
 }
@@ -274,8 +160,7 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(scene, cap
     scene.cards()
     assert doctor.main([*WORDS]) == 0
     out = capsys.readouterr().out
-    assert "continues from run/global_step_2" in out
-    assert "[[Bye 0<|im_end|>]]" in out and "H100; torch" in out and "NCCL 2.29.3" in out
+    assert "continues from run/global_step_2" in out and "[[Bye 0<|im_end|>]]" in out
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -289,11 +174,6 @@ def test_a_planted_fault_is_found_with_its_fix_and_nothing_else(name, scene, cap
     assert code == (level == "fail")
 
 
-def test_what_is_no_configuration_is_wrong_usage(capsys):
-    assert doctor.main(["2", "data.train_fils=x"]) == 2
-    assert "did you mean 'data.train_files'" in capsys.readouterr().err
-
-
 def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(scene, capsys):
     assert doctor.main([*WORDS, "model.partial_pretrain=./nope"]) == 1
-    assert capsys.readouterr().out.endswith("are fixed: architecture, rows, memory and disk\n")
+    assert capsys.readouterr().out.endswith(": architecture, rows, memory and disk\n")

@@ -47,11 +47,6 @@ def log_again(run_dir: Path, step: int, **changes: float) -> None:
     metrics.close()
 
 
-def drop_step(run_dir: Path, step: int) -> None:
-    lines = (run_dir / FILE_NAME).read_text().splitlines(keepends=True)
-    (run_dir / FILE_NAME).write_text("".join(lines[: step - 1] + lines[step:]))
-
-
 def change_state(run_dir: Path, change: Callable[[States, dict[str, Any]], object]) -> None:
     """Save the final state again after `change(states of the ranks, data.pt)`."""
     with process_group():
@@ -85,9 +80,7 @@ def next_value(value: float) -> float:
     return value + 1 if isinstance(value, int) else math.nextafter(value, math.inf)
 
 
-LOGGED = {
-    f"step 3, train/{key}": key for key in ("loss", "grad_norm", "lr(1e-3)", "total_token_count")
-}
+LOGGED = {f"step 3, train/{key}": key for key in ("loss", "total_token_count")}
 
 
 @pytest.mark.parametrize("place", LOGGED)
@@ -95,28 +88,6 @@ def test_the_last_bit_of_a_step_counts(runs, place):
     value = row(3)[f"train/{LOGGED[place]}"]
     log_again(runs[1], 3, **{LOGGED[place]: next_value(value)})
     assert differences(runs) == [f"{place}: {value!r} and {next_value(value)!r}"]
-
-
-def test_differences_come_in_the_order_of_the_run(runs):
-    change_state(runs[1], lambda states, data: data.update(samples_consumed=40))
-    log_again(runs[1], 5, loss=2.0)
-    log_again(runs[1], 4, loss=math.nan)
-    (runs[1] / ".staging_x").mkdir()
-    assert [text.split(":")[0] for text in differences(runs)] == [
-        "step 4, train/loss",
-        "step 5, train/loss",
-        f"{LAST}, data.pt, samples_consumed",
-        "what else the directory holds",
-    ]
-
-
-def test_a_step_or_checkpoint_that_both_runs_lack_is_a_difference(runs):
-    for run_dir in runs:
-        drop_step(run_dir, 2)
-        (run_dir / LAST / layout.DATA).write_bytes(b"")
-    found = differences(runs)
-    assert found[0] == "step 2, train/loss: missing and missing"
-    assert found[-1].startswith(f"{LAST}: data.pt has 0 bytes")
 
 
 @pytest.mark.parametrize(
@@ -134,14 +105,6 @@ def test_a_step_or_checkpoint_that_both_runs_lack_is_a_difference(runs):
             lambda states, data: states[0]["model"].pop("empty"),
             f"{MODEL}0.pt, empty: .* and missing",
         ),
-        (
-            lambda states, data: states[0]["model"].update({NAMES[0]: torch.zeros(5, 3)}),
-            rf"{MODEL}0.pt, embed.weight: float32 \(4, 3\).* and float32 \(5, 3\)",
-        ),
-        (
-            lambda states, data: states[1]["optim"]["param_groups"][0].update(lr=0.2),
-            f"{OPTIM}1.pt, param_groups.0.lr: 0.1 and 0.2",
-        ),
         (lambda states, data: data.update(epoch=1), f"{LAST}, data.pt, epoch: 0 and 1"),
         (lambda states, data: states.pop(), f"{LAST}, ranks: 2 and 1"),
     ],
@@ -151,17 +114,3 @@ def test_the_final_state_is_compared_in_every_bit(runs, change, expected):
     found = differences(runs)
     assert re.match(expected, found[0])
     assert len(found) == 1 or "ranks" in expected
-
-
-def test_minus_zero_is_not_zero(runs):
-    change_state(runs[0], lambda states, data: weight(states, 1).zero_())
-    change_state(runs[1], lambda states, data: weight(states, 1).zero_().neg_())
-    assert "at most 0" in differences(runs)[0]
-
-
-@pytest.mark.parametrize("name", [layout.optim_file(WORLD_SIZE, 0), layout.DATA])
-def test_a_file_that_cannot_be_read_is_a_difference(runs, name):
-    file = runs[1] / LAST / name
-    file.write_bytes(bytes(file.stat().st_size))
-    difference, *_ = differences(runs)
-    assert difference.startswith(f"{LAST}, {name}: ") and str(file) in difference

@@ -46,11 +46,6 @@ def start(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
-def test_lora_asks_for_a_model(start):
-    with pytest.raises(AssertionError, match=r"own_data\.py"):
-        start("lora_one_card.py")
-
-
 def test_own_rows_are_trained_and_their_model_takes_an_adapter(start, here):
     tiny = whole_runs.tiny_model(here)
     said = start("own_data.py", *tiny, "data.train_max_samples=-1")
@@ -64,8 +59,3 @@ def test_own_rows_are_trained_and_their_model_takes_an_adapter(start, here):
         Path(said.strip().split(": ")[-1]) / "adapter_model.safetensors", "pt"
     ) as file:
         assert any("lora_B" in name for name in file.keys())  # noqa: SIM118
-
-
-def test_three_rates_are_compared(start, here):
-    said = start("three_rates.py", *whole_runs.tiny_model(here), "trainer.total_training_steps=4")
-    assert all(f"rate_{rate}" in said for rate in ("1e-4", "1e-3", "1e-2")) and "optim.lr" in said

@@ -3,7 +3,6 @@ readers and ranks need.
 """
 
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,12 +12,9 @@ import pytest
 import yaml
 
 from trainer import errors
-from trainer.launch.ranks import NodeLayout, node_layout, parse_arguments
-from trainer.train.start.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 SBATCH, JOBSET = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"
-SKYPILOT = ROOT / "examples/skypilot.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in
@@ -55,10 +51,8 @@ def job(tmp_path: Path) -> Any:
     ("code", "env", "is_requeued"),
     [
         ("75", {}, True),
-        ("75", {"SLURM_RESTART_COUNT": "49"}, True),
         ("75", {"SLURM_RESTART_COUNT": "50"}, False),
         ("0", {}, False),
-        ("1", {}, False),
         ("2", {}, False),
     ],
 )
@@ -84,85 +78,12 @@ def test_a_signal_to_the_slurm_job_reaches_the_ranks_and_a_cancelled_job_is_not_
     assert (tmp_path / "scontrol").exists() is is_requeued
 
 
-def pod_template() -> tuple[dict, dict, dict]:
-    """(the job set, its job's spec, the pod's spec)"""
-    jobset = yaml.safe_load(JOBSET.read_text())
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (group,) = jobset["spec"]["replicatedJobs"]
-    assert group["replicas"] == 1
-    return jobset, group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
-
-
 def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restarts_on_all_others():
-    jobset, job, pod = pod_template()
+    jobset = yaml.safe_load(JOBSET.read_text())
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and set(rule) == {"action", "onExitCodes"}
-    assert rule["onExitCodes"]["operator"] == "In" and pod["restartPolicy"] == "Never", (
-        "a policy needs Never"
-    )
-    assert rule["onExitCodes"]["containerName"] in {
-        container["name"] for container in pod["containers"]
-    }
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert rule["onExitCodes"]["values"] == sorted(
         codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE}
     )
-    policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] > 0 and job["backoffLimit"] == 0, "all pods start again, or none"
-    (ending,) = policy["rules"]
-    assert (ending["action"], ending["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", ending["name"])
-
-
-def test_the_pods_of_the_job_set_find_each_other_and_what_they_share():
-    jobset, job, pod = pod_template()
-    (container,) = pod["containers"]
-    env = {entry["name"]: entry.get("value", "1") for entry in container["env"]}
-    (field,) = [
-        entry["valueFrom"]["fieldRef"]["fieldPath"]
-        for entry in container["env"]
-        if "valueFrom" in entry
-    ]
-    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
-    name, group = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
-    assert node_layout(env) == NodeLayout(
-        job["completions"], 1, f"{name}-{group}-0-0.{name}", 29500
-    )
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert mounts.keys() == volumes.keys()
-    (memory,) = [name for name, path in mounts.items() if path == "/dev/shm"]
-    assert volumes[memory]["emptyDir"]["medium"] == "Memory"
-    config = load_config(parse_arguments(container["args"]).overrides)
-    assert all(
-        path.startswith("/shared/")
-        for path in (config.trainer.default_local_dir, config.data.cache_dir)
-    )
-
-
-def test_the_skypilot_job_starts_each_machine_with_its_place_and_recovers_on_75(
-    tmp_path,
-):
-    task = yaml.safe_load(SKYPILOT.read_text())
-    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [errors.EXIT_RESUMABLE]}
-    (bucket,) = task["file_mounts"]
-    script = tmp_path / "run_sft.sh"
-    script.write_text('echo "$NNODES $NODE_RANK $MASTER_ADDR"; printf "%s\\n" "$@"\n')
-    sky = {
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    }
-    env = {**os.environ, **task["envs"], **sky}
-    command = ["bash", "-c", task["run"]]
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30
-    )
-    place, *words = done.stdout.splitlines()
-    assert place == "2 1 10.0.0.1"
-    arguments = parse_arguments(words)
-    assert arguments.num_ranks == 8
-    mirror = load_config(arguments.overrides).trainer.checkpoint.mirror
-    assert mirror is not None and mirror.startswith(f"{bucket}/")

@@ -12,8 +12,6 @@ from checkpoint_fakes import save
 
 from trainer.checkpoint import finished
 from trainer.checkpoint.layout import POINTER
-from trainer.launch.checks import Launch
-from trainer.tools.verify.checks import resume
 from trainer.train.start.compose import load_config
 from trainer.train.start.preflight import already_complete, file_states, find_files
 
@@ -60,13 +58,10 @@ def words(tmp_path: Path) -> list[str]:
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "more rows": lambda root: (root / "rows.jsonl").write_text("{}\n{}\n"),
-    "another file of data": lambda root: (root / "more.jsonl").write_text("{}\n"),
     "a damaged checkpoint": lambda root: (root / "run/global_step_4/data.pt").write_text(""),
     "a pointer moved back": lambda root: (root / "run" / POINTER).write_text("2"),
     "a run that has begun": lambda root: (root / "run/.train.lock").write_text("{}"),
     "a kill before the end": lambda root: (root / "run/global_step_4/finished.json").unlink(),
-    "a damaged record": lambda root: (root / "run/global_step_4/finished.json").write_text("[]"),
-    "no checkpoint": lambda root: (root / "run").rename(root / "elsewhere"),
 }
 
 
@@ -75,14 +70,6 @@ def test_the_ranks_look_once_something_has_changed(words, tmp_path, change):
     assert already_complete(load_config(words)) == "all done"
     CHANGES[change](tmp_path)
     assert already_complete(load_config(words)) is None
-
-
-def test_doctor_says_that_nothing_is_left_to_do(words, tmp_path):
-    launch = Launch(load_config(words), 2)
-    assert [said.what for said in resume(launch)] == ["all done"]
-    (tmp_path / "run/global_step_4/finished.json").unlink()
-    checkpoint = tmp_path / "run/global_step_4"
-    assert [said.what for said in resume(launch)] == [f"continues from {checkpoint}"]
 
 
 def test_the_launcher_answers_without_ranks_and_without_libraries(words, tmp_path):

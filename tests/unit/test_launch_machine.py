@@ -7,7 +7,6 @@ import psutil
 import pytest
 
 from trainer.config import ConfigError
-from trainer.launch import __main__ as launch
 from trainer.launch import checks, ranks
 from trainer.launch.checks import Launch
 from trainer.launch.ranks import NodeLayout, gloo_interface, gpus_for_run, rank_environment
@@ -69,38 +68,6 @@ def test_few_cores_beside_cards_are_warned_of(num_gpus, num_cores, is_warned, mo
     assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
 
 
-def test_what_is_wrong_with_the_machine_is_said_before_a_rank_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    words = ["trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
-    assert launch.main(["2", *words]) == 2
-    assert "GLOO_SOCKET_IFNAME=none0" in capsys.readouterr().err
-
-
-class Routes:
-    """Stands for the kernel: the address of this machine from which each host is reached."""
-
-    def __init__(self, routes: dict[str, str]) -> None:
-        self.routes = routes
-
-    def socket(self, *args: object) -> "Routes":
-        return self
-
-    def __enter__(self) -> "Routes":
-        return self
-
-    def __exit__(self, *args: object) -> None: ...
-
-    def connect(self, address: tuple[str, int]) -> None:
-        if address[0] not in self.routes:
-            raise OSError(101, "Network is unreachable")
-        self.source = self.routes[address[0]]
-
-    def getsockname(self) -> tuple[str, int]:
-        return self.source, 4
-
-
 SEVERAL = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7", "fe80::1%eth0"], "ib0": ["192.168.5.7"]}
 LONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "idle0": []}
 DEFAULT_ROUTE = {"192.0.2.1": "10.0.0.7"}
@@ -120,8 +87,9 @@ DEFAULT_ROUTE = {"192.0.2.1": "10.0.0.7"}
 def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     interfaces, routes, expected, monkeypatch
 ):
-    monkeypatch.setattr(checks.socket, "getaddrinfo", lambda host, port: [])
-    monkeypatch.setattr(ranks.socket, "socket", Routes(routes).socket)
+    monkeypatch.setattr(
+        ranks, "_own_addresses_to", lambda host: [*filter(None, [routes.get(host)])]
+    )
     entries = {
         name: [
             SimpleNamespace(address=a, family=socket.AF_INET6 if ":" in a else socket.AF_INET)
@@ -131,8 +99,6 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == ({"GLOO_SOCKET_IFNAME": expected} if expected else {})
-    found = checks.network(Launch(load_config([]), 1, layout=NodeLayout(2, 0, "head", 29500)))
-    assert [finding.level for finding in found] == ([] if expected else ["warn"])
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(monkeypatch):

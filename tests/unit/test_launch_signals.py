@@ -2,17 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from fake_launch import ROOT, launched
+from fake_launch import launched
 from processes import wait_until
 
-from trainer.launch.ranks import NodeLayout, rank_environment
 from trainer.runtime.processes import is_alive
-from trainer.runtime.status import Status
 
 SLEEPING_AGENT = """
 import os, time
@@ -115,45 +110,9 @@ def test_a_stopped_agent_does_not_keep_a_run_whose_ranks_have_ended(tmp_path, mo
         assert run.end() == (75, "")
 
 
-def test_nohup_keeps_sighup_from_launcher_and_ranks(tmp_path):
-    with launched(tmp_path, rank=RANK, before=("nohup",)) as run:
-        run.rank_pids()
-        os.killpg(run.process.pid, signal.SIGHUP)
-        time.sleep(0.3)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGTERM)
-        assert run.end()[0] == 75
-        assert [run.read(f"received_{rank}") for rank in range(2)] == ["SIGTERM"] * 2
-
-
 def test_kill_9_of_the_process_group_leaves_nothing(tmp_path):
     with launched(tmp_path, agent=SLEEPING_AGENT) as run:
         agent_pid = run.pid("agent")
         assert os.getsid(agent_pid) == agent_pid != os.getsid(run.process.pid)
         os.killpg(run.process.pid, signal.SIGKILL)
         assert wait_until(lambda: not is_alive(agent_pid))
-
-
-HOLDS_THE_STORE = """
-import os
-from torch.distributed import TCPStore
-from trainer.runtime.distributed import free_port
-port = free_port()
-if os.fork() == 0:
-    TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False).get("asked")
-    os.kill(os.getpid(), 9)
-store = TCPStore("127.0.0.1", port, 2, False)
-store.set("asked", "")
-try:
-    store.wait(["never"])
-except RuntimeError as error:
-    print(type(error).__name__)
-"""
-
-
-def test_a_lost_rank_prints_no_stack_of_torch():
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    env = rank_environment(env, NodeLayout(), num_ranks=2, status=Status("none"))
-    command = [sys.executable, "-c", HOLDS_THE_STORE]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (result.stdout, result.stderr) == ("DistNetworkError\n", "")

@@ -27,7 +27,6 @@ def test_a_file_stands_between_the_defaults_and_the_words():
     config = load_config([f"experiment={path}", "optim.clip_grad=3"])
     assert (config.optim.lr, config.optim.clip_grad, config.trainer.seed) == (0.5, 3, 5)
     assert config.data == load_config([]).data
-    assert load_config(["optim.clip_grad=3", f"experiment={path}"]) == config
 
 
 def test_conf_of_the_working_directory_goes_before_ours():
@@ -56,33 +55,23 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
     assert (load_config(words).optim.lr, load_config(words).trainer.seed) == (0.5, 4)
     assert with_recipe([], {"SFT_EXPERIMENT": "gsm8k"}) == ["experiment=gsm8k"]
     assert capsys.readouterr().err == "note: recipe gsm8k (SFT_EXPERIMENT)\n"
-    for word in ("experiment=null", "experiment=gsm8k", "+experiment=gsm8k"):
-        assert with_recipe([word], {"SFT_EXPERIMENT": "other"}) == [word]
-    assert capsys.readouterr().err == "" and load_config(["experiment=null"]) == load_config([])
+    assert with_recipe(["experiment=null"], {"SFT_EXPERIMENT": "other"}) == ["experiment=null"]
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("optim: {lr: [", "recipe own.yaml, line 1: expected the node content"),
-        ("- a\n- b\n", "recipe own.yaml contains no keys"),
         (
             "optim:\n  lrr: 1\n",
             "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'",
         ),
-        ("optim:\n  lr: high\n", "optim.lr"),
-        ("optim: 3\n", "optim"),
     ],
 )
 def test_a_broken_one_is_refused_with_its_place(text, reason):
     with pytest.raises(ConfigError) as raised:
         load_config([f"experiment={write('own.yaml', text)}"])
     assert reason in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="there is no such file"):
-        load_config(["experiment=gone.yaml"])
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -95,16 +84,12 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (LAUGHS, r"line 2: '\*a0' is a YAML alias"),
         ("trainer: " + "[" * 5000 + "]" * 5000, "line 1: more than 64 levels of nesting"),
-        ("trainer: " + "{a: " * 5000 + "}" * 5000, "line 1: more than 64 levels of nesting"),
         ("x" * (2**16 + 1), "at most 65536 are read"),
-        ("\x00", "special characters are not allowed"),
     ],
     ids=[
         "billion laughs",
         "lists",
-        "mappings",
         "a large file",
-        "no text",
     ],
 )
 def test_one_made_to_exhaust_the_machine_is_refused_at_once(text, reason):
@@ -136,8 +121,3 @@ def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
         load_config(["trainer.experiment_name=${oc.env:SECRET}"]).trainer.experiment_name
         == "hunter2"
     )
-
-
-def test_a_recipe_may_refer_to_keys():
-    text = "trainer:\n  project_name: a:b\n  experiment_name: ${trainer.project_name}-3\n"
-    assert load_config([f"experiment={write('own.yaml', text)}"]).trainer.experiment_name == "a:b-3"

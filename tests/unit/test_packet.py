@@ -9,7 +9,6 @@ from ranks import run_ranks
 
 from trainer.runtime.distributed import World
 from trainer.train.packet import Totals, reduce_packet
-from trainer.train.source_losses import losses_by_source
 
 
 def reduced(world: World, *sums: dict[str, Any], by_rank: tuple[Any, ...] = ()) -> Totals:
@@ -49,8 +48,3 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_named():
     for totals in run_ranks(reduced, 2, *sums, by_rank=by_rank):
         assert math.isnan(totals.sums["loss"]) and totals.by_rank["data_s"] == (0.5, 1.5)
         assert totals.by_rank["loss"][0] == 1.0 and math.isnan(totals.by_rank["loss"][1])
-
-
-def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss():
-    assert losses_by_source("val", [6.0, 0.0], {"a": 3, "b": 0}) == {"val/loss_by/a": 2.0}
-    assert losses_by_source("val", [], {}) == {}

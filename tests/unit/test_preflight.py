@@ -6,14 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from checkpoint_fakes import save
-
-from trainer.errors import CannotWriteError
-from trainer.model.source import find_model, require_model
-from trainer.train.start.compose import load_config
-from trainer.train.start.preflight import require_usable
-
 TRY_ALL = """
 import sys
 from trainer.launch import __main__ as launch
@@ -42,14 +34,9 @@ def write_model(directory: Path, **changes: str | None) -> Path:
 MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the message
     "data.train_files=nope.jsonl": (65, "'nope.jsonl'"),
     "data.train_files=rows.csv": (65, "'rows.csv'"),
-    "data.train_files=tatsu-lab/alpaca": (65, "tatsu-lab/alpaca"),
     "data.train_files=empty.jsonl": (65, "'empty.jsonl'"),
-    "data.train_files=[rows.jsonl,{files:nope.jsonl}]": (65, "'nope.jsonl'"),
-    "data.val_files=[{files:nope.jsonl}]": (65, "data.val_files: no file matches 'nope.jsonl'"),
     "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (2, "nope.jinja"),
-    "data.train_files=[{files:rows.jsonl,repeats:2}]": (2, "'data.train_files[0].repeat'?"),
     "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
-    "data.truncation=cut\toptim.betas=3": (2, "got 'cut'\n'optim.betas' must be"),
     "model.partial_pretrain=./nope": (2, "model.partial_pretrain=./nope"),
     "model.partial_pretrain=rows.csv": (2, "rows.csv is a file"),
     "model.partial_pretrain=no-config": (2, "no-config has no config.json"),
@@ -57,14 +44,9 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "model.partial_pretrain=no-weights": (2, "no-weights has no weights"),
     "model.partial_pretrain=half": (2, "b.safetensors"),
     "model.partial_pretrain=some/model": (2, "run `hf download some/model` elsewhere"),
-    "experiment=gsm8": (2, "did you mean 'gsm8k'?"),
-    "experiment=nope.yaml": (2, "experiment=nope.yaml"),
     "experiment=broken.yaml": (2, "recipe broken.yaml, line 2"),
-    "experiment=tabs.yaml": (2, "recipe tabs.yaml, line 2"),
-    "--experiment=gsm8k": (2, "is not of the form key=value"),
+    "--experiment=gsm8k": (2, "write experiment=NAME"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),
-    "model.fsdp_config.param_dtype=bf16": (2, "did you mean 'bfloat16'?"),
-    "optim.lr=1e-5x": (2, "'optim.lr'"),
     "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
     "trainer.logger=mlflow": (2, "'alembic>=1.13'"),
     "trainer.guard.rules=[{metric: train/los, above: 3}]": (2, "did you mean 'train/loss'"),
@@ -84,7 +66,6 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.yaml").write_text("data: [1\nmodel: {\n")
-    (tmp_path / "tabs.yaml").write_text("data:\n\ttrain_files: x\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text(
@@ -117,46 +98,3 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
         code, part = MISTAKES[word]
         assert int(found_code) == code and part in message, (word, message)
         assert len(message.splitlines()) <= 3, message
-
-
-def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
-    tmp_path, monkeypatch
-):
-    """Of a run that begins; one that goes on may be complete, and then nothing is written."""
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    theirs.mkdir()
-    # root may write anywhere
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)
-    require_usable(load_config([f"trainer.default_local_dir={mine}/run"]))
-    with pytest.raises(
-        CannotWriteError, match=f"user {os.geteuid()} cannot write in '{theirs}'; choose another"
-    ):
-        require_usable(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
-    save(theirs, 4)
-    require_usable(load_config([f"trainer.default_local_dir={theirs}"]))
-    assert not mine.exists()
-
-
-def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path, monkeypatch):
-    """Once, shortly: without a network the client would try for half a minute."""
-    asked = []
-
-    def model_info(self: object, name: str, *, timeout: float) -> None:
-        asked.append((name, timeout))
-        raise ConnectionError("no route\nmore words")
-
-    cached = tmp_path / "models--some--model"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("0" * 40)
-    (cached / "snapshots").mkdir()
-    write_model(cached / "snapshots" / ("0" * 40), model_safetensors=None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    for find in (find_model, require_model):
-        with pytest.raises(
-            ValueError, match="cannot be downloaded: no route\nFix: without a network"
-        ):
-            find("some/model", random_weights=False)
-    assert [name for name, _ in asked] == ["some/model", "some/model"]
-    assert max(timeout for _, timeout in asked) <= 10
-    require_model("some/model", random_weights=True)

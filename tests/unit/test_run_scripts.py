@@ -14,7 +14,6 @@ echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{directory}/calls
 case "$*" in
     "-m trainer.launch.requirements"*) [ -e {directory}/complete ] ;;
     "-m venv"*) mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
-    "-c import sys, venv"*) [ ! -e {directory}/old ] ;;
     "-m pip"*) [ ! -e {directory}/offline ] ;;
 esac
 """
@@ -24,7 +23,7 @@ LAUNCH = "-m trainer.launch 2 optim.lr=1"
 
 class Checkout:
     """A copy of the scripts, with a false `python3` first on the path. A test tells it about the
-    machine by files: complete, old, offline.
+    machine by files: complete, offline.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -98,14 +97,6 @@ def test_an_environment_of_someone_else_is_never_changed_and_used_if_it_is_compl
     assert list(checkout.venv.rglob("*")) == [python.parent, python]
 
 
-def test_an_old_python_is_refused_with_a_way_out(tmp_path):
-    checkout = Checkout(tmp_path)
-    (tmp_path / "old").touch()
-    result, _ = checkout.run(PYTHON="python3")
-    assert result.returncode == 2
-    assert result.stderr.startswith("ERROR: no Python >= 3.11") and "PYTHON" in result.stderr
-
-
 def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     """Neither in the caller's directory nor first in PYTHONPATH."""
     (tmp_path / "trainer").mkdir()
@@ -119,11 +110,3 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     )
     assert result.returncode == 2
     assert "did you mean 'data.train_batch_size'?" in result.stderr
-
-
-def test_absent_and_other_versions_are_unmet(tmp_path, monkeypatch):
-    project = '[project]\ndependencies = ["rich>=13", "rich<2", "no-such-thing"]\n'
-    extra = '[project.optional-dependencies]\nx = ["nope>=1"]\n'
-    (tmp_path / "pyproject.toml").write_text(project + extra)
-    monkeypatch.setattr(requirements, "PYPROJECT", tmp_path / "pyproject.toml")
-    assert requirements.unmet_requirements("x") == ["rich<2", "no-such-thing", "nope>=1"]

@@ -113,10 +113,6 @@ def test_the_first_reported_exit_code_stays(status):
     assert (done.returncode, status.exit_code()) == (0, 65), done.stderr
 
 
-def test_reporting_survives_a_launcher_that_is_gone():
-    assert run("report_exit_code(1)", status=Status("/proc/self/fd/999")).returncode == 0
-
-
 CODES = [EXIT_DONE, EXIT_CRASH, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED]
 
 

