@@ -88,12 +88,10 @@ def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
 @finding("oom_nccl")
 def crashes(run: AnalysedRun) -> Findings:
     """Find errors of the network and of memory, and ranks that fell silent."""
-    events = run.log.events
-    if not events:
+    if not run.log.events:
         raise NotJudged("the log has no events")
-    met = [
-        one for one in events if one.level != "info" and CRASH.search(f"{one.kind} {one.message}")
-    ]
+    errors = [event for event in run.log.events if event.level == "error"]
+    met = [event for event in errors if CRASH.search(f"{event.kind} {event.message}")]
     if not met:
         return
     evidence = [f"step {event.step}: {event.message}" for event in met]

@@ -27,7 +27,8 @@ TRAINING = """
     serving oom_nccl truncation:empty restarts lr_schedule adv_shape value_network kl
     clipped_ratio length_shift entropy_collapse reward_hacking loss_zero not_learning
     loss_nonfinite loss_diverging loss_oscillating grad_high:sustained grad_vanish
-    overfit val_rising reward_trend accuracy val_results budget val_leak
+    overfit val_rising reward_trend accuracy:collapse accuracy val_results budget:rising budget
+    val_leak
 """
 """Ids of findings, or their beginnings, from what enters an update to its results: of findings that
 begin together each may cause those after it.
