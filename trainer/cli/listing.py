@@ -156,7 +156,8 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
 
 def mirror_line(mirror: dict[str, Any]) -> str:
     """Return a line with the steps that were complete in the mirror when the run last looked."""
-    steps = ", ".join(map(str, mirror.get("steps") or [])) or "none"
+    found = mirror.get("steps")
+    steps = ", ".join(map(str, found)) if isinstance(found, list) and found else "none"
     failed = f"; since then it failed: {mirror['failed']}" if mirror.get("failed") else ""
     return f"  mirror {mirror.get('url')}  steps: {steps}{failed}"
 
