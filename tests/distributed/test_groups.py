@@ -63,8 +63,8 @@ def test_ranks_with_different_facts_are_refused_on_each_of_them_with_name_host_a
     (message,) = {different for _, different in found}
     lines = message.splitlines()
     assert lines[1:-1] == [
-        f"  weights: 12ab on {host} (ranks 0, 2), 34cd on {host} (rank 1)",
-        f"  adapter: none on {host} (ranks 0, 2), 56ef on {host} (rank 1)",
+        f"  weights: 12ab on {host} (rank 0), 34cd on {host} (rank 1)",
+        f"  adapter: none on {host} (rank 0), 56ef on {host} (rank 1)",
     ]
     assert lines[-1].startswith("Fix: ")
 

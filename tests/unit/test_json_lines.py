@@ -69,6 +69,28 @@ def test_the_owner_of_a_file_cuts_a_torn_line_durably_and_a_guest_leaves_it(tmp_
     file.close()
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_rows_go_on_at_the_path_when_the_file_is_moved_away(tmp_path, caplog, is_removed):
+    path, moved = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.1"
+    file = AppendFile(path)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            path.unlink() if is_removed else path.rename(moved)
+        file.append({"step": step})
+    file.close()
+    assert steps(path) == [3, 4] and (is_removed or steps(moved) == [1, 2])
+    assert caplog.text.count("was moved away or removed") == 1
+
+
+def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):
+    file = AppendFile(tmp_path / "run" / "rows.jsonl")
+    file.append({"step": 1})
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    file.append({"step": 2})
+    file.close()
+    assert steps(tmp_path / "renamed" / "rows.jsonl") == [1, 2]
+
+
 def test_no_row_is_written_through_a_link_or_into_what_is_no_file(tmp_path):
     path, target = tmp_path / "rows.jsonl", tmp_path / "target"
     target.write_text("precious")

@@ -249,8 +249,8 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         if facts == first:
             continue
         lines = [
-            f"  {name}: {first.get(name)} on {first_host} (rank 0), {facts.get(name)} on {host} "
-            f"(rank {rank})"
+            f"  {name}: {first.get(name, 'none')} on {first_host} (rank 0), "
+            f"{facts.get(name, 'none')} on {host} (rank {rank})"
             for name in dict.fromkeys([*first, *facts])
             if first.get(name) != facts.get(name)
         ]

@@ -29,6 +29,8 @@ MAX_LINE_BYTES = 2**26
 """A longer line is skipped: it must not fill the memory."""
 MAX_FILE_BYTES = 2**34
 """No run writes more, and reading more would take hours."""
+MAX_WAITING_BYTES = 2**25
+"""Limit for lines that cannot be written now: more than 10,000 rows."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -101,10 +103,14 @@ class JsonLines:
             file.seek(self._offset)
             for start, line in self._lines(file):
                 content = parsed(line)
+                if not isinstance(content, dict):
+                    self.num_unparsed += 1
+                    # a torn line may run into a whole one; lines of a file begin alike
+                    torn_bytes = line.rfind(line[:6])
+                    start += torn_bytes
+                    content = parsed(line[torn_bytes:]) if torn_bytes > 0 else None
                 if isinstance(content, dict):
                     yield start, content
-                else:
-                    self.num_unparsed += 1
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) of each line that is complete and not too long."""
@@ -127,8 +133,9 @@ class AppendFile:
     process loses none.
 
     A background thread syncs the file every `SYNC_INTERVAL_S` and on request, so that a slow disk
-    delays nobody. While lines cannot be written, because the disk is full, they wait in memory, and
-    are written in order when there is room.
+    delays nobody. While lines cannot be written, because the disk is full, they wait in memory, at
+    most `MAX_WAITING_BYTES`, and are written in order when there is room. If the file is moved away
+    or removed, the lines continue in a new file at the path.
 
     `is_guest`: another process owns the file. Only the owner cuts torn lines, because a guest may
     see a line that the owner is writing.
@@ -140,15 +147,12 @@ class AppendFile:
         self._path, self._is_guest = path, is_guest
         self._waiting: deque[bytes] = deque()
         self._is_failing = False
+        self._num_lost = 0
         self._syncing: Future[None] | None = None
         self._synced_at = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-            opener = regular_opener(flags, follow_links=False, limit_bytes=MAX_FILE_BYTES)
-            self._descriptor = opener(str(path), 0)
-            if not is_guest:
-                _drop_torn_tail(self._descriptor)
+            self._descriptor = self._open()
         except OSError as error:
             raise CannotWriteError(
                 f"cannot open {path}: {error}.\nFix: free space, choose another directory, or move "
@@ -172,13 +176,22 @@ class AppendFile:
         with suppress(TimeoutError):
             self._sync().result(CLOSE_TIMEOUT_S)
         os.close(self._descriptor)
-        if self._waiting:
-            text = "%s lacks %d rows that could not be written"
-            logger.warning(text, self._path, len(self._waiting))
+        if num_lost := self._num_lost + len(self._waiting):
+            logger.warning("%s lacks %d rows that could not be written", self._path, num_lost)
+
+    def _open(self) -> int:
+        """Raises `OSError`."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        opener = regular_opener(flags, follow_links=False, limit_bytes=MAX_FILE_BYTES)
+        descriptor = opener(str(self._path), 0)
+        if not self._is_guest:
+            _drop_torn_tail(descriptor)
+        return descriptor
 
     def _write_waiting(self) -> None:
         """Write the waiting lines in order, until one does not fit."""
         try:
+            self._stay_at_path()
             while self._waiting:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
@@ -188,6 +201,9 @@ class AppendFile:
                     "cannot write %s: %s; training goes on, rows wait in memory", self._path, error
                 )
             self._is_failing = True
+            while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:
+                self._waiting.popleft()
+                self._num_lost += 1
             return
         self._is_failing = False
         if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
@@ -200,6 +216,25 @@ class AppendFile:
             if not self._is_guest:
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - num_written)
             raise OSError(errno.ENOSPC, f"only {num_written} of {len(line)} bytes fitted")
+
+    def _stay_at_path(self) -> None:
+        """Open a new file if the path no longer names the open one, as after a rotation of logs.
+
+        If the whole directory is gone, the open file stays. Raises `OSError`.
+        """
+        try:
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._descriptor)):
+                return
+        except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                return
+        descriptor = self._open()
+        self._sync()
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        logger.warning(
+            "%s was moved away or removed during training; new rows go to a new file", self._path
+        )
 
     def _sync(self) -> Future[None]:
         """Begin a sync on a duplicate descriptor, which nobody else closes."""

@@ -277,13 +277,21 @@ def _card_facts(setup: RunSetup) -> CardFacts:
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
-    """Load a checkpoint into the parts. Collective."""
+    """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
     parts.checkpoints.load(found)
     parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
         logger.info("%s", labelled("resume", text))
+    is_own = found.path.resolve().parent == setup.run_dir.resolve()
+    if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
+        logger.warning(
+            "metrics.jsonl ends at step %d, but the checkpoint is of step %d: histories and report "
+            "lack the rows between them",
+            parts.tracking.past.last_step,
+            step,
+        )
 
 
 def _announce(parts: Run, inputs: Inputs) -> str:
