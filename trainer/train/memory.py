@@ -72,6 +72,7 @@ class GpuSampler:
 
     def _work(self, device: torch.device) -> None:
         with contextlib.suppress(Exception):  # the driver or the permission is missing
+            torch.cuda.set_device(device)
             while True:
                 time.sleep(PERIOD_S)
                 self.last = sample(device)
