@@ -101,10 +101,14 @@ class JsonLines:
             file.seek(self._offset)
             for start, line in self._lines(file):
                 content = parsed(line)
+                if not isinstance(content, dict):
+                    self.num_unparsed += 1
+                    # a torn line may run into a whole one; lines of a file begin alike
+                    torn_bytes = line.rfind(line[:6])
+                    start += torn_bytes
+                    content = parsed(line[torn_bytes:]) if torn_bytes > 0 else None
                 if isinstance(content, dict):
                     yield start, content
-                else:
-                    self.num_unparsed += 1
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) of each line that is complete and not too long."""
