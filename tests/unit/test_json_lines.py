@@ -20,13 +20,13 @@ def test_a_line_is_read_once_when_it_is_whole_and_at_its_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines, places = JsonLines(path), []
     assert list(lines) == []
-    nested = "[" * 100_000
+    nested, torn = "[" * 100_000, '{"step": 1, "l'
     with path.open("w") as file:
         for text, expected in (
             ('{"step": 1}\n{"step"', [1]),
             (": 2", []),
             ('}\nnot json\n[1]\n{"step": 3}\n', [2, 3]),
-            (f'{nested}\n{{"step": 4}}\n\n{{"step": 5}}\n{{"step": 6', [4, 5]),
+            (f'{nested}\n{torn}{{"step": 4}}\n\n{{"step": 5}}\n{{"step": 6', [4, 5]),
         ):
             file.write(text)
             file.flush()
@@ -36,7 +36,7 @@ def test_a_line_is_read_once_when_it_is_whole_and_at_its_place(tmp_path):
     content = path.read_bytes()
     for offset, row in places:
         assert json.loads(content[offset:].splitlines()[0]) == row
-    assert lines.num_unparsed == 3
+    assert lines.num_unparsed == 4
 
 
 @dataclass(frozen=True)
