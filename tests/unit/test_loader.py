@@ -132,10 +132,8 @@ def test_any_number_of_ranks_continues_with_the_same_samples_each_once(world_siz
         assert sorted(sample_ids(batches)) == sorted(rows)
         assert len({len(batch.micro_batches) for batch in batches}) == 1
         micro_batches = [part for batch in batches for part in batch.micro_batches]
-        num_loss_tokens, num_tokens = (
-            samples.num_loss_tokens[rows].sum(),
-            samples.lengths[rows].sum(),
-        )
+        num_loss_tokens = samples.num_loss_tokens[rows].sum()
+        num_tokens = samples.lengths[rows].sum()
         assert sum(part.num_loss_tokens for part in micro_batches) == num_loss_tokens
         assert sum(part.num_tokens for part in micro_batches) == num_tokens
         counts = {(each.num_samples, each.num_loss_tokens, each.num_tokens) for each in batches}
@@ -168,9 +166,7 @@ def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path, monkeypatch):
     require_same(loader(num_workers=1), loader())
 
 
-def test_a_worker_that_is_killed_is_told_without_a_stack(
-    monkeypatch,
-):
+def test_a_worker_that_is_killed_is_told_without_a_stack():
     others = multiprocessing.active_children()
     batches = iter(loader(num_workers=1))
     next(batches)
