@@ -160,7 +160,7 @@ def test_a_run_whose_save_fails_ends(words, tmp_path, name):
         assert attempt.wait(LEFT_WITHIN_S) == ending.code, attempt.output
         assert "Traceback" not in attempt.output
         if ending.before is be_impatient:
-            assert f"{run_dir} was deleted or renamed" in attempt.output
+            assert f"{run_dir} was deleted, or another run has taken it" in attempt.output
             return
     assert_given_back(run_dir, ending.code)
     assert not list(run_dir.glob(".staging*"))

@@ -279,6 +279,6 @@ def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
     code, output = run(2, *words_of(machine, tmp_path), log=tmp_path / "log", before=before)
     assert code == EXIT_USAGE and "Traceback" not in output, output
     assert (
-        f"model.partial_pretrain='model' changed while this run read them: {name} changed" in output
+        f"model.partial_pretrain='model' changed while this run read them: {name}" in output
     )
     assert losses_of(tmp_path / "run") == {}

@@ -17,10 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
+from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.manifest import share_of
 from trainer.config import ConfigError
 from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
 from trainer.model.weights import StoredTensor
+from trainer.runtime.environment import local_rank, ranks_on_machine
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,17 @@ class Adapter:
 
 
 def digest_together(directory: Path) -> str:
-    """Return one SHA-256 for the weights in `directory`. Collective: the ranks share the reading.
+    """Return one SHA-256 for the weights in `directory`. Collective.
 
-    Raises `ConfigError` if a file cannot be read.
+    The ranks of a machine share the reading of its copy. Raises `ConfigError` if a file cannot be
+    read, or if two machines hold different weights.
     """
     own: dict[str, str] | ConfigError
     try:
-        own = _hashes(directory, share=(dist.get_rank(), dist.get_world_size()))
-    except (OSError, ConfigError) as error:
+        own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
+    except ConfigError as error:
+        own = error
+    except OSError as error:
         own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -58,7 +64,12 @@ def digest_together(directory: Path) -> str:
     for part in found:
         if isinstance(part, ConfigError):
             raise part
-        hashes |= part
+        for name, sha256 in part.items():
+            if hashes.setdefault(name, sha256) != sha256:
+                raise ConfigError(
+                    f"model.partial_pretrain={directory}: {name} differs between the machines.\n"
+                    f"Fix: copy the directory of one machine to the others"
+                )
     return _digest(hashes)
 
 
@@ -72,10 +83,13 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     """Return file name -> SHA-256 for share `(index, count)` of the files with weights."""
-    index, count = share
+    files = weight_files(directory)
+    records = [FileRecord(file.name, file.stat().st_size, "") for file in files]
     # The Hub's cache holds links.
-    files = weight_files(directory)[index::count]
-    return {file.name: fsio.sha256_of(file.resolve()) for file in files}
+    return {
+        record.path: fsio.sha256_of((directory / record.path).resolve())
+        for record in share_of(records, share)
+    }
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:

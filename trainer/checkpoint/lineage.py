@@ -75,6 +75,18 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     return {name: str(value) for name, value in (configured | values).items()}
 
 
+def _is_equal(key: str, saved: str, now: str) -> bool:
+    """Compare two values. The previous version saved settings as they were written, such as 2 for
+    2.0 and x for ['x'].
+    """
+    if saved == now or "." not in key:
+        return saved == now
+    try:
+        return float(saved) == float(now)
+    except ValueError:
+        return saved.strip("[]'") == now.strip("[]'")
+
+
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
     """Return the differences from the checkpoint, one line each, for the log.
 
@@ -84,7 +96,7 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
     changed = {
         key: f"{key}: {saved[key]} -> {now[key]}"
         for key in now
-        if saved.get(key, now[key]) != now[key]
+        if not _is_equal(key, saved.get(key, now[key]), now[key])
     }
     refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
     if not refused:
