@@ -44,6 +44,7 @@ launcher ends a run.
 """
 WORDS = (
     f"trainer.hang_timeout_s={HANG_TIMEOUT_S}",
+    f"trainer.total_training_steps={TOTAL_STEPS}",
     "trainer.save_freq=5",
     "trainer.test_freq=20",
 )
