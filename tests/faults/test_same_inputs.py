@@ -278,7 +278,5 @@ def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
     before = partial(change_at, tmp_path, change, "load", is_late=False)
     code, output = run(2, *words_of(machine, tmp_path), log=tmp_path / "log", before=before)
     assert code == EXIT_USAGE and "Traceback" not in output, output
-    assert (
-        f"model.partial_pretrain='model' changed while this run read them: {name}" in output
-    )
+    assert f"model.partial_pretrain='model' changed while this run read them: {name}" in output
     assert losses_of(tmp_path / "run") == {}

@@ -49,8 +49,6 @@ def run_dir(tmp_path: Path) -> Path:
         for step, kind, loss in ROWS
     ]
     (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
-    (path / "evidence").mkdir()
-    (path / "evidence" / "step_3.json").write_text("{}")
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -60,7 +58,7 @@ def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir, tmp_path):
     assert steps_in(storage) == [2, 6, 8] == read_object(run_dir / STATE)["steps"]
     taken = restored(tmp_path / "new", storage)
     assert taken is not None and taken.name == "global_step_8" and is_whole(taken)
-    for name in ("metrics.jsonl", "run.json", "evidence/step_3.json"):
+    for name in ("metrics.jsonl", "run.json"):
         assert (taken.parent / name).read_bytes() == (run_dir / name).read_bytes()
     assert layout.read_pointer(taken.parent).step == 8
 

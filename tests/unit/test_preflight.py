@@ -45,7 +45,7 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "model.partial_pretrain=half": (2, "b.safetensors"),
     "model.partial_pretrain=some/model": (2, "run `hf download some/model` elsewhere"),
     "experiment=broken.yaml": (2, "recipe broken.yaml, line 2"),
-    "--experiment=gsm8k": (2, "write experiment=NAME"),
+    "--experiment=gsm8k": (2, "is not of the form key=value"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),
     "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
     "trainer.logger=mlflow": (2, "'alembic>=1.13'"),

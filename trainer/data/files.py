@@ -35,7 +35,10 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
         raise DataError("no data files given: set a path, a glob or a list of both")
-    return [path for entry in entries for path in _resolve_one(entry)]
+    files = [path for entry in entries for path in _resolve_one(entry)]
+    if not any(path.stat().st_size for path in files):
+        raise DataError(f"no row to train on: '{files[0]}' is empty")
+    return files
 
 
 def _resolve_one(entry: str) -> list[Path]:
