@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         files.store, files.pseudo_dirs = {}, [""]
         storage = Storage("memory://bucket/run", files)
         name, _, content = data.partition(b"\0")
-        listed = re.sub(r"[\0]", "", name.decode(errors="replace"))[:100] or "x"
+        printable = name.decode(errors="replace").replace("/", "_")
+        listed = f"global_step_2/{printable[:100]}_"
         for place in (listed, layout.POINTER, "global_step_2/manifest.json", "run.json"):
             files.pipe_file(f"/bucket/run/{place}", content)
         contents.look(storage)
@@ -315,7 +317,6 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as directory:
             run_input(targets[name], answered, arguments.replay.read_bytes(), Path(directory))
         return 0
-    import atheris
 
     if arguments.target:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -330,7 +331,7 @@ def main(argv: list[str]) -> int:
         **found,
         "inputs": sum(found["executions"].values()),
         "minutes": round((time.monotonic() - started) / 60, 1),
-        "versions": {"python": platform.python_version(), "atheris": atheris.__version__},
+        "versions": {"python": platform.python_version(), "atheris": version("atheris")},
     }
     write_result(arguments.output, result)
     return 1 if found["faults"] else 0

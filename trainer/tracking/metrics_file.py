@@ -15,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,11 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
     """Yield the rows that count. Only their places are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
-        if not (content.keys() >= {"step", "attempt", "kind"} and isinstance(content["step"], int)):
+        step, kind = content.get("step"), content.get("kind")
+        if not (isinstance(step, int) and isinstance(kind, str)):
             continue
-        step, kind = content["step"], content["kind"]
+        if not isinstance(content.get("attempt"), int):
+            continue
         if kind in MARKERS:
             places = {place: offsets for place, offsets in places.items() if place[0] <= step}
         elif before_attempt is None or content["attempt"] < before_attempt:
@@ -164,6 +167,8 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
             for offset in places[place]:
                 file.seek(offset)
                 content = json.loads(file.readline())
-                numbers = {key: float(text) for key, text in content.get("nonfinite", {}).items()}
-                merged |= content | numbers
+                with suppress(ValueError, TypeError, AttributeError):  # edited by hand
+                    nonfinite = content.get("nonfinite", {}).items()
+                    content |= {key: float(text) for key, text in nonfinite}
+                merged |= content
             yield merged
