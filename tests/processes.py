@@ -1,7 +1,29 @@
-"""Waiting for what processes do."""
+"""Limits on time: wait for what processes do, and end what takes too long."""
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class TookTooLongError(BaseException):
+    """Code ran into a time limit. No `except Exception` or `except OSError` of it hides that."""
+
+
+@contextmanager
+def time_limit(what: str, limit_s: float) -> Iterator[None]:
+    """Raise `TookTooLongError` in code that takes longer than `limit_s`."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TookTooLongError(f"{what} takes longer than {limit_s} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:

@@ -17,18 +17,19 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOMS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOMS), str(ROOMS / "unit")]
+
+from processes import time_limit  # noqa: E402  found by the paths above
 
 CORPUS = Path(__file__).with_name("corpus")
 RESULTS = ROOMS.parent / "benchmarks" / "results" / "fuzz.json"
@@ -212,22 +213,6 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
     return targets, answered
 
 
-@contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise `TimeoutError` in code that takes longer than `LIMIT_S`."""
-
-    def give_up(number: int, frame: object) -> None:
-        raise TimeoutError(f"takes longer than {LIMIT_S} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def run_input(
     target: Target, answered: tuple[type[Exception], ...], data: bytes, root: Path
 ) -> None:
@@ -236,7 +221,7 @@ def run_input(
     directory.mkdir()
     try:
         with (
-            time_limit(),
+            time_limit("an input", LIMIT_S),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.suppress(*answered),
         ):

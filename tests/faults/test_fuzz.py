@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults.fuzz import CORPUS, MAX_INPUT_BYTES, make_targets, run_input
+from processes import TookTooLongError
 from sweeps import short_or_full
 
 TARGETS, ANSWERED = make_targets()
@@ -46,7 +47,7 @@ def test_a_strange_input_is_answered_with_an_error_of_ours(name: str, tmp_path: 
     for data in (*seeds, b"", *mutants):
         try:
             run_input(TARGETS[name], ANSWERED, data, tmp_path)
-        except Exception as error:
+        except (Exception, TookTooLongError) as error:
             kept = tmp_path / "fault"
             kept.write_bytes(data)
             raise AssertionError(f"{name}: {error!r}, input {data[:200]!r}") from error

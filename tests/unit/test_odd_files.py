@@ -3,14 +3,14 @@ huge or nested content.
 """
 
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from checkpoint_fakes import save, write_unfinished
+from processes import time_limit
 
 from trainer.checkpoint import choice, finished, rollback
 from trainer.checkpoint.layout import FSDP_CONFIG
@@ -78,20 +78,6 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-@contextmanager
-def bounded(what: str) -> Iterator[None]:
-    def give_up(number: int, frame: object) -> None:
-        pytest.fail(f"{what} takes longer than {WITHIN_S} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, WITHIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def open_tracking(run_dir: Path) -> None:
     tracking = Tracking("project", "experiment", [], {}, run_dir=run_dir)
     try:
@@ -136,12 +122,12 @@ def test_no_odd_file_holds_a_command_up_or_crashes_it(run_dir, kind, name, capsy
     (run_dir / name).unlink(missing_ok=True)
     KINDS[kind](run_dir / name)
     for command, call in COMMANDS.items():
-        with bounded(command):
+        with time_limit(command, WITHIN_S):
             code = call(run_dir)
         said = "".join(capsys.readouterr())
         assert code in (0, 1, 2, 4, 73) and "Traceback" not in said, f"{command}: {code}, {said}"
     for part, start in PARTS.items():
-        with bounded(part), suppress(ConfigError, CannotWriteError):
+        with time_limit(part, WITHIN_S), suppress(ConfigError, CannotWriteError):
             start(run_dir)
 
 
