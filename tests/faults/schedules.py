@@ -54,7 +54,6 @@ from trainer.checkpoint import (  # noqa: E402
     rollback,
     save,
     start,
-    state,
 )
 from trainer.checkpoint.choice import NoUsableCheckpointError  # noqa: E402
 from trainer.checkpoint.fsio import FileRecord, Operation  # noqa: E402
@@ -728,7 +727,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (manager, "begun", begun),
         (manager, "wait", wait),
         (manager, "load_state", lambda *args, **kwargs: None),
-        *((module, "dist", dist) for module in (distributed, start, state, save, manager)),
+        *((module, "dist", dist) for module in (distributed, save, manager)),
     ]
     with ExitStack() as stack:
         for place, name, value in replaced:

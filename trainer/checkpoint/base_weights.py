@@ -23,6 +23,7 @@ from trainer.config import ConfigError
 from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
 from trainer.model.weights import StoredTensor
+from trainer.runtime import distributed
 from trainer.runtime.environment import local_rank, ranks_on_machine
 
 
@@ -58,10 +59,8 @@ def digest_together(directory: Path) -> str:
         own = error
     except OSError as error:
         own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
     hashes: dict[str, str] = {}
-    for part in found:
+    for part in distributed.gather(own, dist.get_world_size()):
         if isinstance(part, ConfigError):
             raise part
         for name, sha256 in part.items():

@@ -30,6 +30,7 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.model.adapter_names import ADAPTER_CONFIG
+from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
 GRACE_S = 10.0
@@ -198,9 +199,7 @@ class Saver:
             error = failure
         except OSError as failure:
             error = CannotWriteError(f"cannot copy tensors of the model: {failure}")
-        errors: list[Any] = [None] * self.world.size
-        dist.all_gather_object(errors, error)
-        for found in filter(None, errors):
+        for found in filter(None, distributed.gather(error, self.world.size)):
             raise found
 
     def size_bytes(self, state: Any) -> int:

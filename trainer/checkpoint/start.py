@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import TypeVar
 
 from trainer.checkpoint import finished, fsio, layout, rollback
 from trainer.checkpoint.choice import (
@@ -189,8 +187,7 @@ def _require_shared(run_dir: Path, world: World) -> None:
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
-    seen: list[Any] = [None] * world.size
-    dist.all_gather_object(seen, is_seen)
+    seen = distributed.gather(is_seen, world.size)
     on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
@@ -206,8 +203,7 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     A damaged export is only logged, since no resume needs it.
     """
     own = verify_files(candidate.path, _manifest(candidate), share=(world.rank, world.size))
-    reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, own)
+    reports = distributed.gather(own, world.size)
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
         text = (

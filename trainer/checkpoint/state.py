@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
@@ -30,6 +29,7 @@ from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import bytes_of
+from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 from trainer.runtime.progress import ALL, MAIN, OWN
 
@@ -191,8 +191,7 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
             unfit.append(name)
         elif _state_of(state[name]) == ALL:
             common[name] = _digest(_without_shards(extra[name]))
-    reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, (common, unfit))
+    reports = distributed.gather((common, unfit), world.size)
     expected, _ = reports[0]
     for rank, (digests, found_unfit) in enumerate(reports):
         if found_unfit:

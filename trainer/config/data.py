@@ -193,7 +193,6 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 
 
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
-    max_samples = given.max_samples
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
             f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row "
@@ -201,6 +200,7 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         )
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
+    max_samples = given.max_samples
     if max_samples is None:
         max_samples = data.train_max_samples if name == "train_files" else -1
     # A source that names columns does not use those that `data` names for other formats.

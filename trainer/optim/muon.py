@@ -138,7 +138,8 @@ def _updates_by_owners(
     owned = parameters[rank] if rank < len(parameters) else None
     num_received = [0] * num_ranks
     if owned is not None:
-        num_received = _shard_sizes(owned.shape, num_ranks)
+        starts = rounding.shard_starts(owned.shape, num_ranks)
+        num_received = [end - start for start, end in pairwise(starts)]
     whole = sent.new_empty(sum(num_received))
     dist.all_to_all_single(whole, sent, num_received, num_sent, group=group)
     if owned is not None:
@@ -147,14 +148,6 @@ def _updates_by_owners(
     dist.all_to_all_single(back, whole, num_sent, num_received, group=group)
     parts = back.split(num_sent[: len(shards)])
     return [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
-
-
-def _shard_sizes(shape: torch.Size, num_ranks: int) -> list[int]:
-    """Return the elements of each rank's shard. FSDP2 shards by rows, rounded up."""
-    num_rows, row_numel = shape[0], shape[1:].numel()
-    most_rows = -(-num_rows // num_ranks)
-    starts = [min(num_rows, rank * most_rows) for rank in range(num_ranks + 1)]
-    return [(end - start) * row_numel for start, end in pairwise(starts)]
 
 
 def _update_of(matrix_EAB: Tensor) -> Tensor:

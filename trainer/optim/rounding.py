@@ -7,7 +7,6 @@ global index of the element), so it is the same on any number of ranks and after
 needs no generator.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -41,18 +40,25 @@ def rounded(values: Tensor, key: int, first: int) -> Tensor:
     return torch.where(values.isnan(), values, bits.view(torch.float32)).bfloat16()
 
 
-def first_element(tensor: Tensor) -> int:
-    """Return the index in the whole tensor of the first element of this rank's shard. FSDP2 shards
-    by rows, rounded up.
+def shard_starts(shape: torch.Size, num_shards: int) -> list[int]:
+    """Return the index in the whole tensor at which each shard begins, and the end of the last.
+
+    FSDP2 shards by rows, rounded up: the last shards may be smaller, or empty.
     """
+    num_rows, row_numel = shape[0], shape[1:].numel()
+    rows_per_shard = -(-num_rows // num_shards)
+    return [min(num_rows, n * rows_per_shard) * row_numel for n in range(num_shards + 1)]
+
+
+def first_element(tensor: Tensor) -> int:
+    """Return the index in the whole tensor of the first element of this rank's shard."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
     assert tensor.placements[last] == Shard(0) and all(
         map(Placement.is_replicate, tensor.placements[:last])
     )
-    num_rows = -(-tensor.shape[0] // mesh.size(last))
-    return mesh.get_local_rank(last) * num_rows * math.prod(tensor.shape[1:])
+    return shard_starts(tensor.shape, mesh.size(last))[mesh.get_local_rank(last)]
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

@@ -225,8 +225,7 @@ def _require_all(
 
     Collective. Raises the same `ConfigError` on every rank.
     """
-    found: list[tuple[str, str | None, dict[str, str]]] = [("", None, {})] * size
-    dist.all_gather_object(found, (socket.gethostname(), card, dict(facts or {})))
+    found = gather((socket.gethostname(), card, dict(facts or {})), size)
     (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
         raise ConfigError(
@@ -260,6 +259,13 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             + "\nFix: give every machine the same command and the same files (data.train_files, "
             "model.partial_pretrain), and write no file while a run starts"
         )
+
+
+def gather(value: T, num_ranks: int) -> list[T]:
+    """Return the value of each of the `num_ranks` ranks of the run, in rank order. Collective."""
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, value)
+    return found
 
 
 def on_main(

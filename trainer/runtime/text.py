@@ -1,6 +1,4 @@
-"""Text for people: sizes, ranges, and names from files that anyone may have written."""
-
-from collections.abc import Iterable
+"""Text for people: sizes, and names from files that anyone may have written."""
 
 
 def readable(size_bytes: float) -> str:
@@ -22,14 +20,3 @@ def clean(text: str) -> str:
 
 def clean_lines(text: str) -> str:
     return "\n".join(map(clean, text.splitlines()))
-
-
-def as_ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers as text: `4-6, 9`."""
-    ranges: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

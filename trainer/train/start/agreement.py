@@ -18,6 +18,7 @@ from trainer.data.tokens import tokenizer_digest
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.sampled_weights import digest_of_weights
 from trainer.model.weight_files import weight_files
+from trainer.runtime import distributed
 from trainer.runtime.json_lines import flat
 from trainer.train.start.inputs import Inputs
 
@@ -86,8 +87,7 @@ def require_model_unchanged(files: ModelFiles) -> None:
 
     Call it once every rank has loaded its weights and copied the files that exports need.
     """
-    found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, files.changes())
+    found = distributed.gather(files.changes(), dist.get_world_size())
     if changed := sorted({change for changes in found for change in changes}):
         raise ConfigError(
             f"the files of model.partial_pretrain='{files.directory}' changed while this run read "
