@@ -24,6 +24,7 @@ from trainer.data.rows import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest
+from trainer.quickstart import MODEL_DIR
 
 SEED = 1
 BATCH = 32
@@ -34,7 +35,8 @@ SIZE = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 6,
 }
-MODEL_CONFIG = {**make_quickstart.MODEL_CONFIG, **SIZE}
+QUICKSTART_CONFIG = json.loads((MODEL_DIR / "config.json").read_text(encoding="utf-8"))
+MODEL_CONFIG = {**QUICKSTART_CONFIG, **SIZE}
 
 
 @dataclass(frozen=True)

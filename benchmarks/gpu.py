@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from case import LR, SEED, Case, prepare_tokens, write_samples
+from case import LR, QUICKSTART_CONFIG, SEED, Case, prepare_tokens, write_samples
 from flops import training_flops
-from make_quickstart import ENGLISH, MODEL_CONFIG, train_tokenizer, write_tokenizer
+from make_quickstart import ENGLISH, train_tokenizer, write_tokenizer
 from measuring import REPOSITORY, header, middle, table, write_result
 from speed_cpu import PEERS
 
@@ -76,7 +76,7 @@ def make_case(directory: Path, size: str) -> Case:
     case = Case(directory)
     case.model.mkdir(parents=True)
     hidden, layers, heads, key_heads, intermediate, vocabulary = SHAPES[size]
-    config = MODEL_CONFIG | {
+    config = QUICKSTART_CONFIG | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": hidden,

@@ -2,8 +2,8 @@
 killed again and again.
 
 python benchmarks/recovery.py [--kills 5] [--ranks 2]: the quickstart trains with a save every 20
-steps. After every 100 steps SIGKILL ends the launcher and all ranks, and the same command is
-started again at once. Goodput is the time that the steps take undisturbed, divided by the time that
+steps. After every 100 steps, before the save of the last one, SIGKILL ends the launcher and all
+ranks, and the same command is started again at once. Goodput is the time that the steps take undisturbed, divided by the time that
 they take with the kills.
 """
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -70,8 +71,17 @@ class Attempt:
             raise RuntimeError(f"the run ended with exit code {self._process.returncode}")
 
 
-def train(run_dir: Path, num_ranks: int, num_steps: int, *, is_killed: bool) -> dict[str, object]:
-    """Train a run to its end; return its seconds, the phases of each restart and the steps lost."""
+@dataclass(frozen=True)
+class Trained:
+    """A finished run. `restarts`: for each restart, the seconds at which its phases ended."""
+
+    seconds: float
+    restarts: list[dict[str, float]]
+    steps_lost: list[int]
+
+
+def train(run_dir: Path, num_ranks: int, num_steps: int, *, is_killed: bool) -> Trained:
+    """Train a run to its end."""
     began = time.perf_counter()
     restarts: list[dict[str, float]] = []
     steps_lost: list[int] = []
@@ -79,6 +89,7 @@ def train(run_dir: Path, num_ranks: int, num_steps: int, *, is_killed: bool) -> 
     while last_step < num_steps:
         attempt, missing = Attempt(run_dir, num_ranks, num_steps), dict(MILESTONES)
         reached: dict[str, float] = {}
+        is_restart = last_step > 0
         next_kill = (last_step // STEPS_BETWEEN_KILLS + 1) * STEPS_BETWEEN_KILLS
         for seconds, line in attempt.lines():
             for phase in [name for name, start in missing.items() if re.match(start, line)]:
@@ -87,20 +98,17 @@ def train(run_dir: Path, num_ranks: int, num_steps: int, *, is_killed: bool) -> 
             if (found := STEP_LINE.search(line)) is None:
                 continue
             step = int(found[1])
-            if last_step and len(steps_lost) == len(restarts):
+            if is_restart:  # its first step
                 steps_lost.append(last_step + 1 - step)
                 restarts.append(reached)
+                is_restart = False
             last_step = max(last_step, step)
             if is_killed and next_kill <= step < num_steps:
                 attempt.kill()
                 break
         else:
             attempt.require_done()
-    return {
-        "seconds": time.perf_counter() - began,
-        "restarts": restarts,
-        "steps_lost": steps_lost,
-    }
+    return Trained(time.perf_counter() - began, restarts, steps_lost)
 
 
 def phases_of(reached: dict[str, float]) -> dict[str, float]:
@@ -119,17 +127,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         undisturbed = train(Path(directory, "a"), options.ranks, num_steps, is_killed=False)
         killed = train(Path(directory, "b"), options.ranks, num_steps, is_killed=True)
-    phases = [phases_of(reached) for reached in killed["restarts"]]
+    if len(killed.restarts) != options.kills:
+        raise RuntimeError(f"{options.kills} kills, but {len(killed.restarts)} restarts")
+    phases = [phases_of(reached) for reached in killed.restarts]
     rows = {name: middle(restart[name] for restart in phases) for name in phases[0]}
-    step_s = undisturbed["seconds"] / num_steps
-    lost = middle(killed["steps_lost"])
+    step_s = undisturbed.seconds / num_steps
+    lost = middle(killed.steps_lost)
     result = {
         **header(),
         "kills": len(phases),
         "phases_s": rows,
         "steps_lost": lost,
         "undisturbed_step_s": step_s,
-        "goodput": undisturbed["seconds"] / killed["seconds"],
+        "goodput": undisturbed.seconds / killed.seconds,
     }
     write_result("recovery", result)
     columns = ["phase", "seconds, median", "min", "max"]
