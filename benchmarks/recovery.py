@@ -3,8 +3,8 @@ killed again and again.
 
 python benchmarks/recovery.py [--kills 5] [--ranks 2]: the quickstart trains with a save every 20
 steps. After every 100 steps, before the save of the last one, SIGKILL ends the launcher and all
-ranks, and the same command is started again at once. Goodput is the time that the steps take undisturbed, divided by the time that
-they take with the kills.
+ranks, and the same command is started again at once. Goodput is the time that the steps take
+undisturbed, divided by the time that they take with the kills.
 """
 
 import argparse
