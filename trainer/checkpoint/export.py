@@ -51,7 +51,7 @@ OTHER_PARTS = "model-other-parts.safetensors"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What an export needs from the training, besides the shards.
+    """The values that an export needs from the training, besides the shards.
 
     chat_template: None for the tokenizer's own, whose files are copied byte for byte; whole: set if
     the model's files hold more than is trained, which the export holds too; adapter: set if

@@ -42,7 +42,7 @@ class PackedBatch:
     sources_D: Tensor
     """Number of the source that each document comes from, int64."""
     start: int = 0
-    """Where its first token lies in the whole."""
+    """Index of its first token in the whole micro-batch."""
 
     @classmethod
     def of(
@@ -142,7 +142,7 @@ class PackedBatch:
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:
-    """How many of the tokens of a micro-batch each of `size` ranks holds, in their order."""
+    """Return how many tokens of a micro-batch each of `size` ranks holds, in rank order."""
     return [num_tokens * (rank + 1) // size - num_tokens * rank // size for rank in range(size)]
 
 

@@ -28,8 +28,8 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @dataclass(frozen=True)
 class Share:
-    """How often the rows of a source come in an epoch: with `repeat` 2.5 each twice, and half
-    of them once more.
+    """The rows of a source, and how often an epoch trains them: with `repeat` 2.5 each row twice, and
+    half of them a third time.
     """
 
     num_rows: int
@@ -160,7 +160,7 @@ class Schedule:
         return math.ceil(num_left / self.batch_size)
 
     def position(self, step: int) -> Position:
-        """Where the run stands after `step` finished steps, which is not before `start`."""
+        """Return the position of the run after `step` finished steps, which is not before `start`."""
         start = self.start
         assert step >= start.step
         num_steps = step - start.step
@@ -183,7 +183,7 @@ class Schedule:
         )
 
     def times_until(self, step: int) -> list[float]:
-        """How often the run has trained a row of each source by the end of `step`, on average."""
+        """Return how often the run has trained a row of each source by the end of `step`, on average."""
         end = self.position(max(step, self.start.step))
         num_epochs = end.epoch + end.samples_consumed / self.num_samples
         return [num_epochs * share.num_samples / share.num_rows for share in self.shares]
@@ -226,7 +226,7 @@ resume asks for the same places again.
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How this rank takes its part of every global batch."""
+    """The part of this rank in every global batch."""
 
     data_rank: int
     num_data_ranks: int
@@ -327,8 +327,8 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
 ) -> dict[str, float]:
-    """How a global batch was packed and dealt (`dealt`: for each data rank micro-batches of
-    indices), as metrics.
+    """Return metrics of how a global batch was packed and dealt. `dealt`: for each data rank its
+    micro-batches, each a list of indices.
     """
     num_tokens = int(lengths.sum())
     tokens_by_rank = [sum(int(lengths[index]) for part in rank for index in part) for rank in dealt]

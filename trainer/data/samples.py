@@ -68,8 +68,8 @@ class TokenDataset:
     rows: np.ndarray
     """`ROW` of each sample."""
     bounds: np.ndarray | None
-    """Where the samples of each kept row begin, int64 with the end of the last; None: each row
-    is one sample.
+    """Index of the first sample of each kept row, int64, with the end of the last; None: each row is
+    one sample.
     """
     mapped: tuple[MappedFile, ...] = ()
 

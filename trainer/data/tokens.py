@@ -109,7 +109,7 @@ def _located(item: MarkedText, encoding: Encoding) -> Located:
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
-    """Whether the tokens of a text together hold its bytes, or fewer where added tokens take in
+    """Return True if the tokens of a text together hold its bytes, or fewer where added tokens take in
     whitespace.
     """
     steps = state["pre_tokenizer"] or {}

@@ -43,7 +43,7 @@ class Scoring:
 
 
 class DocumentGroups:
-    """Where the rows (token * M + key head) of a micro-batch are in padded batches."""
+    """The places of the rows (token * M + key head) of a micro-batch in padded batches."""
 
     def __init__(
         self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device

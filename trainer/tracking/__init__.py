@@ -1,5 +1,5 @@
-"""Where metrics go: `metrics.jsonl` always, the chosen trackers beside it; none of them can
-stop or delay a run.
+"""Metrics are written to `metrics.jsonl` and sent to the chosen trackers. No tracker can stop or
+delay a run.
 """
 
 from trainer.tracking.facade import Tracking

@@ -36,7 +36,7 @@ _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier attempts left."""
+    """The metrics of earlier attempts, summed up."""
 
     num_attempts: int
     duration_s: float

@@ -1,4 +1,4 @@
-"""How checks are written: a function that looks at a run and yields findings, in plain sentences.
+"""A check is a function that looks at a run and yields findings, in plain sentences.
 
 `@finding` names the roles whose series the function is given, without which it cannot judge, and
 the profiles that it applies to. The function yields `fail`, `warn`, `note` and `info`. A check with

@@ -1,4 +1,4 @@
-"""How metrics moved together, in words."""
+"""Descriptions of how metrics moved together."""
 
 from collections import Counter
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 REPORT_TIMEOUT_S = 600.0
 AWAIT_MAIN_S = 20.0
-"""How long ranks wait for the main rank after an error that all of them have."""
+"""Ranks wait this long for the main rank after an error that all of them have."""
 
 
 @dataclass

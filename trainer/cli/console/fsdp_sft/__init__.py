@@ -1,5 +1,5 @@
-"""What the script `fsdp-sft` calls. Outside of `trainer`, to name another package that is found
-in its place.
+"""The entry point of the script `fsdp-sft`. It is outside of `trainer`, so that it can name another
+package of that name that Python finds first.
 """
 
 import sys
