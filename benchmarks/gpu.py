@@ -1,19 +1,19 @@
-"""Tokens per second and share of the GEMM ceiling on one GPU: sizes, levers, and TRL on the same
-card.
+"""Tokens per second and share of the GEMM ceiling on GPUs: sizes, levers, and TRL on the same card.
 
-    python benchmarks/gpu.py --sizes 0.6b 1.7b 4b 8b --levers --trl
+    python benchmarks/gpu.py --sizes 0.6b 1.7b 4b 8b --ranks 8 \
+        --levers "as configured" compiled LoRA --trl 1 2 4 8
 
 Models of the Qwen3 family's shapes with random weights train chats of 20 to 4,096 tokens, packed to
-at most `--pack-tokens` tokens per forward pass. Every run is `python -m trainer` (or TRL,
-`benchmarks/peers`) in a process of its own that is ended once `--steps` steps are logged: nothing
-is saved. The ceiling is one large bf16 matrix product. `--device cpu --sizes tiny` runs the same
-code on a machine without a GPU, to try it.
+at most `--pack-tokens` tokens per forward pass. A size that `plan` says does not fit is left out.
+Every run is the launcher (or TRL on one card, `benchmarks/peers`) in processes of its own, which
+end once `--steps` steps are logged: nothing is saved. The ceiling is one large bf16 matrix product.
+TRL runs without packing, because it packs correctly only with the flash-attn package.
+`--device cpu --sizes tiny` runs the same code on a machine without a GPU, to try it.
 """
 
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +30,10 @@ from measuring import REPOSITORY, header, middle, table, write_result
 from speed_cpu import PEERS
 
 from trainer.runtime import seeding
+from trainer.runtime.processes import kill_tree
+from trainer.tools.plan.memory import plan_memory
 from trainer.tracking import read_metrics
+from trainer.train.start.compose import load_config
 
 SHAPES = {
     # (hidden, layers, query heads, key heads, intermediate, vocabulary)
@@ -43,6 +46,8 @@ SHAPES = {
 TIED = ("tiny", "0.6b", "1.7b", "4b")
 BATCH, SKIP, NUM_CHATS = 64, 4, 2048
 POLL_S = 0.2
+NUM_LAUNCHER_WORDS = 4
+LORA = {"model.lora_rank": "16", "model.random_weights": "false"}
 LEVERS = {
     "as configured": {},
     "compiled": {"model.compile": "true"},
@@ -52,21 +57,56 @@ LEVERS = {
     "full recomputation": {"model.enable_gradient_checkpointing": "true"},
     "ZeRO-3 alone": {"model.fsdp_config.reshard_after_forward": "true"},
     "loader in the process": {"data.num_workers": "0"},
+    "LoRA": LORA,
+    "compiled LoRA": {**LORA, "model.compile": "true"},
 }
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The rate of one large square product: the most that products of a model can reach here."""
-    size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / min(seconds[1:]) / 1e12
+MATMUL = """
+import sys, time, torch
+device = torch.device(sys.argv[1])
+size = 8192 if device.type == "cuda" else 1024
+a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+seconds = []
+for _ in range(6):
+    started = time.perf_counter()
+    a @ a
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds.append(time.perf_counter() - started)
+print(2 * size**3 / min(seconds[1:]) / 1e12)
+"""
+WRITE_WEIGHTS = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained(sys.argv[1])
+with torch.device(sys.argv[2]):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+model.save_pretrained(sys.argv[1])
+"""
+CARD_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
+
+
+def matmul_tflops(device: str) -> float:
+    """Return the rate of one large square product: the most that products of a model can reach.
+
+    It runs in a process of its own, whose CUDA context does not stay on the card.
+    """
+    words = [sys.executable, "-c", MATMUL, device]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+def card_facts() -> dict[str, Any]:
+    """Return what `nvidia-smi` says of the first card, and the versions of CUDA and NCCL."""
+    words = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(CARD_FACTS)}", "--format=csv,noheader"]
+    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    versions = {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return dict(zip(CARD_FACTS, said.split(", "), strict=True)) | versions
+
+
+def planned_gib(command: list[str], num_ranks: int) -> float:
+    """Return the memory of a rank that `plan` predicts for a command of `our_command`."""
+    return plan_memory(load_config(command[NUM_LAUNCHER_WORDS:]), num_ranks).needed_gib
 
 
 def make_case(directory: Path, size: str) -> Case:
@@ -122,14 +162,11 @@ def our_command(
         "trainer.save_freq": -1,
         "trainer.seed": SEED,
         "trainer.default_local_dir": run_dir,
+        "trainer.log_every": 1,
         **lever,
     }
-    return [
-        sys.executable,
-        "-m",
-        "trainer",
-        *(f"{key}={value}" for key, value in overrides.items()),
-    ]
+    launcher = [sys.executable, "-m", "trainer.launch", str(arguments.ranks)]
+    return launcher + [f"{key}={value}" for key, value in overrides.items()]
 
 
 def run_until(
@@ -154,7 +191,7 @@ def run_until(
             time.sleep(POLL_S)
             rows = read_steps(rows_file) if rows_file.exists() else []
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
             process.wait()
     rows = read_steps(rows_file) if rows_file.exists() else []
     if len(rows) < num_rows:
@@ -201,51 +238,48 @@ def measure_size(
     case = make_case(directory / "case", size)
     write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
     flops = flops_per_token(case, arguments.steps)
+    if any("LoRA" in name for name in arguments.levers):  # it trains pretrained weights only
+        words = [sys.executable, "-c", WRITE_WEIGHTS, str(case.model), arguments.device]
+        subprocess.run(words, check=True)
     rows = []
-    for name, lever in LEVERS.items() if arguments.levers else [("as configured", {})]:
+    for name in arguments.levers:
         run_dir = directory / "runs" / name.replace(" ", "_")
         run_dir.parent.mkdir(exist_ok=True)
-        rows.append(
-            attempt(
-                f"{size} {name}",
-                our_command(case, run_dir, arguments, lever),
-                run_dir / "metrics.jsonl",
-                arguments,
-            )
-        )
-    if arguments.trl:
-        for micro_batch in (1, 2, 4, 8):
-            output = directory / f"trl_{micro_batch}.jsonl"
-            words = [sys.executable, str(PEERS / "hf_trainer.py"), "--case", str(case.directory)]
-            words += [
-                "--steps",
-                str(arguments.steps),
-                "--dtype",
-                "bfloat16",
-                "--output",
-                str(output),
-            ]
-            words += [
-                "--batch",
-                str(BATCH),
-                "--micro-batch",
-                str(micro_batch),
-                "--device",
-                arguments.device,
-            ]
-            words += [
-                "--random-weights",
-                *(["--option=recompute"] if arguments.recompute == "true" else []),
-            ]
-            rows.append(
-                attempt(f"{size} trl, {micro_batch} samples a forward", words, output, arguments)
-            )
+        command = our_command(case, run_dir, arguments, LEVERS[name])
+        planned = planned_gib(command, arguments.ranks)
+        if planned > arguments.memory_gib:
+            row = {"run": f"{size} {name}", "error": f"needs {planned:.1f} GiB by the plan"}
+        else:
+            row = attempt(f"{size} {name}", command, run_dir / "metrics.jsonl", arguments)
+        rows.append(row | {"planned_gib": planned})
+    for micro_batch in arguments.trl:
+        output = directory / f"trl_{micro_batch}.jsonl"
+        command = trl_command(case, output, arguments, micro_batch)
+        name = f"{size} trl, {micro_batch} samples a forward"
+        rows.append(attempt(name, command, output, arguments))
     for row in rows:
         if "tokens_per_s" in row:
             row["share of the GEMM ceiling"] = (
                 row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
             )
     return rows
+
+
+def trl_command(
+    case: Case, output: Path, arguments: argparse.Namespace, micro_batch: int
+) -> list[str]:
+    options = {
+        "case": case.directory,
+        "output": output,
+        "steps": arguments.steps,
+        "batch": BATCH,
+        "micro-batch": micro_batch,
+        "dtype": "bfloat16",
+        "device": arguments.device,
+    }
+    words = [sys.executable, str(PEERS / "hf_trainer.py"), "--random-weights"]
+    words += [f"--{key}={value}" for key, value in options.items()]
+    return words + (["--option=recompute"] if arguments.recompute == "true" else [])
 
 
 def attempt(
@@ -273,11 +307,13 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
     parser.add_argument(
-        "--levers", action="store_true", help="each lever alone against the run as configured"
+        "--levers", nargs="+", choices=list(LEVERS), default=[*LEVERS][:1], metavar="LEVER"
     )
     parser.add_argument(
-        "--trl", action="store_true", help="TRL in this environment, several micro-batches"
+        "--trl", nargs="+", type=int, default=[], metavar="SAMPLES", help="micro-batches of TRL"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="cards; TRL takes one of them")
+    parser.add_argument("--memory-gib", type=float, default=75.0, help="of a card, without margin")
     parser.add_argument("--recompute", choices=("false", "selective", "true"), default="false")
     parser.add_argument("--pack-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=12)
@@ -285,13 +321,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    ceiling = matmul_tflops(torch.device(arguments.device), torch.bfloat16)
+    ceiling = matmul_tflops(arguments.device)
     rows: list[dict[str, Any]] = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as directory:
             rows += measure_size(size, Path(directory), arguments, ceiling)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-    result = {**header(), "device": device, "gemm_tflops": round(ceiling, 3), "rows": rows}
+    card = card_facts() if arguments.device == "cuda" else {"name": "cpu"}
+    result = {**header(), "card": card, "gemm_tflops": round(ceiling, 3), "rows": rows}
     print(table(["run", "tokens/s", "of ceiling", "peak GiB"], (cells(row) for row in rows)))
     write_result("gpu", result, arguments.output)
 

@@ -68,21 +68,23 @@ def peer_versions(*packages: str) -> dict[str, str]:
     return dict(zip(packages, found.stdout.split(), strict=True))
 
 
+def described_commit() -> str:
+    words = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(words, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 def header() -> dict[str, Any]:
-    """Command (files by their name), commit, versions and machine of a result file."""
+    """Command (files by their name), commit, versions and machine of a result file.
+
+    The environment variable COMMIT names the commit of a copy without its git directory.
+    """
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
     return {
         "command": " ".join(
             ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *arguments]
         ),
-        "commit": commit,
+        "commit": os.environ.get("COMMIT") or described_commit(),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
         "machine": {

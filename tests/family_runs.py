@@ -89,13 +89,15 @@ def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
     )
 
 
-def interrupted_run(root: Path, model: Path, *more: str) -> dict[str, Any]:
+def interrupted_run(
+    root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS
+) -> dict[str, Any]:
     """Tell how a run in one go differs from one that was killed and started again; `root` is the
     model's own.
     """
     straight, killed = root / "straight", root / "killed"
     code, output = whole_runs.run(
-        NUM_RANKS, *words_of_run(root, model, straight), *more, log=root / "straight.log"
+        num_ranks, *words_of_run(root, model, straight), *more, log=root / "straight.log"
     )
     if code != EXIT_DONE:
         return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
@@ -103,9 +105,9 @@ def interrupted_run(root: Path, model: Path, *more: str) -> dict[str, Any]:
         partial(whole_runs.stop_in_step, KILLED_IN_STEP, signal.SIGKILL),
         (*words_of_run(root, model, killed), *more),
     )
-    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
+    code, output = whole_runs.run(num_ranks, *words, log=root / "killed.log", before=kill)
     assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
-    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "resumed.log")
+    code, output = whole_runs.run(num_ranks, *words, log=root / "resumed.log")
     if code != EXIT_DONE:
         return {"exit code": code, "said": error_in(output)}
     assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output

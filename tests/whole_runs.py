@@ -175,7 +175,7 @@ def run(
     *words: str,
     log: Path,
     before: Callable[[], None] | None = None,
-    timeout_s: float = 90.0,
+    timeout_s: float = 180.0,
 ) -> tuple[int | None, str]:
     """(exit code, output) of one start."""
     with started(num_ranks, *words, log=log, before=before) as attempt:

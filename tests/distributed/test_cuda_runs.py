@@ -1,0 +1,150 @@
+"""Whole runs on a card: the losses of a CPU run, a bit-equal resume, and the released structures.
+
+`SFT_TEST_DEVICE=cpu` runs these tests without a card, to check the tests themselves.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import whole_runs
+from checkpoint_table import CHECKPOINTS, losses, write_replica
+from family_runs import EQUAL, error_in, interrupted_run, save_tokenizer, words_of_run
+from family_runs import write_samples as write_rows
+from family_trials import save_model
+from transformers import AutoModelForCausalLM
+
+from trainer.tracking import read_metrics
+
+DEVICE = os.environ.get("SFT_TEST_DEVICE", "cuda")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+ON_CARD = (
+    f"trainer.device={DEVICE}",
+    "trainer.deterministic=true",
+    "model.fsdp_config.param_dtype=bfloat16",
+    "trainer.checkpoint.async_save=true",
+    "data.num_workers=1",
+    "optim.lr=1e-3",
+)
+ON_CPU = ("optim.lr=1e-3",)
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "as configured": (),
+    "recomputed": ("model.enable_gradient_checkpointing=true",),
+    "recomputed in part": ("model.enable_gradient_checkpointing=selective",),
+    "inputs in host memory": ("model.enable_gradient_checkpointing=offload",),
+    "parameters in host memory": ("model.fsdp_config.cpu_offload=true",),
+    "parameters freed": ("model.fsdp_config.reshard_after_forward=true",),
+    "documents alone": ("model.attention=per_document",),
+    "bfloat16 state": ("optim.state_dtype=bfloat16", "model.master_dtype=bfloat16"),
+    "Muon": ("optim.name=muon",),
+    "LoRA": ("model.lora_rank=8",),
+    "compiled": ("model.compile=true",),
+    "compiled, recomputed in part": (
+        "model.compile=true",
+        "model.enable_gradient_checkpointing=selective",
+    ),
+    "compiled LoRA": ("model.compile=true", "model.lora_rank=8"),
+}
+CUDA_ONLY = ("model.compile", "model.enable_gradient_checkpointing", "model.fsdp_config")
+"""Settings that must not change a number, so the run on the CPU leaves them out."""
+NUM_COMPARED = 4
+"""Steps to compare in bfloat16; rounding errors grow from step to step."""
+NUM_RANKS = [
+    1,
+    pytest.param(
+        2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 with heads of 128, two query heads for each key head, and 32,000 tokens."""
+    path = tmp_path_factory.mktemp("qwen3") / "model"
+    save_model(
+        path,
+        "qwen3",
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=128,
+        vocab_size=32_000,
+        initializer_range=0.02,
+    )
+    save_tokenizer(path)
+    return path
+
+
+def run(root: Path, name: str, model: Path, *words: str) -> list[dict[str, float]]:
+    """Train on one rank; return the rows of its steps."""
+    log = root / f"{name}.log"
+    run_words = (*words_of_run(root, model, root / name), *words)
+    code, output = whole_runs.run(1, *run_words, log=log, timeout_s=300)
+    assert code == 0, error_in(output) + output[-3000:]
+    return read_metrics(root / name / "metrics.jsonl")
+
+
+def largest_difference(
+    left: list[dict[str, float]], right: list[dict[str, float]], key: str
+) -> float:
+    """Relative, over the first steps."""
+    pairs = list(zip(left[:NUM_COMPARED], right[:NUM_COMPARED], strict=True))
+    assert len(pairs) == NUM_COMPARED
+    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
+    tmp_path, model, setting, num_ranks
+):
+    """The CPU computes in float32; the card rounds to bfloat16."""
+    write_rows(tmp_path / "samples.jsonl")
+    words = SETTINGS[setting]
+    found = interrupted_run(tmp_path, model, *ON_CARD, *words, num_ranks=num_ranks)
+    assert found == EQUAL
+    plain = [word for word in words if not word.startswith(CUDA_ONLY)]
+    on_cpu = run(tmp_path, "on_cpu", model, *ON_CPU, *plain)
+    on_card = read_metrics(tmp_path / "straight" / "metrics.jsonl")
+    assert largest_difference(on_card, on_cpu, "train/loss") < 5e-3
+    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 3e-2
+
+
+@pytest.mark.parametrize("words", [(), ("model.lora_rank=8",), ("optim.name=muon",)])
+def test_float32_on_a_card_equals_float32_on_a_cpu(tmp_path, model, words):
+    write_rows(tmp_path / "samples.jsonl")
+    single = ("model.fsdp_config.param_dtype=float32",)
+    on_card = run(tmp_path, "on_card", model, *ON_CARD, *single, *words)
+    on_cpu = run(tmp_path, "on_cpu", model, *ON_CPU, *words)
+    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5
+    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 1e-4
+
+
+def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_path, model):
+    write_rows(tmp_path / "samples.jsonl")
+    run(tmp_path, "run", model, *ON_CARD)
+    checkpoint = tmp_path / "run" / "global_step_6"
+    loaded = AutoModelForCausalLM.from_pretrained(
+        checkpoint / "huggingface", dtype=torch.float32
+    ).to(DEVICE)
+    shard = torch.load(checkpoint / "model_world_size_1_rank_0.pt", weights_only=True)
+    for name, parameter in loaded.named_parameters():
+        saved = shard[name]
+        local = getattr(saved, "_local_tensor", saved)
+        assert torch.equal(parameter.cpu(), local), name
+    ids = torch.arange(24, device=DEVICE)[None]
+    assert loaded(input_ids=ids, labels=ids).loss.isfinite()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_released_structure_trains_on_a_card_as_on_a_cpu(tmp_path, name):
+    """Also in bfloat16, where the self-check compares its kernels with those of transformers."""
+    write_replica(tmp_path, CHECKPOINTS[name])
+    write_rows(tmp_path / "samples.jsonl")
+    single = ("model.fsdp_config.param_dtype=float32",)
+    on_card = run(tmp_path, "on_card", tmp_path / "model", *ON_CARD, *single)
+    on_cpu = run(tmp_path, "on_cpu", tmp_path / "model", *ON_CPU)
+    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-3
+    run(tmp_path, "bfloat16", tmp_path / "model", *ON_CARD, "trainer.deterministic=false")
+    assert len(losses(tmp_path, "bfloat16")) == len(losses(tmp_path, "on_cpu"))
