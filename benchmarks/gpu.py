@@ -175,7 +175,8 @@ def run_until(
     """Rows of training steps written by the time there are `num_rows`; the process group is
     ended then.
     """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     log = (
         rows_file.parent.with_suffix(".log")
         if rows_file.name == "metrics.jsonl"
