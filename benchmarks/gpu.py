@@ -44,7 +44,7 @@ SHAPES = {
     "8b": (4096, 36, 32, 8, 12288, 151936),
 }
 TIED = ("tiny", "0.6b", "1.7b", "4b")
-BATCH, SKIP, NUM_CHATS = 64, 4, 2048
+BATCH, SKIP, NUM_CHATS = 64, 4, 1024
 POLL_S = 0.2
 NUM_LAUNCHER_WORDS = 4
 LORA = {"model.lora_rank": "16", "model.random_weights": "false"}
@@ -314,7 +314,7 @@ def main() -> None:
         "--trl", nargs="+", type=int, default=[], metavar="SAMPLES", help="micro-batches of TRL"
     )
     parser.add_argument("--ranks", type=int, default=1, help="cards; TRL takes one of them")
-    parser.add_argument("--memory-gib", type=float, default=75.0, help="of a card, without margin")
+    parser.add_argument("--memory-gib", type=float, default=75.0, help="of a card, less a margin")
     parser.add_argument("--recompute", choices=("false", "selective", "true"), default="false")
     parser.add_argument("--pack-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=12)
