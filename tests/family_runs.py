@@ -117,9 +117,10 @@ def interrupted_run(
 
 
 def error_in(output: str) -> str:
-    """What a run that failed says of it."""
+    """What a run that failed says of it: the first error of its own, or the end of a traceback."""
     lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("ERROR")), "".join(lines[-1:]))
+    errors = [line for line in lines if line.startswith("ERROR") and "Traceback" not in line]
+    return errors[0] if errors else "\n".join(lines[-8:])
 
 
 def export_faults(checkpoint: Path) -> list[str]:
