@@ -158,7 +158,7 @@ class MadeRuns(Runs):
         run.run_dir.mkdir()
         lines = (json.dumps({"kind": "train", "attempt": 1, **row}) for row in self.made[name])
         (run.run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        run.log.write_text("documents run packed\nself-check  loss\n    equal within 1e-06\n")
+        run.log.write_text("documents are packed\nself-check  loss\n    equal within 1e-06\n")
         return run
 
 

@@ -119,7 +119,7 @@ def how_documents_run(design: Design) -> str:
     if design.reason is not None:
         return f"documents run one by one (slower): {design.reason}"
     looped = state_mixers.looped_kinds(design.model)
-    return "documents run packed" + (
+    return "documents are packed" + (
         f"; looped over documents: {', '.join(looped)}" if looped else ""
     )
 

@@ -90,7 +90,7 @@ def _normal(run: AnalysedRun) -> str:
         for role, (word, is_good) in courses.items()
         if run.find(role) and is_good(run.levels(role))
     ]
-    rest = "no check objects" if run.anomalies else "nothing left its usual range"
+    rest = "no check objects" if run.anomalies else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 
 

@@ -52,7 +52,7 @@ def check_ranks(runs: Runs) -> Checked:
 
 def check_packing(runs: Runs) -> Checked:
     """Compare the steps of packed documents with those of documents that run alone."""
-    if "documents run packed" not in runs.straight.said():
+    if "documents are packed" not in runs.straight.said():
         return Checked("skip", "documents of this model are never packed")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
