@@ -192,7 +192,7 @@ def run(
             **changes,
         },
     )
-    parts.guard.note_rollbacks(start.rollbacks)
+    parts.guard.rollbacks = start.rollbacks
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint)

@@ -12,7 +12,7 @@ from trainer.data.batch import LossOutput
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import metrics
-from trainer.train.guard import Decision
+from trainer.train.parts import Decision
 from trainer.train.run import Run, is_due
 from trainer.train.step import training_step
 from trainer.train.validation import Validation

@@ -17,12 +17,22 @@ from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.model.experts import Routers
 from trainer.optim.clip import local_square_sum, square_sum
 from trainer.tracking.row_losses import SampleLosses
-from trainer.train.guard import Decision, Guard
 from trainer.train.packet import Packet, Totals, Values
 from trainer.train.source_losses import losses_by_source
 
 RARE_EVERY = 50
 """Steps between measurements that cost a pass over the parameters or change slowly."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The guard's answer to a step or a validation; equal on all ranks."""
+
+    rollback_onset: int | None = None
+    """The step with which the trouble began: go back to a checkpoint before it."""
+    is_stop: bool = False
+    """Stop the run, unless it can be rolled back."""
+    reason: str = ""
 
 
 @dataclass
@@ -197,33 +207,6 @@ class RowLosses(Part):
         loss_sums, tokens = step.totals.vectors["sample_losses"]
         ids = tuple(dict.fromkeys(step.batch.sample_ids))
         self._log(step.batch.step, SampleLosses(ids, tokens, loss_sums))
-
-
-class Supervision(Part):
-    """The guard's place in a step."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def by_rank(self) -> Values:
-        return {"decisions": self._guard.num_decisions}
-
-    def after_step(self, step: StepResult) -> None:
-        """Raise `RuntimeError` where ranks have decided differently so far."""
-        decisions = step.totals.by_rank["decisions"]
-        if len(set(decisions)) > 1:
-            raise RuntimeError(
-                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
-            )
-        is_skipped = bool(step.totals.sums["is_skipped"])
-        step.decision = self._guard.observe(step.batch.step, step.signals, is_skipped=is_skipped)
-        step.row |= self._guard.scores()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._guard.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self._guard.load_state_dict(state_dict)
 
 
 class Norms(Part):

@@ -34,7 +34,6 @@ from trainer.train.parts import (
     RouterLoad,
     RowLosses,
     SourceLosses,
-    Supervision,
     blocks_of,
 )
 
@@ -136,7 +135,7 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "sources": lambda run: SourceLosses(),
     "terms": lambda run: LossTerms(run.model),
     "rows": lambda run: RowLosses(run.log_rows),
-    "guard": lambda run: Supervision(run.guard),
+    "guard": lambda run: run.guard,
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,
 }
