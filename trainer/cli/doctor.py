@@ -21,8 +21,8 @@ from trainer.launch.checks import Checked, launch_of
 from trainer.tools.verify import checks
 
 EXIT_WELL, EXIT_FAILS = 0, 1
-Found = list[tuple[str, Checked | None]]
-"""Names of checks and their findings; None for a check that was skipped."""
+Found = list[tuple[str, Checked]]
+"""Names of checks and their findings."""
 
 
 @as_command()
@@ -55,18 +55,19 @@ def main(argv: list[str]) -> int:
     from trainer.tools.verify.runs import Runs
     from trainer.tools.verify.training import NEEDS, RUN_CHECKS
 
-    def shown(found: Iterator[tuple[str, Checked | None]]) -> Found:
+    def shown(found: Iterator[tuple[str, Checked]]) -> Found:
         said = []
         for name, checked in found:
             said.append((name, checked))
-            if checked is not None and not options.json:
+            if not options.json:
                 print(checked.line(name), flush=True)
         return said
 
     all_checks = {**checks.CHECKS, "memory and disk": memory_and_disk}
     found = shown(checks.examine(all_checks, launch, checks.NEEDS))
     if options.run and _has_failed(found):
-        found += [(name, None) for name in RUN_CHECKS]
+        skipped = Checked("skip", "needs all checks above")
+        found += shown((name, skipped) for name in RUN_CHECKS)
     elif options.run:
         with _temporary_directory() as directory:
             runs = Runs(
@@ -77,17 +78,14 @@ def main(argv: list[str]) -> int:
                 planned_gib=lambda config, num_ranks: plan_memory(config, num_ranks).needed_gib,
             )
             found += shown(checks.examine(RUN_CHECKS, runs, NEEDS))
-    waiting = [name for name, checked in found if checked is None]
     if options.json:
-        lines = [{"check": name, **asdict(checked)} for name, checked in found if checked]
-        print(json.dumps({"checks": lines, "not_checked": waiting}, indent=1))
-    elif waiting:
-        print(f"skipped until the failures are fixed: {', '.join(waiting)}")
+        lines = [{"check": name, **asdict(checked)} for name, checked in found]
+        print(json.dumps({"checks": lines}, indent=1))
     return EXIT_FAILS if _has_failed(found) else EXIT_WELL
 
 
 def _has_failed(found: Found) -> bool:
-    return any(checked is not None and checked.level == "fail" for _, checked in found)
+    return any(checked.level == "fail" for _, checked in found)
 
 
 @contextmanager

@@ -187,13 +187,13 @@ def examine(
     checks: Mapping[str, Callable[[Subject], Iterator[Checked] | Checked]],
     subject: Subject,
     needs: Mapping[str, set[str]],
-) -> Iterator[tuple[str, Checked | None]]:
-    """Yield name and finding of each check; None for a check that is skipped after a failed one."""
+) -> Iterator[tuple[str, Checked]]:
+    """Yield name and finding of each check. One that needs a failed check is skipped."""
     broken = set[str]()
     for name, check in checks.items():
-        if needs.get(name, set()) & broken:
+        if missing := needs.get(name, set()) & broken:
             broken.add(name)
-            yield name, None
+            yield name, Checked("skip", f"needs {', '.join(sorted(missing))}")
             continue
         for found in _findings(check, subject):
             if found.level == "fail":
