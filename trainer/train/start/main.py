@@ -119,7 +119,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         if setup.world.is_main:
             held.tracking = make_tracking(setup)
         parts = build_run(setup, held.tracking, stop, heartbeat)
-        held.checkpoints = parts.checkpoints
+        held.run = parts
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, setup)
         parts.checkpoints.prepare()  # after the resume, which may delete old checkpoints
@@ -131,7 +131,6 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
             held.tracking.start(start.position.step)
             held.tracking.describe(described)
         held.exit_code = fit(parts)
-        held.last_step, held.best = parts.batches.step, parts.guard.validation_scores()
     return held.exit_code
 
 
