@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -124,18 +123,12 @@ def _parse_override(word: str) -> dict[str, Any]:
     return value
 
 
-def as_word(value: Any) -> str:
-    """Return a value as it is written in an override."""
-    if isinstance(value, str):
-        # Backslashes escape a quote, and the backslashes before a quote or the end.
-        escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-        escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
-        return f"'{escaped}'"
-    if isinstance(value, list):
-        return f"[{','.join(map(as_word, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{as_word(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value)
+def as_word(text: str) -> str:
+    """Return a text as it is written in an override."""
+    # Backslashes escape a quote, and the backslashes before a quote or the end.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
+    return f"'{escaped}'"
 
 
 def _is_recipe(word: str) -> bool:
