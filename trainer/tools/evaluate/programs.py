@@ -70,7 +70,7 @@ def require_isolation() -> str:
     )
 
 
-def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> str:
+def run_tests(code: str, tests: list[str]) -> str:
     """Return why `code` does not pass `tests`; empty if it passes.
 
     A test is an expression that must be true, or statements that must not raise. Tests and program
@@ -80,7 +80,7 @@ def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> 
     job = {
         "code": code,
         "tests": tests,
-        "seconds": limit_s,
+        "seconds": TIME_LIMIT_S,
         "memory_bytes": MEMORY_BYTES,
         "max_tasks": MAX_PROCESSES + (_num_tasks_of_user() if uid is None else 0),
         "uid": uid,
@@ -92,9 +92,7 @@ def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> 
         return judge([*bubblewrap, sys.executable], program_runner.__file__, job, work)
 
 
-def judge(
-    python: list[str], runner: str, job: dict[str, Any], work: str, *, user: int | None = None
-) -> str:
+def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str:
     """Run a job in the directory `work`, and return why it fails; empty if it passes."""
     process = subprocess.Popen(
         [*python, "-I", "-S", "-B", runner],
@@ -104,7 +102,6 @@ def judge(
         cwd=work,
         env={"LANG": "C.UTF-8"},
         start_new_session=True,
-        user=user,
     )
     assert process.stdin is not None and process.stdout is not None
     with process:
