@@ -6,7 +6,7 @@ Only the checks that need torch import it.
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.retention import existing_parent
@@ -26,7 +26,7 @@ MIRROR_WITHIN_S = 10.0
 MIN_FREE_SHARE = 0.9
 """Share of a card's memory that must be free; the driver keeps some."""
 
-Subject = TypeVar("Subject")
+AnyCheck = Callable[[Any], Iterator[Checked] | Checked]
 
 
 def requirements(launch: Launch) -> Iterator[Checked]:
@@ -184,12 +184,11 @@ NEEDS = {
 
 
 def examine(
-    checks: Mapping[str, Callable[[Subject], Iterator[Checked] | Checked]],
-    subject: Subject,
-    needs: Mapping[str, set[str]],
+    checks: Mapping[str, AnyCheck], subject: Any, needs: Mapping[str, set[str]], broken: set[str]
 ) -> Iterator[tuple[str, Checked]]:
-    """Yield name and finding of each check. One that needs a failed check is skipped."""
-    broken = set[str]()
+    """Yield name and finding of each check. One that needs a check in `broken` is skipped. Adds the
+    names of failed and skipped checks to `broken`.
+    """
     for name, check in checks.items():
         if missing := needs.get(name, set()) & broken:
             broken.add(name)
@@ -201,9 +200,7 @@ def examine(
             yield name, found
 
 
-def _findings(
-    check: Callable[[Subject], Iterator[Checked] | Checked], subject: Subject
-) -> list[Checked]:
+def _findings(check: AnyCheck, subject: Any) -> list[Checked]:
     try:
         found = check(subject)
         if isinstance(found, Checked):
