@@ -2,17 +2,17 @@
 reports.
 """
 
-import contextlib
-import os
 import subprocess
-import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 
+import psutil
 import torch
 
+from trainer.runtime.processes import begun
+
 GIB = 2**30
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PERIOD_S = 10.0
 ALLOCATOR = {
     "memory/allocated_gib": "allocated_bytes.all.current",
@@ -32,9 +32,7 @@ class Memory:
     """The only one that resets the allocator's peaks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # stays open, since every step reads it
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._device, self._process = device, psutil.Process()
         self._device_gib = 0.0
         if device.type == "cuda":
             self._device_gib = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -43,9 +41,7 @@ class Memory:
         """Return metrics: memory of the process; on CUDA also the allocator's, with its peaks since
         the last call.
         """
-        # the file holds "size resident shared …" in pages
-        num_pages = int(os.pread(self._statm, 128, 0).split()[1])
-        found = {"memory/cpu/rss_gib": num_pages * PAGE_BYTES / GIB}
+        found = {"memory/cpu/rss_gib": self._process.memory_info().rss / GIB}
         if not self._device_gib:
             return found
         stats = torch.cuda.memory_stats(self._device)
@@ -66,16 +62,14 @@ class GpuSampler:
         self.last: Mapping[str, float] = {}
         """The newest sample as metrics; empty before the first."""
         if device.type == "cuda":
-            threading.Thread(
-                target=self._work, args=(device,), name="gpu-sampler", daemon=True
-            ).start()
+            begun(partial(self._work, device), name="gpu-sampler")
 
     def _work(self, device: torch.device) -> None:
-        with contextlib.suppress(Exception):  # the driver or the permission is missing
-            torch.cuda.set_device(device)
-            while True:
-                time.sleep(PERIOD_S)
-                self.last = sample(device)
+        """Sample until the driver or the permission is missing."""
+        torch.cuda.set_device(device)
+        while True:
+            time.sleep(PERIOD_S)
+            self.last = sample(device)
 
 
 def sample(device: torch.device) -> dict[str, float]:
