@@ -35,7 +35,7 @@ from trainer.runtime.progress import History
 from trainer.runtime.signals import StopRequest
 from trainer.train import step
 from trainer.train.fit import fit
-from trainer.train.run import Cadence, Run
+from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
@@ -187,7 +187,7 @@ def run(
         start=start.position,
         skipped_steps=start.rollbacks.skipped_steps,
         **{
-            "cadence": Cadence(recipe.total_steps, recipe.save_freq, -1),
+            "save_freq": recipe.save_freq,
             "stop": stop or StopRequest(),
             **changes,
         },

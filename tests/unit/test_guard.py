@@ -182,9 +182,7 @@ def test_overfitting_is_reported_and_only_early_stopping_ends_the_run(patience, 
     events: Events = []
     guard = new_guard(events, early_stop_patience=patience)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
-    decisions = [
-        guard.observe_validation(step, val, train_loss=train) for step, train, val in curve
-    ]
-    assert [decision.is_stop for decision in decisions] == expected
+    ends = [guard.observe_validation(step, val, train_loss=train) for step, train, val in curve]
+    assert ends == expected
     assert events[0] == ("overfit", 2000, "warn") and guard.history.best_step == 1000
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}

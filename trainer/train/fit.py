@@ -12,7 +12,6 @@ from trainer.data.batch import LossOutput
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import metrics
-from trainer.train.parts import Decision
 from trainer.train.run import Run, is_due
 from trainer.train.step import training_step
 from trainer.train.validation import Validation
@@ -77,11 +76,11 @@ def _settle_debts(run: Run) -> int | None:
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
     """Validate and save if due. Return the exit code if the run ends here."""
-    is_last = step >= run.cadence.total_steps
-    if is_last or is_due(run.cadence.test_freq, step):
-        is_last |= validate(run, step).is_stop
+    is_last = step >= run.batches.last_step
+    if is_last or is_due(run.test_freq, step):
+        is_last |= validate(run, step)
     is_ending = run.is_stopping or is_last
-    if is_ending or run.is_save_requested or is_due(run.cadence.save_freq, step):
+    if is_ending or run.is_save_requested or is_due(run.save_freq, step):
         _save(run, row, is_required=is_ending)
     if run.is_stopping and (not is_last or run.loop.owes_validation):
         return _stopped(run, step)
@@ -135,22 +134,22 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     return True
 
 
-def validate(run: Run, step: int) -> Decision:
+def validate(run: Run, step: int) -> bool:
     """Measure, log and judge the model after `step` over every validation sample, token-weighted.
-    A stop request before the end leaves the validation owed.
+    Return whether the run ends early. A stop request before the end leaves the validation owed.
     """
     run.loop.owes_validation = run.validation_batches is not None
     if run.validation_batches is None or run.is_stopping:
-        return Decision()
+        return False
     row = _measure(run, run.validation_batches)
     if row is None:
-        return Decision()
+        return False
     run.loop.owes_validation = False
-    decision = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
-    run.loop.has_stopped_early = decision.is_stop
+    is_over = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
+    run.loop.has_stopped_early = is_over
     run.log({**row, **run.guard.validation_scores()}, step)
     run.meter.clock.exclude()
-    return decision
+    return is_over
 
 
 @torch.no_grad()

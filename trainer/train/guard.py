@@ -113,10 +113,12 @@ class Guard(Remembered, Part):
             onset, is_stop = None, True
         return Decision(onset, is_stop, reason)
 
-    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision:
-        """Note a validation; stop after `early_stop_patience` validations without a better one."""
+    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
+        """Note a validation. Return whether the run ends, after `early_stop_patience` validations
+        without a better one.
+        """
         if not (isfinite(loss) and isfinite(train_loss)):
-            return Decision()
+            return False
         if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             message = (
                 f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step "
@@ -124,11 +126,14 @@ class Guard(Remembered, Part):
             )
             self._tell("overfit", step, message, "warn")
         if not self._overfit.is_exhausted:
-            return Decision()
-        reason = f"val/loss has not improved in {self._patience} validations"
-        self._tell("early_stop", step, f"{reason}; best at step {self._overfit.best_step}", "info")
+            return False
+        message = (
+            f"val/loss has not improved in {self._patience} validations; best at step "
+            f"{self._overfit.best_step}"
+        )
+        self._tell("early_stop", step, message, "info")
         self.num_decisions += 1
-        return Decision(is_stop=True, reason=reason)
+        return True
 
     @property
     def history(self) -> History:

@@ -26,7 +26,7 @@ RARE_EVERY = 50
 
 @dataclass(frozen=True)
 class Decision:
-    """The guard's answer to a step or a validation; equal on all ranks."""
+    """The guard's answer to a step; equal on all ranks."""
 
     rollback_onset: int | None = None
     """The step with which the trouble began: go back to a checkpoint before it."""

@@ -40,19 +40,10 @@ from trainer.train.parts import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """When validations and saves happen, in steps counted from 1; a frequency of -1 means only at
-    the end.
-    """
-
-    total_steps: int
-    save_freq: int
-    test_freq: int
-
-
 def is_due(every: int, step: int) -> bool:
-    """Return whether something with this frequency happens after a step."""
+    """Return whether something with this frequency happens after a step, counted from 1. -1 means
+    only at the end.
+    """
     return every > 0 and step % every == 0
 
 
@@ -73,7 +64,8 @@ class Run:
     """It returns the place (`file:line`) of a sample id."""
     tracking: Tracking | None
     """On the main rank only."""
-    cadence: Cadence
+    save_freq: int
+    test_freq: int
     seed: int
     max_norm: float
     """Gradients are clipped to it."""

@@ -44,7 +44,7 @@ from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking
 from trainer.train.detection import require_usable_rules
 from trainer.train.fit import fit
-from trainer.train.run import Cadence, Run
+from trainer.train.run import Run
 from trainer.train.start.agreement import facts_of, require_model_unchanged
 from trainer.train.start.end import RunResources, already_complete, giving_back
 from trainer.train.start.inputs import Inputs, prepare_inputs
@@ -166,7 +166,8 @@ def build_run(
         meter=make_meter(setup, model, tracking),
         location=inputs.train.location,
         tracking=tracking,
-        cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,
@@ -301,7 +302,7 @@ def _announce(parts: Run, inputs: Inputs) -> str:
         inputs.validation,
         schedule=parts.batches.schedule,
         plan=parts.batches.plan,
-        total_steps=parts.cadence.total_steps,
+        total_steps=parts.batches.last_step,
         tokenizer=inputs.tokenizer,
         device=distributed.device_name(parts.world.device),
         lr=f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps",
