@@ -113,6 +113,16 @@ class Run:
             **self.parts,
         }
 
+    def tell(self, kind: str, step: int, message: str, level: str) -> None:
+        """Write to the run's events, which put warnings on the console too. Other ranks log
+        warnings.
+        """
+        if self.tracking is not None:
+            self.tracking.event(kind, step, message, level)
+            self.tracking.flush()
+        elif level == "warn":
+            logger.warning("step %d: %s", step, message)
+
     def log_rows(self, step: int, losses: SampleLosses) -> None:
         if self.tracking is not None:
             self.tracking.log_rows(step, losses, self.location)

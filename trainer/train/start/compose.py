@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -48,11 +49,11 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
-def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
+def with_recipe(words: list[str]) -> list[str]:
     """Return the overrides with the default recipe if they name none. Print its name on stderr."""
     if any(map(_is_recipe, words)):
         return words
-    if recipe := env.get("SFT_EXPERIMENT"):
+    if recipe := os.environ.get("SFT_EXPERIMENT"):
         note = f"{recipe} (SFT_EXPERIMENT)"
     elif Path(LOCAL_RECIPE).is_file():
         recipe, note = str(Path(LOCAL_RECIPE).absolute()), LOCAL_RECIPE
@@ -165,7 +166,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
-        _require_harmless(path, text)
+        _require_harmless(text)
         tree = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -175,20 +176,21 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"recipe {path} contains no keys: see those in conf/experiment")
     values: Any = OmegaConf.to_container(tree)
-    _require_plain_references(path, values)
     return values
 
 
-def _require_harmless(path: Path, text: str) -> None:
+def _require_harmless(text: str) -> None:
     """Refuse a recipe that would exhaust the machine: aliases of aliases grow without bound, and
-    deep nesting takes the parser minutes.
+    deep nesting takes the parser minutes. Refuse interpolations other than `${group.key}`: a recipe
+    from elsewhere could read a secret from the environment, which the run would log with its
+    configuration.
 
     It looks at the parser's events before anything is built. Raises `ConfigError`,
     `yaml.YAMLError`.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"recipe {path}, line {event.start_mark.line + 1}"
+        place = f"line {event.start_mark.line + 1}"
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
@@ -198,18 +200,10 @@ def _require_harmless(path: Path, text: str) -> None:
             )
         if depth > MAX_RECIPE_DEPTH:
             raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
-
-
-def _require_plain_references(path: Path, value: Any) -> None:
-    """Refuse interpolations other than `${group.key}`: a recipe from elsewhere could read a secret
-    from the environment, which the run would log with its configuration. Raises `ConfigError`.
-    """
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _require_plain_references(path, item)
-    elif isinstance(value, str) and "${" in re.sub(r"\$\{[\w.]+\}", "", value):
-        raise ConfigError(
-            f"recipe {path}: {value!r:.200} is not a reference to a key (${{group.key}}); values "
-            f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
-            f"the key on the command line"
-        )
+        is_text = isinstance(event, yaml.ScalarEvent)
+        if is_text and "${" in re.sub(r"\$\{[\w.]+\}", "", event.value):
+            raise ConfigError(
+                f"{place}: {event.value!r:.200} is not a reference to a key (${{group.key}}); values "
+                f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
+                f"the key on the command line"
+            )

@@ -5,9 +5,7 @@ This is the only file that knows all concrete parts.
 
 import hashlib
 import logging
-import math
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,22 +225,12 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
         fingerprints=setup.start.fingerprints,
         card=_card_facts(setup),
     )
-    save_every_s = parse_duration_s(trainer.save_every) if trainer.save_every else math.inf
     return CheckpointManager(
         saver,
         state=parts.stateful_parts(),
-        tell=partial(_tell, parts.tracking),
-        save_every_s=save_every_s,
+        tell=parts.tell,
+        save_every_s=parse_duration_s(trainer.save_every),
     )
-
-
-def _tell(tracking: Tracking | None, kind: str, step: int, message: str, level: str) -> None:
-    """Write to the run's events, which put warnings on the console too. Other ranks log warnings."""
-    if tracking is not None:
-        tracking.event(kind, step, message, level)
-        tracking.flush()
-    elif level == "warn":
-        logger.warning("step %d: %s", step, message)
 
 
 OF_THIS_MACHINE = (
