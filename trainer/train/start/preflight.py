@@ -16,7 +16,7 @@ from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source,
 from trainer.data.files import resolve_files
 from trainer.errors import DataError
 from trainer.model.source import find_model, require_adapters, require_model
-from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+from trainer.quickstart import TRAIN_FILE
 from trainer.tracking.facade import require_backends
 from trainer.tracking.run_info import FILE_NAME, RunFile
 from trainer.train.detection import require_usable_rules
@@ -89,8 +89,6 @@ def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda:
 
     `progress` is called as bytes arrive.
     """
-    if model.partial_pretrain == QUICKSTART:
-        return str(MODEL_DIR)
     return find_model(
         model.partial_pretrain, random_weights=model.random_weights, progress=progress
     )
@@ -117,11 +115,6 @@ def _require_templates(config: Config) -> None:
         read_chat_template(template)
 
 
-def _require_model(config: Config) -> None:
-    if config.model.partial_pretrain != QUICKSTART:
-        require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
-
-
 def _require_mirror(config: Config) -> None:
     if (url := config.trainer.checkpoint.mirror) is not None:
         from trainer.checkpoint.storage import require_usable  # fsspec is slow to import
@@ -134,7 +127,9 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "trackers": lambda config: require_backends(config.trainer.logger),
     "template": _require_templates,
     "adapters": lambda config: require_adapters(config.model),
-    "model": _require_model,
+    "model": lambda config: require_model(
+        config.model.partial_pretrain, random_weights=config.model.random_weights
+    ),
     "mirror": _require_mirror,
 }
 """Checks of the configuration alone. Each raises `ConfigError`."""
