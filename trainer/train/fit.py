@@ -9,7 +9,6 @@ import torch
 
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.data.batch import LossOutput
-from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import metrics
 from trainer.train.run import Run, is_due
@@ -134,27 +133,15 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     return True
 
 
+@torch.no_grad()
 def validate(run: Run, step: int) -> bool:
     """Measure, log and judge the model after `step` over every validation sample, token-weighted.
     Return whether the run ends early. A stop request before the end leaves the validation owed.
     """
-    run.loop.owes_validation = run.validation_batches is not None
-    if run.validation_batches is None or run.is_stopping:
+    batches = run.validation_batches
+    run.loop.owes_validation = batches is not None
+    if batches is None or run.is_stopping:
         return False
-    row = _measure(run, run.validation_batches)
-    if row is None:
-        return False
-    run.loop.owes_validation = False
-    is_over = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
-    run.loop.has_stopped_early = is_over
-    run.log({**row, **run.guard.validation_scores()}, step)
-    run.meter.clock.exclude()
-    return is_over
-
-
-@torch.no_grad()
-def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
-    """Return the metrics; None when a stop was requested before the last batch."""
     run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
     run.model.eval()
     validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
@@ -166,5 +153,11 @@ def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
             run.heartbeat.beat()
         run.is_stopping = validation.end_batch(batch, is_stopping=run.stop.is_set)
         if run.is_stopping:
-            return None
-    return validation.row(train_loss=run.meter.loss_ema)
+            return False
+    run.loop.owes_validation = False
+    row = validation.row(train_loss=run.meter.loss_ema)
+    is_over = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
+    run.loop.has_stopped_early = is_over
+    run.log({**row, **run.guard.validation_scores()}, step)
+    run.meter.clock.exclude()
+    return is_over

@@ -4,8 +4,6 @@ reports.
 
 import subprocess
 import time
-from collections.abc import Mapping
-from functools import partial
 
 import psutil
 import torch
@@ -29,17 +27,22 @@ QUERIES = {
 
 
 class Memory:
-    """The only one that resets the allocator's peaks."""
+    """The only one that resets the allocator's peaks. On CUDA a daemon thread asks the driver's
+    `nvidia-smi` about this rank's device every `PERIOD_S` seconds, if there is one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
         self._device_gib = 0.0
+        self._gpu: dict[str, float] = {}
+        """The newest sample of the driver."""
         if device.type == "cuda":
             self._device_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+            begun(self._ask_driver, name="gpu-sampler")
 
     def sample(self) -> dict[str, float]:
         """Return metrics: memory of the process; on CUDA also the allocator's, with its peaks since
-        the last call.
+        the last call, and the GPU's own.
         """
         found = {"memory/cpu/rss_gib": self._process.memory_info().rss / GIB}
         if not self._device_gib:
@@ -50,26 +53,14 @@ class Memory:
         found["memory/max_reserved_frac"] = found["memory/max_reserved_gib"] / self._device_gib
         found["memory/alloc_retries"] = stats["num_alloc_retries"]
         found["memory/ooms"] = stats["num_ooms"]
-        return found
+        return found | self._gpu
 
-
-class GpuSampler:
-    """Asks the driver's `nvidia-smi` about this rank's device every `PERIOD_S` seconds in a daemon
-    thread. Without the program or without CUDA there is nothing to report.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.last: Mapping[str, float] = {}
-        """The newest sample as metrics; empty before the first."""
-        if device.type == "cuda":
-            begun(partial(self._work, device), name="gpu-sampler")
-
-    def _work(self, device: torch.device) -> None:
+    def _ask_driver(self) -> None:
         """Sample until the driver or the permission is missing."""
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(self._device)
         while True:
             time.sleep(PERIOD_S)
-            self.last = sample(device)
+            self._gpu = sample(self._device)
 
 
 def sample(device: torch.device) -> dict[str, float]:

@@ -17,7 +17,7 @@ from trainer.runtime.progress import MAIN, Remembered
 from trainer.tracking import metrics
 from trainer.tracking.metrics.table import PHASES
 from trainer.train.clock import PhaseClock, TraceFile
-from trainer.train.memory import GpuSampler, Memory
+from trainer.train.memory import Memory
 from trainer.train.packet import Values
 from trainer.train.parts import Part, StepResult, is_rare
 from trainer.train.source_losses import perplexity
@@ -54,7 +54,7 @@ class Meter(Remembered, Part):
         self.clock = PhaseClock(world.device, trace=trace)
         self._world, self._total_steps, self._cost = world, total_steps, cost
         self._past_s, self._data_facts = past_s, data_facts
-        self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
+        self._memory = Memory(world.device)
         self._peak_tflops = peak_tflops(world.device)
         self._combined = metrics.combined_metrics()
         # in the same order on every rank
@@ -67,7 +67,7 @@ class Meter(Remembered, Part):
 
     def by_rank(self) -> Values:
         """Return this rank's values of all metrics that ranks combine."""
-        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take_travelling()}
+        measured = {**self._memory.sample(), **metrics.take_travelling()}
         return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
