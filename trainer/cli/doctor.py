@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
         usage="%(prog)s [N] [--run] [key=value ...] [--json]",
-        description="Check machine, data, model and disk before training. Print ok, warn or fail "
-        "for each check, with a fix.",
+        description="Check machine, data, model and disk before training. Print ok, warn, fail "
+        "or skip for each check, with a fix.",
     )
     add_words(parser)
     parser.add_argument(

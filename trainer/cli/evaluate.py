@@ -43,7 +43,6 @@ def main(argv: list[str]) -> int:
     require_run(run_dir)
     from trainer.tools.evaluate.scoring import evaluate, publish
 
-    publish(run_dir, arguments.name)  # what a killed command did not send
     if arguments.attach:
         _attach(run_dir, arguments)
         return EXIT_DONE
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
         found = _checkpoints(run_dir, is_watching=arguments.watch)
     for info in found:
         row = evaluate(run_dir, info, asked)
-        publish(run_dir, asked.name)
+        publish(run_dir, asked.name)  # also what a killed command did not send
         if row is not None:
             print(
                 f"step {info.step}: {PREFIX}{asked.name} {row['mean']:.4f} "

@@ -48,7 +48,7 @@ def has_bubblewrap() -> bool:
     if shutil.which(BUBBLEWRAP) is None:
         return False
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
-        probe = [*_bubblewrap(Path(work)), sys.executable, "-I", "-S", "-c", ""]
+        probe = [*_bubblewrap(work), sys.executable, "-I", "-S", "-c", ""]
         return subprocess.run(probe, stderr=subprocess.DEVNULL, cwd="/", env={}).returncode == 0
 
 
@@ -88,7 +88,7 @@ def run_tests(code: str, tests: list[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         if uid is not None:
             os.chown(work, uid, uid)
-        bubblewrap = _bubblewrap(Path(work)) if has_bubblewrap() else []
+        bubblewrap = _bubblewrap(work) if has_bubblewrap() else []
         return judge([*bubblewrap, sys.executable], program_runner.__file__, job, work)
 
 
@@ -131,7 +131,7 @@ def _num_tasks_of_user() -> int:
     return count
 
 
-def _bubblewrap(work: Path) -> list[str]:
+def _bubblewrap(work: str) -> list[str]:
     """Return the start of a command, with `work` as its only writable directory."""
     command = [BUBBLEWRAP, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     if os.geteuid() == 0:
@@ -145,4 +145,4 @@ def _bubblewrap(work: Path) -> list[str]:
     for path in (sys.base_prefix, sys.prefix, runner):
         command += ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    return [*command, "--bind", str(work), str(work), "--chdir", str(work)]
+    return [*command, "--bind", work, work, "--chdir", work]

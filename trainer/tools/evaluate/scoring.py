@@ -48,7 +48,7 @@ class Evaluation:
     generate: Generate
     max_new_tokens: int
 
-    def key(self, nonce: str) -> str:
+    def key(self, nonce: str | None) -> str:
         """Return a name for this evaluation of one checkpoint; no other evaluation has it."""
         questions = [[question.turns, question.expected] for question in self.questions]
         parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
@@ -75,7 +75,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
-    key = asked.key(info.manifest.nonce)
+    key = asked.key(info.nonce)
     for row in read_evaluations(run_dir):
         if row["kind"] == SUMMARY and row.get("key") == key:
             return row
@@ -97,7 +97,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
         "scorer": asked.scorer,
         "engine": asked.engine,
         "max_new_tokens": asked.max_new_tokens,
-        "nonce": info.manifest.nonce,
+        "nonce": info.nonce,
         "digest": digest,
         "checkpoint": info.path.name,
         "ts": round(time.time(), 3),
@@ -114,7 +114,7 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
         "kind": SUMMARY,
         "name": PREFIX + name,
         "step": step,
-        "nonce": info.manifest.nonce if info.manifest else None,
+        "nonce": info.nonce,
         "mean": value,
         "scorer": "attached",
         "ts": time.time(),

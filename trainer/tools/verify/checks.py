@@ -39,26 +39,25 @@ def cards(launch: Launch) -> Iterator[Checked]:
     """Check the number of cards, their driver and their free memory."""
     if launch.problem is not None:
         yield Checked("fail", launch.problem)
-    elif launch.num_gpus:
-        yield from _cards(launch.num_ranks)
-    elif launch.config.trainer.device == "cuda":
-        what = "trainer.device=cuda, but this machine has no card"
-        yield Checked("warn", what, "run doctor on the machine that trains")
-    else:
-        yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
-
-
-def _cards(num_ranks: int) -> Iterator[Checked]:
+        return
+    if not launch.num_gpus:
+        if launch.config.trainer.device == "cuda":
+            what = "trainer.device=cuda, but this machine has no card"
+            yield Checked("warn", what, "run doctor on the machine that trains")
+        else:
+            yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
+        return
     import torch
 
-    for number in range(num_ranks):
+    numbers = range(launch.num_ranks)
+    for number in numbers:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
             what = f"another process uses card {number}: {readable(free_bytes)} are free"
             fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(num_ranks)}))
+    names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in numbers}))
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
     yield Checked("ok", f"{names}; {versions}")
 
