@@ -165,9 +165,6 @@ def publish(run_dir: Path, name: str) -> None:
     try:
         for step, row in missing.items():
             values = {metric: row["mean"]}
-            for side in ("low", "high"):
-                if side in row:
-                    values[f"{metric}_{side}"] = row[side]
             if row.get("scorer") == EXEC:
                 values[SUCCESS_RATE] = row["mean"]
             tracking.log(values, step)

@@ -4,7 +4,6 @@
 as the ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.config import ConfigError
-from trainer.data.tokens import tokenizer_digest
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.sampled_weights import digest_of_weights
 from trainer.model.weight_files import weight_files
@@ -51,12 +49,10 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
     if not inputs.source.random_weights:
         files = weight_files(inputs.model_files.directory)
         weights = digest_of_weights(files, progress=progress)[:DIGITS]
-    bare_tokenizer = copy.copy(inputs.tokenizer)
-    bare_tokenizer.chat_template = None
     facts = {
         "config.json": _digest(contents[CONFIG]),
         "weights": weights,
-        "tokenizer": tokenizer_digest(bare_tokenizer)[:DIGITS],
+        "tokenizer": inputs.tokenizer_digest[:DIGITS],
         "chat template": _digest(str(inputs.tokenizer.chat_template).encode()),
         "training data": inputs.train.fingerprint,
         "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
