@@ -4,6 +4,7 @@ Only the checks that need torch import it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,8 +26,6 @@ SHOWN_CHARS = 120
 MIRROR_WITHIN_S = 10.0
 MIN_FREE_SHARE = 0.9
 """Share of a card's memory that must be free; the driver keeps some."""
-
-AnyCheck = Callable[[Any], Iterator[Checked] | Checked]
 
 
 def requirements(launch: Launch) -> Iterator[Checked]:
@@ -140,23 +139,31 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """Render and tokenize the first row of each file, and show one."""
+    from trainer.data.formats import columns_of
+    from trainer.data.prepare import RowEncoder
+    from trainer.data.readers import iter_rows
     from trainer.data.show import preview
-    from trainer.train.start.inputs import encode_first_rows, source_without_weights
+    from trainer.train.start.inputs import Encoders, source_without_weights
 
     config, is_shown = launch.config, False
     is_strict = config.data.on_bad_row == "error"
-    found = encode_first_rows(config, preflight.find_files(config), source_without_weights(config))
-    for row, result, tokenizer in found:
-        place = location(row.file, row.line)
-        if isinstance(result, UnusableError):
-            fix = "repair the row; with data.on_bad_row=skip training skips it"
-            yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
-        elif result and not is_shown:
-            is_shown = True
-            ids, mask = result[0].input_ids, result[0].loss_mask
-            text = " ".join(preview(ids, mask, tokenizer).split())
-            end = text[-SHOWN_CHARS:]
-            yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
+    encoders, files = Encoders(config, source_without_weights(config)), preflight.find_files(config)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = encoders.encoding(source)
+        columns = columns_of(source.keys)
+        first_rows = [row for path in paths for row in islice(iter_rows(path, columns), 1)]
+        results = RowEncoder(tokenizer, options).encode(first_rows)
+        for row, result in zip(first_rows, results, strict=True):
+            place = location(row.file, row.line)
+            if isinstance(result, UnusableError):
+                fix = "repair the row; with data.on_bad_row=skip training skips it"
+                yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
+            elif result and not is_shown:
+                is_shown = True
+                ids, mask = result[0].input_ids, result[0].loss_mask
+                text = " ".join(preview(ids, mask, tokenizer).split())
+                end = text[-SHOWN_CHARS:]
+                yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
 
 
 CHECKS: dict[str, Check] = {
@@ -183,7 +190,10 @@ NEEDS = {
 
 
 def examine(
-    checks: Mapping[str, AnyCheck], subject: Any, needs: Mapping[str, set[str]], broken: set[str]
+    checks: Mapping[str, Callable[[Any], Iterator[Checked] | Checked]],
+    subject: Any,
+    needs: Mapping[str, set[str]],
+    broken: set[str],
 ) -> Iterator[tuple[str, Checked]]:
     """Yield name and finding of each check. One that needs a check in `broken` is skipped. Adds the
     names of failed and skipped checks to `broken`.
@@ -193,17 +203,12 @@ def examine(
             broken.add(name)
             yield name, Checked("skip", f"needs {', '.join(sorted(missing))}")
             continue
-        for found in _findings(check, subject):
-            if found.level == "fail":
+        try:
+            found = check(subject)
+            findings = [found] if isinstance(found, Checked) else list(found)
+        except Exception as error:  # a run would end with it
+            findings = [Checked("fail", str(error) or type(error).__name__)]
+        for checked in findings or [Checked("ok", "no problem found")]:
+            if checked.level == "fail":
                 broken.add(name)
-            yield name, found
-
-
-def _findings(check: AnyCheck, subject: Any) -> list[Checked]:
-    try:
-        found = check(subject)
-        if isinstance(found, Checked):
-            return [found]
-        return list(found) or [Checked("ok", "no problem found")]
-    except Exception as error:  # a run would end with it
-        return [Checked("fail", str(error) or type(error).__name__)]
+            yield name, checked

@@ -60,6 +60,9 @@ class ShortRun:
     def saved_step(self) -> int:
         return layout.read_pointer(self.run_dir).step or 0
 
+    def is_in_the_middle(self) -> bool:
+        return self.last_step() >= KILL_AFTER and self.saved_step() > 0
+
 
 class Runs:
     """Runs of a recipe on `num_ranks` ranks, which write only in `directory`.
@@ -115,7 +118,7 @@ class Runs:
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
-            is_killed = self._start(run, partial(_is_in_the_middle, run))
+            is_killed = self._start(run, run.is_in_the_middle)
             saved_step = run.saved_step()
             if is_killed and saved_step < NUM_STEPS:
                 self._start(run, lambda: False)
@@ -186,7 +189,3 @@ _FORCED = (
     "trainer.logger=[console]",
 )
 """Nothing of the user's own run is read or written."""
-
-
-def _is_in_the_middle(run: ShortRun) -> bool:
-    return run.last_step() >= KILL_AFTER and run.saved_step() > 0

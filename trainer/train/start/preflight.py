@@ -12,10 +12,10 @@ from trainer.checkpoint import finished, layout
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.retention import existing_parent
-from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
+from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.errors import DataError
-from trainer.model.source import find_model, require_adapters, require_model
+from trainer.model.source import require_adapters, require_model
 from trainer.quickstart import TRAIN_FILE
 from trainer.tracking.facade import require_backends
 from trainer.tracking.run_info import FILE_NAME, RunFile
@@ -82,16 +82,6 @@ def _files(config: Config, key: str) -> Files:
         except DataError as error:
             raise DataError(f"data.{key}: {error}") from error
     return found
-
-
-def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
-    """Return the directory of the model, downloaded if necessary. Raises `ConfigError`.
-
-    `progress` is called as bytes arrive.
-    """
-    return find_model(
-        model.partial_pretrain, random_weights=model.random_weights, progress=progress
-    )
 
 
 def read_chat_template(name: str | None) -> str | None:
