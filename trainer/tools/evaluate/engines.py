@@ -198,25 +198,25 @@ def generate_in_transformers(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)
     model = load_model(export, dtype="auto").to(device)
-    pad = chat.tokenizer.pad_token_id
-    if pad is None:
-        pad = chat.stop_ids[0]
+    if chat.tokenizer.pad_token_id is None:
+        chat.tokenizer.pad_token_id = chat.stop_ids[0]
     # replaces the model's own settings, which would fill in whatever is not set here
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=chat.stop_ids,
-        pad_token_id=pad,
+        pad_token_id=chat.tokenizer.pad_token_id,
     )
     for start in range(0, len(prompts), BATCH):
         rows = [chat.ids(turns) for turns in prompts[start : start + BATCH]]
-        width = max(map(len, rows))
-        ids = [[pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        generated = model.generate(
-            input_ids=torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-        )
+        padded = chat.tokenizer.pad(
+            {"input_ids": rows},
+            padding_side="left",
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(device)
+        width = padded["input_ids"].shape[1]
+        generated = model.generate(**padded)
         yield [chat.text(row) for row in generated[:, width:].tolist()]
 
 

@@ -100,7 +100,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
         "nonce": info.nonce,
         "digest": digest,
         "checkpoint": info.path.name,
-        "ts": round(time.time(), 3),
+        "ts": time.time(),
     }
     rows = [row | {"step": info.step, "key": key} for row in [*samples, summary]]
     _append(run_dir, rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -56,7 +57,7 @@ def with_recipe(words: list[str]) -> list[str]:
     if recipe := os.environ.get("SFT_EXPERIMENT"):
         note = f"{recipe} (SFT_EXPERIMENT)"
     elif Path(LOCAL_RECIPE).is_file():
-        recipe, note = str(Path(LOCAL_RECIPE).absolute()), LOCAL_RECIPE
+        recipe = note = LOCAL_RECIPE
     else:
         return words
     print(f"note: recipe {note}", file=sys.stderr, flush=True)
@@ -126,10 +127,7 @@ def _parse_override(word: str) -> dict[str, Any]:
 
 def as_word(text: str) -> str:
     """Return a text as it is written in an override."""
-    # Backslashes escape a quote, and the backslashes before a quote or the end.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
-    return f"'{escaped}'"
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def _is_recipe(word: str) -> bool:
