@@ -138,14 +138,11 @@ class SourceLosses(_VectorSum):
 
     name = "loss_by_source"
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         if batch.loss_tokens_by:
             sums_D, _ = document_sums(inputs, output.losses_S)
             zeros = sums_D.new_zeros(len(batch.loss_tokens_by))
             self._add(zeros.index_add_(0, inputs.sources_D, sums_D))
-        return None
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         sums = map(float, step.totals.vectors.get(self.name, ()))
@@ -161,18 +158,15 @@ class LossTerms(_VectorSum):
         own: Any = model
         self._names: tuple[str, ...] = own.loss_terms
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         if self._names and output.terms_K is not None:
             self._add(output.terms_K)
-        return None
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         sums = step.totals.vectors.get(self.name, ())
-        means = (float(value) / step.batch.num_loss_tokens for value in sums)
         return {
-            f"train/objective/{name}": mean for name, mean in zip(self._names, means, strict=False)
+            f"train/objective/{name}": float(value) / step.batch.num_loss_tokens
+            for name, value in zip(self._names, sums, strict=False)
         }
 
 
@@ -184,13 +178,10 @@ class RowLosses(Part):
         self._log = log
         self._found: list[tuple[tuple[int, ...], Tensor]] = []
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         sums_2D = torch.stack(document_sums(inputs, output.losses_S))
         ids = inputs.sample_ids  # a document of padding may follow them
         self._found.append((ids, sums_2D[:, : len(ids)]))
-        return None
 
     def sums(self, batch: StepBatch) -> Values:
         found, self._found = self._found, []

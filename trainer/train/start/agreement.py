@@ -21,7 +21,6 @@ from trainer.runtime.json_lines import flat
 from trainer.train.start.inputs import Inputs
 
 DIGITS = 16
-NONE = "none"
 OWN_OF_A_MACHINE = (
     "data.cache_dir",
     "data.chat_template",
@@ -45,18 +44,17 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
     Calls `progress` while it reads weights. Raises `ConfigError`.
     """
     config, contents = inputs.config, inputs.model_files.contents
-    weights = "random"
-    if not inputs.source.random_weights:
-        files = weight_files(inputs.model_files.directory)
-        weights = digest_of_weights(files, progress=progress)[:DIGITS]
     facts = {
         "config.json": _digest(contents[CONFIG]),
-        "weights": weights,
         "tokenizer": inputs.tokenizer_digest[:DIGITS],
         "chat template": _digest(str(inputs.tokenizer.chat_template).encode()),
         "training data": inputs.train.fingerprint,
-        "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
     }
+    if inputs.validation is not None:
+        facts["validation data"] = inputs.validation.fingerprint
+    if not inputs.source.random_weights:
+        files = weight_files(inputs.model_files.directory)
+        facts["weights"] = digest_of_weights(files, progress=progress)[:DIGITS]
     if config.model.trust_remote_code:
         code = [content for name, content in contents.items() if name.endswith(".py")]
         facts["model code"] = _digest(*code)

@@ -89,17 +89,17 @@ def _log_end(setup: RunSetup, run: Run) -> None:
         text += f"; best val/loss {best['val/best_loss']:.4f} at step {best_step:,}"
         if (setup.run_dir / step_dir_name(best_step)).is_dir():
             step = best_step
-    logger.info("%s", labelled("done", text))
+    logger.info(labelled("done", text))
     export = setup.run_dir / step_dir_name(step) / HUGGINGFACE
     if not any(export.glob("*.safetensors")):
         command = call(f"checkpoint export {export.parent}")
-        logger.info("%s", labelled("model", f"not exported; {command} exports it"))
+        logger.info(labelled("model", f"not exported; {command} exports it"))
         return
-    logger.info("%s", labelled("model", str(export)))
+    logger.info(labelled("model", str(export)))
     served = str(export)
     if (export / ADAPTER_CONFIG).exists():
         served = f"{setup.inputs.source.path} --enable-lora --lora-modules tuned={export}"
-    logger.info("%s", labelled("serve", f"vllm serve {served}"))
+    logger.info(labelled("serve", f"vllm serve {served}"))
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
@@ -136,6 +136,6 @@ def write_final_report(run_dir: Path) -> None:
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
         verdict, headline = report["verdict"], report["headline"]
         prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
-        logger.info("%s", labelled("report", f"{prefix}{headline} ({page})"))
+        logger.info(labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
         logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))

@@ -271,7 +271,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
-        logger.info("%s", labelled("resume", text))
+        logger.info(labelled("resume", text))
     is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
