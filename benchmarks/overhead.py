@@ -27,13 +27,12 @@ from toy import guard_config
 
 from trainer.tracking import Tracking, metrics
 from trainer.train.guard import Guard
-from trainer.train.parts import StepResult, Supervision
+from trainer.train.parts import StepResult
 
 
 def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
     """Return the median microseconds of each part."""
     meter, guard = new_meter(total_steps=num_steps), Guard(guard_config())
-    supervision = Supervision(guard)
     totals = result(by_rank={"decisions": (0.0, 0.0)})
     tracking = Tracking("overhead", "overhead", ["console"], {}, run_dir=run_dir)
     tracking.start(0)
@@ -53,7 +52,7 @@ def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
         timed("guard", guard.limits)
         meter.clock.mark("forward")
         step.signals |= timed("meter", meter.signals, step)
-        timed("guard", supervision.after_step, step)
+        timed("guard", guard.after_step, step)
         timed("meter", meter.after_step, step)
         timed("tracking", tracking.log, step.row | metrics.take_for_row(), number)
     tracking.finish()

@@ -26,7 +26,7 @@ from trainer.runtime.signals import StopRequest
 from trainer.train.fit import fit
 from trainer.train.guard import Guard
 from trainer.train.meter import Meter
-from trainer.train.run import Cadence, Run
+from trainer.train.run import Run
 
 VOCAB = 160
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -235,7 +235,8 @@ def toy_run(
         ),
         "validation_batches": None,
         "tracking": Recorder(),
-        "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
+        "save_freq": -1,
+        "test_freq": -1,
         "seed": 3,
         "hang_timeout_s": 60.0,
         "max_norm": optim.clip_grad,

@@ -35,7 +35,7 @@ from trainer.runtime.progress import History
 from trainer.runtime.signals import StopRequest
 from trainer.train import step
 from trainer.train.fit import fit
-from trainer.train.run import Cadence, Run
+from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
@@ -187,12 +187,12 @@ def run(
         start=start.position,
         skipped_steps=start.rollbacks.skipped_steps,
         **{
-            "cadence": Cadence(recipe.total_steps, recipe.save_freq, -1),
+            "save_freq": recipe.save_freq,
             "stop": stop or StopRequest(),
             **changes,
         },
     )
-    parts.guard.note_rollbacks(start.rollbacks)
+    parts.guard.rollbacks = start.rollbacks
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint)

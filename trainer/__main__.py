@@ -5,8 +5,6 @@ Nothing here imports torch before the configuration is known to be right.
 """
 
 import logging
-import math
-import os
 import sys
 
 from omegaconf import OmegaConf
@@ -23,7 +21,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         words = [word for word in argv if word not in ("--cfg", "job")] if "--cfg" in argv else argv
-        config = load_config(with_recipe(words, os.environ))
+        config = load_config(with_recipe(words))
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -49,8 +47,7 @@ def _run(config: Config) -> int:
     let_waiting_threads_sleep()
     log.configure(rank_and_size()[0])
     logger = logging.getLogger("trainer")
-    max_time = config.trainer.max_time
-    stop = signals.StopRequest(max_time_s=parse_duration_s(max_time) if max_time else math.inf)
+    stop = signals.StopRequest(max_time_s=parse_duration_s(config.trainer.max_time))
     stop.install()
     signals.join_launcher()
     heartbeat = Heartbeat()

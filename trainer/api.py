@@ -65,7 +65,7 @@ def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
     stop signal to this process group makes it save a checkpoint and end. Raises `ConfigError`
     before anything starts, `TrainingError` if the run does not end with exit code 0.
     """
-    asked = compose.with_recipe(list(words), os.environ)
+    asked = compose.with_recipe(list(words))
     run_dir = Path(load_config(*asked).trainer.default_local_dir)
     command = [
         sys.executable,

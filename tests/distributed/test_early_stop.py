@@ -17,7 +17,6 @@ from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE
 from trainer.runtime.distributed import World
 from trainer.train.guard import Guard
-from trainer.train.run import Cadence
 
 NUM_STEPS = 40
 
@@ -34,7 +33,7 @@ def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dic
         source,
         Recipe(total_steps=NUM_STEPS, save_freq=2, keep=2),
         guard=Guard(guard_config(early_stop_patience=2)),
-        cadence=Cadence(NUM_STEPS, save_freq=2, test_freq=4),
+        test_freq=4,
         validation_batches=ValidationBatches(held_out, plan, batch_size=8),
     )
     validated = {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}

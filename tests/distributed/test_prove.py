@@ -59,7 +59,7 @@ def proven(checkpoint: Path) -> Certificate:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, kind):
     found = proven(trained[kind] / STEP)
-    assert found.is_equal and found.causes == () and found.first_difference is None
+    assert found.is_equal and found.causes == [] and found.first_difference is None
     assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
     proofs = read_run(trained[kind]).proofs
     assert [(proof.engine, proof.served_loss, proof.is_equal) for proof in proofs] == [
@@ -187,7 +187,7 @@ def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path
     (checkpoint / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
     found = proven(checkpoint)
     assert abs(found.served_loss - found.val_loss) > found.tolerance
-    assert found.causes == ("weights: 1 tensors are not the trained ones: model.norm.weight",)
+    assert found.causes == ["weights: 1 tensors are not the trained ones: model.norm.weight"]
     assert found.first_difference is not None
 
 

@@ -24,7 +24,8 @@ from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DONE
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
-from trainer.train.guard import Decision, Guard
+from trainer.train.guard import Guard
+from trainer.train.parts import Decision
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
 TARGET_STEP = 180

@@ -16,7 +16,6 @@ from toy_runs import Recipe, Result, run
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_RESUMABLE
-from trainer.train.run import Cadence
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import Inputs, prepare_inputs
 
@@ -42,7 +41,6 @@ def train(world: Any, run_dir: Path, source: Any, files: Path, num_steps: int = 
         stop=StopsAfter(num_steps),
         samples=inputs.train,
         max_tokens=96,
-        cadence=Cadence(STEPS, save_freq=-1, test_freq=-1),
         validation_batches=ValidationBatches(inputs.validation, plan, batch_size=2),
     )
 

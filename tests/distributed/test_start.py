@@ -17,7 +17,6 @@ from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
-from trainer.train.run import Cadence
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> An
     """
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.01)
     batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
-    changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
+    changes = {"validation_batches": batches, "save_freq": 2, "test_freq": 3}
     return run(world, run_dir, source, Recipe(), stop=StopsAfter(stop_after + 1), **changes)
 
 

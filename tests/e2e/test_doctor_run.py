@@ -82,7 +82,6 @@ def test_a_sound_machine_is_found_sound_and_the_run_is_not_touched(
         "resumed from step" in found["resume"]["what"]
         and f"{NUM_STEPS} steps" in found["resume"]["what"]
     )
-    assert said["not_checked"] == []
     assert list(temporary.iterdir()) == [] and not (tmp_path / "mine").exists()
     assert processes_of(tmp_path) == []
 
@@ -120,9 +119,7 @@ def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
     runs(CRASH)
     assert doctor.main(["2", "--run", *recipe]) == 1
     out = capfd.readouterr().out
-    assert "\nfail  training: " in out and out.endswith(
-        "ranks, packing, resume, peak memory, speed\n"
-    )
+    assert "\nfail  training: " in out and out.count("needs training\n") == len(LINES) - 1
     assert "the card fell off the bus" in out and list(temporary.iterdir()) == []
 
 

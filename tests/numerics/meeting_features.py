@@ -140,11 +140,11 @@ def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]
     trained = {
         "all": [],
         "lora": [f"model.lora_adapter_path={places.adapter(row['family'])}"],
-        "some": [f"model.freeze={as_word(list(FROZEN))}"],
+        "some": [f"model.freeze=[{','.join(map(as_word, FROZEN))}]"],
     }
-    skip = {"metric": "train/grad_norm", "above": limits.get("skip", 1e9), "do": "skip"}
+    skip = f"{{metric: train/grad_norm, above: {limits.get('skip', 1e9)!r}, do: skip}}"
     optional = [
-        (row["guard"] == "skips", f"trainer.guard.rules={as_word([skip])}"),
+        (row["guard"] == "skips", f"trainer.guard.rules=[{skip}]"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
         (row["length"] == "steps", f"trainer.total_training_steps={NUM_STEPS}"),

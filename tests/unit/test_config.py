@@ -160,7 +160,7 @@ def test_a_recorded_configuration_is_read_without_removed_keys():
 
 @pytest.mark.parametrize("text", ["it's", "x\\'", "[1,2]", "null", "a,b={c}", 'q"', ""])
 def test_any_text_can_be_written_as_an_override(text):
-    word = f"data.apply_chat_template_kwargs={as_word({'a': [text]})}"
+    word = f"data.apply_chat_template_kwargs={{a:[{as_word(text)}]}}"
     assert load_config([word]).data.apply_chat_template_kwargs == {"a": [text]}
 
 

@@ -53,13 +53,18 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 Judge = Callable[[str, list[str]], str]
 
 
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "TIME_LIMIT_S", LIMIT_S)
+
+
 @pytest.fixture(params=["in bubblewrap", "as an ordinary user"])
 def judge(request: pytest.FixtureRequest) -> Judge:
     """Run a program with tests, isolated in one of the two ways."""
     if request.param == "in bubblewrap":
         if not has_bubblewrap():
             pytest.skip("bubblewrap is not installed or may not run")
-        return lambda code, tests: run_tests(code, tests, limit_s=LIMIT_S)
+        return run_tests
     if os.geteuid() == 0 and not os.access(SYSTEM_PYTHON, os.X_OK):
         pytest.skip("no interpreter that an ordinary user may run")
     return as_ordinary_user
@@ -73,9 +78,10 @@ def as_ordinary_user(code: str, tests: list[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         os.chmod(work, 0o777)
         runner = str(shutil.copy(program_runner.__file__, work))
-        python = SYSTEM_PYTHON if is_root else sys.executable
-        user = FIRST_UID + os.getpid() if is_root else None
-        return programs.judge([python], runner, job, work, user=user)
+        python = [sys.executable]
+        if is_root:
+            python = ["setpriv", f"--reuid={FIRST_UID + os.getpid()}", SYSTEM_PYTHON]
+        return programs.judge(python, runner, job, work)
 
 
 @pytest.fixture
@@ -143,13 +149,13 @@ def _left(before: set[int]) -> list[str]:
 def test_bubblewrap_keeps_files_and_network_away(code, server, tmp_path):
     outside = tmp_path / "outside"
     code = code.replace("PORT", str(server[0])).replace("OUTSIDE", str(outside))
-    assert run_tests(code + "\n" + RIGHT, [TEST], limit_s=LIMIT_S)
+    assert run_tests(code + "\n" + RIGHT, [TEST])
     assert not outside.exists() and not server[1]
 
 
 @in_bubblewrap
 def test_in_bubblewrap_a_program_kills_nothing_outside():
-    run_tests("import os\nos.kill(-1, 9)\n" + RIGHT, [TEST], limit_s=LIMIT_S)
+    run_tests("import os\nos.kill(-1, 9)\n" + RIGHT, [TEST])
     assert run_tests(RIGHT, [TEST]) == ""
 
 

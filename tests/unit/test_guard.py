@@ -9,7 +9,8 @@ from toy import guard_config
 
 from trainer.config import GuardRule
 from trainer.train.detection import StepLimits
-from trainer.train.guard import Decision, Guard
+from trainer.train.guard import Guard
+from trainer.train.parts import Decision
 
 INF, NAN = math.inf, math.nan
 Events = list[tuple[str, int, str]]
@@ -101,18 +102,16 @@ def rollbacks(count: int) -> Any:
     entry = SimpleNamespace(
         found_step=61, target_step=40, first_skipped=53, last_skipped=69, reason="a reason"
     )
-    return SimpleNamespace(
-        entries=(entry,) * count, skipped_steps=frozenset(range(17)), lr_factor=0.5
-    )
+    return SimpleNamespace(entries=(entry,) * count, skipped_steps=frozenset(range(17)))
 
 
 def test_the_fourth_rollback_stops_the_run():
     guard = new_guard(on_severe="rollback")
     step = calm(guard, 60)
-    guard.note_rollbacks(rollbacks(3))
+    guard.rollbacks = rollbacks(3)
     decision = guard.observe(step, SEVERE, is_skipped=False)
     assert decision.is_stop and decision.rollback_onset is None and "3 times" in decision.reason
-    assert guard.lr_factor == 0.5 and guard.scores()["data/skipped_batches"] == 17
+    assert guard.scores()["data/skipped_batches"] == 17
 
 
 def test_a_rollback_forgets_the_window_and_keeps_the_counts():
@@ -183,9 +182,7 @@ def test_overfitting_is_reported_and_only_early_stopping_ends_the_run(patience, 
     events: Events = []
     guard = new_guard(events, early_stop_patience=patience)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
-    decisions = [
-        guard.observe_validation(step, val, train_loss=train) for step, train, val in curve
-    ]
-    assert [decision.is_stop for decision in decisions] == expected
-    assert events[0] == ("overfit", 2000, "warn") and guard.best_step == 1000
+    ends = [guard.observe_validation(step, val, train_loss=train) for step, train, val in curve]
+    assert ends == expected
+    assert events[0] == ("overfit", 2000, "warn") and guard.history.best_step == 1000
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}

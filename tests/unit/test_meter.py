@@ -24,7 +24,7 @@ from trainer.train import meter as meter_module
 from trainer.train.guard import Guard
 from trainer.train.meter import Meter
 from trainer.train.packet import Totals
-from trainer.train.parts import StepResult, Supervision
+from trainer.train.parts import StepResult
 
 CPU = torch.device("cpu")
 
@@ -148,9 +148,8 @@ def test_the_guard_may_see_exactly_what_ranks_agree_on():
 
 
 def test_ranks_whose_guards_decided_differently_are_found():
-    supervision = Supervision(Guard(guard_config()))
     with pytest.raises(RuntimeError, match="disagree"):
-        supervision.after_step(result(by_rank={"decisions": (1.0, 2.0)}))
+        Guard(guard_config()).after_step(result(by_rank={"decisions": (1.0, 2.0)}))
 
 
 def test_totals_survive_a_restart_and_a_loss_that_is_not_a_number():

@@ -45,17 +45,16 @@ def test_conf_of_the_working_directory_goes_before_ours():
         load_config(["experiment=nope"])
 
 
-def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(
-    capsys,
-):
-    assert with_recipe(["a=1"], {}) == ["a=1"] and capsys.readouterr().err == ""
+def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys, monkeypatch):
+    assert with_recipe(["a=1"]) == ["a=1"] and capsys.readouterr().err == ""
     write("sft.local.yaml")
-    words = with_recipe(["trainer.seed=4"], {})
+    words = with_recipe(["trainer.seed=4"])
     assert capsys.readouterr().err == "note: recipe sft.local.yaml\n"
     assert (load_config(words).optim.lr, load_config(words).trainer.seed) == (0.5, 4)
-    assert with_recipe([], {"SFT_EXPERIMENT": "gsm8k"}) == ["experiment=gsm8k"]
+    monkeypatch.setenv("SFT_EXPERIMENT", "gsm8k")
+    assert with_recipe([]) == ["experiment=gsm8k"]
     assert capsys.readouterr().err == "note: recipe gsm8k (SFT_EXPERIMENT)\n"
-    assert with_recipe(["experiment=null"], {"SFT_EXPERIMENT": "other"}) == ["experiment=null"]
+    assert with_recipe(["experiment=null"]) == ["experiment=null"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.launch.ranks import Arguments
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+ENGINES = ("transformers", "vllm")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +59,14 @@ def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
     """Add the arguments of a start as `words`. `ranks` says what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+
+
+def add_engine(parser: Parser) -> None:
+    """Add the arguments that choose what serves an export."""
+    about = "what serves the export (default: %(default)s)"
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=about)
+    about = "an interpreter that has vLLM"
+    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
 
 
 def read_words(words: list[str]) -> tuple["Arguments", "Config"]:

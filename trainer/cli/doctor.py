@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.config import ConfigError
@@ -21,8 +22,6 @@ from trainer.launch.checks import Checked, launch_of
 from trainer.tools.verify import checks
 
 EXIT_WELL, EXIT_FAILS = 0, 1
-Found = list[tuple[str, Checked | None]]
-"""Names of checks and their findings; None for a check that was skipped."""
 
 
 @as_command()
@@ -30,8 +29,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
         usage="%(prog)s [N] [--run] [key=value ...] [--json]",
-        description="Check machine, data, model and disk before training. Print ok, warn or fail "
-        "for each check, with a fix.",
+        description="Check machine, data, model and disk before training. Print ok, warn, fail "
+        "or skip for each check, with a fix.",
     )
     add_words(parser)
     parser.add_argument(
@@ -55,19 +54,19 @@ def main(argv: list[str]) -> int:
     from trainer.tools.verify.runs import Runs
     from trainer.tools.verify.training import NEEDS, RUN_CHECKS
 
-    def shown(found: Iterator[tuple[str, Checked | None]]) -> Found:
-        said = []
+    lines: list[dict[str, Any]] = []
+    broken = set[str]()
+
+    def show(found: Iterator[tuple[str, Checked]]) -> None:
         for name, checked in found:
-            said.append((name, checked))
-            if checked is not None and not options.json:
+            lines.append({"check": name, **asdict(checked)})
+            if not options.json:
                 print(checked.line(name), flush=True)
-        return said
 
     all_checks = {**checks.CHECKS, "memory and disk": memory_and_disk}
-    found = shown(checks.examine(all_checks, launch, checks.NEEDS))
-    if options.run and _has_failed(found):
-        found += [(name, None) for name in RUN_CHECKS]
-    elif options.run:
+    show(checks.examine(all_checks, launch, checks.NEEDS, broken))
+    if options.run:
+        needs = {**NEEDS, "training": set(all_checks)}
         with _temporary_directory() as directory:
             runs = Runs(
                 asked.overrides,
@@ -76,18 +75,10 @@ def main(argv: list[str]) -> int:
                 is_on_gpu=launch.num_gpus > 0,
                 planned_gib=lambda config, num_ranks: plan_memory(config, num_ranks).needed_gib,
             )
-            found += shown(checks.examine(RUN_CHECKS, runs, NEEDS))
-    waiting = [name for name, checked in found if checked is None]
+            show(checks.examine(RUN_CHECKS, runs, needs, broken))
     if options.json:
-        lines = [{"check": name, **asdict(checked)} for name, checked in found if checked]
-        print(json.dumps({"checks": lines, "not_checked": waiting}, indent=1))
-    elif waiting:
-        print(f"skipped until the failures are fixed: {', '.join(waiting)}")
-    return EXIT_FAILS if _has_failed(found) else EXIT_WELL
-
-
-def _has_failed(found: Found) -> bool:
-    return any(checked is not None and checked.level == "fail" for _, checked in found)
+        print(json.dumps({"checks": lines}, indent=1))
+    return EXIT_FAILS if broken else EXIT_WELL
 
 
 @contextmanager

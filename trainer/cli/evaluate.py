@@ -10,13 +10,13 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.cli.arguments import Parser, as_command, at_least
+from trainer.cli.arguments import Parser, add_engine, as_command, at_least
 from trainer.cli.listing import require_dir, require_run
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainer.tools.evaluate.scoring import Evaluation
 
 POLL_S = 5.0
-ENGINES = ("transformers", "vllm")
 SCORERS = ("exact", "numeric", EXEC)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -43,19 +42,14 @@ def main(argv: list[str]) -> int:
     require_run(run_dir)
     from trainer.tools.evaluate.scoring import evaluate, publish
 
-    publish(run_dir, arguments.name)  # what a killed command did not send
     if arguments.attach:
         _attach(run_dir, arguments)
         return EXIT_DONE
     asked = _asked(run_dir, arguments)
-    found: Iterable[CheckpointInfo]
-    if is_checkpoint:
-        found = [layout.inspect(path)]
-    else:
-        found = _checkpoints(run_dir, is_watching=arguments.watch)
-    for info in found:
+    watched = _checkpoints(run_dir, is_watching=arguments.watch)
+    for info in [layout.inspect(path)] if is_checkpoint else watched:
         row = evaluate(run_dir, info, asked)
-        publish(run_dir, asked.name)
+        publish(run_dir, asked.name)  # also what a killed command did not send
         if row is not None:
             print(
                 f"step {info.step}: {PREFIX}{asked.name} {row['mean']:.4f} "
@@ -89,8 +83,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--name", help="logged as eval/NAME (default: the name of FILE, else held_out)"
     )
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0])
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
+    add_engine(parser)
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",

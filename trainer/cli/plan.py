@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
-from trainer.config import AUTO, QUICKSTART, Config, ConfigError
+from trainer.config import AUTO, Config, ConfigError
 from trainer.launch.checks import OF_CONFIG, Launch, architecture
 from trainer.launch.ranks import Arguments, choose_num_ranks, gpus_for_run
 from trainer.model.source import find_architecture
@@ -21,8 +21,7 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 @as_command()
 def main(argv: list[str]) -> int:
     options, asked, config = _parse(argv)
-    if config.model.partial_pretrain != QUICKSTART:
-        find_architecture(config.model.partial_pretrain)
+    find_architecture(config.model.partial_pretrain)
     num_gpus = 0 if config.trainer.device == "cpu" else gpus_for_run(AUTO)
     num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
     with uncollected():

@@ -7,11 +7,9 @@ Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data
 import sys
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, as_command
+from trainer.cli.arguments import Parser, add_engine, as_command
 from trainer.cli.listing import checkpoint_to_export
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-
-ENGINES = ("transformers", "vllm")
 
 
 @as_command()
@@ -27,15 +25,7 @@ def main(argv: list[str]) -> int:
         type=Path,
         help="a global_step_<step>, or a run directory: its newest checkpoint",
     )
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="what serves the export (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--python", metavar="PYTHON", default=sys.executable, help="an interpreter that has vLLM"
-    )
+    add_engine(parser)
     arguments = parser.parse_args(argv)
     checkpoint, notes = checkpoint_to_export(arguments.checkpoint)
 

@@ -1,6 +1,7 @@
 """The declaration of a key: a field of a frozen dataclass with type, default, meaning and checks."""
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import Field, field, fields, is_dataclass
@@ -118,8 +119,12 @@ def within(interval: str) -> Check:
     )
 
 
-def parse_duration_s(text: str) -> float:
-    """Return the seconds of a duration such as `3h30m`, `90m` or `45s`; 0 for any other text."""
+def parse_duration_s(text: str | None) -> float:
+    """Return the seconds of a duration such as `3h30m`, `90m` or `45s`; 0 for any other text,
+    infinity without one.
+    """
+    if text is None:
+        return math.inf
     match = re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text.strip())
     parts = match.groups("0d") if match else ()
     units_s = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}

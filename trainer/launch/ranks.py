@@ -73,7 +73,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise ConfigError(
             f"'{overrides[0]}' is neither a number of ranks nor of the form key=value{SEE_HELP}"
         )
-    return Arguments(num_ranks, with_recipe(overrides, os.environ))
+    return Arguments(num_ranks, with_recipe(overrides))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, ModelConfig
+from trainer.config import QUICKSTART, ConfigError, ModelConfig
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.weight_files import INDEX, SINGLE_FILE, read_index
+from trainer.quickstart import MODEL_DIR
 
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
@@ -70,6 +71,8 @@ def require_adapters(model: ModelConfig) -> None:
 
 def _local(name: str) -> Path | None:
     """Return the directory of that name; None for a possible Hub id."""
+    if name == QUICKSTART:
+        return MODEL_DIR
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -89,7 +92,7 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
         return problem
     if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):
         return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
-    if random_weights:
+    if random_weights or path == MODEL_DIR:
         return None
     if (path / INDEX).exists() and not (path / SINGLE_FILE).exists():
         try:

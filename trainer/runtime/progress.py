@@ -79,17 +79,21 @@ class Rollbacks:
 
 
 class Remembered:
-    """An object whose attributes in `KEPT` survive a restart. They hold numbers, lists and mappings,
-    which JSON keeps exactly. If a checkpoint lacks an attribute, its present value stays.
+    """An object whose attributes in `KEPT`, by default all, survive a restart. They hold numbers,
+    lists and mappings, which JSON keeps exactly. If a checkpoint lacks an attribute, its present
+    value stays.
     """
 
-    KEPT: ClassVar[tuple[str, ...]]
+    KEPT: ClassVar[tuple[str, ...]] = ()
+
+    def _kept(self) -> tuple[str, ...]:
+        return self.KEPT or tuple(vars(self))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.KEPT}
+        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self._kept()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name in self.KEPT:
+        for name in self._kept():
             if (key := name.lstrip("_")) in state_dict:
                 setattr(self, name, _loaded(getattr(self, name), state_dict[key]))
 
@@ -121,7 +125,6 @@ def _loaded(now: Any, saved: Any) -> Any:
 class LoopState(Remembered):
     """State of the loop itself that survives a restart."""
 
-    KEPT: ClassVar = ("owes_validation", "has_stopped_early")
     owes_validation: bool = False
     """A stop request prevented the validation of the saved step. The next start runs it first."""
     has_stopped_early: bool = False

@@ -87,8 +87,8 @@ class PhaseClock:
         """Count the time since the last mark (a validation, a save) to no step."""
         self.mark("")
 
-    def lap(self) -> dict[str, float]:
-        """Return the seconds by phase of the step that ends here, `other` for the rest, and their
+    def lap(self) -> defaultdict[str, float]:
+        """Return the seconds by phase (0 without a mark) of the step that ends here, `other` for the rest, and their
         sum as `step`. The next step begins here.
         """
         self.mark("other")
@@ -106,4 +106,5 @@ class PhaseClock:
                 self._trace.span(mark.phase, before.at_s, took_s)
         self._marks = self._marks[-1:]
         claimed_s = sum(seconds.values()) - seconds["other"]
-        return seconds | {"other": max(0.0, step_s - claimed_s), "step": step_s}
+        seconds |= {"other": max(0.0, step_s - claimed_s), "step": step_s}
+        return seconds

@@ -9,10 +9,8 @@ import torch
 
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S
 from trainer.data.batch import LossOutput
-from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import metrics
-from trainer.train.guard import Decision
 from trainer.train.run import Run, is_due
 from trainer.train.step import training_step
 from trainer.train.validation import Validation
@@ -77,11 +75,11 @@ def _settle_debts(run: Run) -> int | None:
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
     """Validate and save if due. Return the exit code if the run ends here."""
-    is_last = step >= run.cadence.total_steps
-    if is_last or is_due(run.cadence.test_freq, step):
-        is_last |= validate(run, step).is_stop
+    is_last = step >= run.batches.last_step
+    if is_last or is_due(run.test_freq, step):
+        is_last |= validate(run, step)
     is_ending = run.is_stopping or is_last
-    if is_ending or run.is_save_requested or is_due(run.cadence.save_freq, step):
+    if is_ending or run.is_save_requested or is_due(run.save_freq, step):
         _save(run, row, is_required=is_ending)
     if run.is_stopping and (not is_last or run.loop.owes_validation):
         return _stopped(run, step)
@@ -135,27 +133,15 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     return True
 
 
-def validate(run: Run, step: int) -> Decision:
-    """Measure, log and judge the model after `step` over every validation sample, token-weighted.
-    A stop request before the end leaves the validation owed.
-    """
-    run.loop.owes_validation = run.validation_batches is not None
-    if run.validation_batches is None or run.is_stopping:
-        return Decision()
-    row = _measure(run, run.validation_batches)
-    if row is None:
-        return Decision()
-    run.loop.owes_validation = False
-    decision = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
-    run.loop.has_stopped_early = decision.is_stop
-    run.log({**row, **run.guard.validation_scores()}, step)
-    run.meter.clock.exclude()
-    return decision
-
-
 @torch.no_grad()
-def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
-    """Return the metrics; None when a stop was requested before the last batch."""
+def validate(run: Run, step: int) -> bool:
+    """Measure, log and judge the model after `step` over every validation sample, token-weighted.
+    Return whether the run ends early. A stop request before the end leaves the validation owed.
+    """
+    batches = run.validation_batches
+    run.loop.owes_validation = batches is not None
+    if batches is None or run.is_stopping:
+        return False
     run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
     run.model.eval()
     validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
@@ -167,5 +153,11 @@ def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
             run.heartbeat.beat()
         run.is_stopping = validation.end_batch(batch, is_stopping=run.stop.is_set)
         if run.is_stopping:
-            return None
-    return validation.row(train_loss=run.meter.loss_ema)
+            return False
+    run.loop.owes_validation = False
+    row = validation.row(train_loss=run.meter.loss_ema)
+    is_over = run.guard.observe_validation(step, row["val/loss"], train_loss=run.meter.loss_ema)
+    run.loop.has_stopped_early = is_over
+    run.log({**row, **run.guard.validation_scores()}, step)
+    run.meter.clock.exclude()
+    return is_over

@@ -7,7 +7,6 @@ number of decisions travels with each step's packet: a rank that decided differe
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, ClassVar
 
@@ -15,6 +14,8 @@ from trainer.config import TrainerConfig
 from trainer.runtime.progress import History, Remembered, Rollbacks
 from trainer.train.detection import Anomaly, Detector, Level, StepLimits
 from trainer.train.detection.validations import ValidationWatch
+from trainer.train.packet import Values
+from trainer.train.parts import Decision, Part, StepResult
 
 NUM_EARLY_STEPS = 100
 """A run that has learned nothing by then never did, and is stopped."""
@@ -28,18 +29,7 @@ COUNTS = ("num_skipped", "num_decisions", "episodes")
 """State that a rollback does not take back."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The guard's answer to a step or a validation; equal on all ranks."""
-
-    rollback_onset: int | None = None
-    """The step with which the trouble began: go back to a checkpoint before it."""
-    is_stop: bool = False
-    """Stop the run, unless it can be rolled back."""
-    reason: str = ""
-
-
-class Guard(Remembered):
+class Guard(Remembered, Part):
     """One per rank; only that of the main rank reports. Survives restarts and rollbacks."""
 
     KEPT: ClassVar = (
@@ -68,8 +58,8 @@ class Guard(Remembered):
         self._patience = config.early_stop_patience
         self._overfit = ValidationWatch(patience=self._patience)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
-        self._num_rollbacks = self._num_skipped_batches = 0
-        self.lr_factor = 1.0
+        self.rollbacks = Rollbacks()
+        """All rollbacks of the run so far; they lower the learning rate."""
         self.num_skipped = 0
         self.num_decisions = 0
         self.episodes: list[tuple[int, int]] = []
@@ -82,6 +72,20 @@ class Guard(Remembered):
         is_skipping = self._config.on_severe == "skip"
         limits = self._detector.limits() if is_skipping else StepLimits()
         return limits.lowered_by(self._config.rules)
+
+    def by_rank(self) -> Values:
+        return {"decisions": self.num_decisions}
+
+    def after_step(self, step: StepResult) -> None:
+        """Raise `RuntimeError` where ranks have decided differently so far."""
+        decisions = step.totals.by_rank["decisions"]
+        if len(set(decisions)) > 1:
+            raise RuntimeError(
+                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
+            )
+        is_skipped = bool(step.totals.sums["is_skipped"])
+        step.decision = self.observe(step.batch.step, step.signals, is_skipped=is_skipped)
+        step.row |= self.scores()
 
     def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
         """Decide what to do after a step. `is_skipped` tells whether the device skipped its
@@ -104,61 +108,57 @@ class Guard(Remembered):
         onset = min(onsets, default=None)
         is_stop = any(answer.is_stop for answer in answers)
         reason = "; ".join(dict.fromkeys(answer.reason for answer in answers))
-        if onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
+        if onset is not None and len(self.rollbacks.entries) >= MAX_ROLLBACKS:
             reason += f"; it has been rolled back {MAX_ROLLBACKS} times already"
             onset, is_stop = None, True
         return Decision(onset, is_stop, reason)
 
-    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision:
-        """Note a validation; stop after `early_stop_patience` validations without a better one."""
+    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
+        """Note a validation. Return whether the run ends, after `early_stop_patience` validations
+        without a better one.
+        """
         if not (isfinite(loss) and isfinite(train_loss)):
-            return Decision()
+            return False
         if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             message = (
                 f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step "
-                f"{self.best_step}, while train/loss fell: that checkpoint is kept"
+                f"{self._overfit.best_step}, while train/loss fell: that checkpoint is kept"
             )
             self._tell("overfit", step, message, "warn")
         if not self._overfit.is_exhausted:
-            return Decision()
-        reason = f"val/loss has not improved in {self._patience} validations"
-        self._tell("early_stop", step, f"{reason}; best at step {self.best_step}", "info")
+            return False
+        message = (
+            f"val/loss has not improved in {self._patience} validations; best at step "
+            f"{self._overfit.best_step}"
+        )
+        self._tell("early_stop", step, message, "info")
         self.num_decisions += 1
-        return Decision(is_stop=True, reason=reason)
-
-    @property
-    def best_step(self) -> int | None:
-        """The step of the lowest validation loss."""
-        return self._overfit.best_step
+        return True
 
     @property
     def history(self) -> History:
-        return History(self.best_step, tuple(self.episodes))
+        return History(self._overfit.best_step, tuple(self.episodes))
 
     def scores(self) -> dict[str, float]:
         """Return metrics of the last observed step."""
         return {
             **self._detector.scores,
             "optim/skipped_steps": self.num_skipped,
-            "data/skipped_batches": self._num_skipped_batches,
+            "data/skipped_batches": len(self.rollbacks.skipped_steps),
         }
 
     def validation_scores(self) -> dict[str, float]:
         """Return metrics of the last observed validation."""
-        if self.best_step is None:
+        best_step = self._overfit.best_step
+        if best_step is None:
             return {}
-        return {"val/best_loss": self._overfit.best_loss, "val/best_step": self.best_step}
-
-    def note_rollbacks(self, rollbacks: Rollbacks) -> None:
-        """Count all rollbacks of the run so far; they lower the learning rate."""
-        self._num_rollbacks, self.lr_factor = len(rollbacks.entries), rollbacks.lr_factor
-        self._num_skipped_batches = len(rollbacks.skipped_steps)
+        return {"val/best_loss": self._overfit.best_loss, "val/best_step": best_step}
 
     def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None:
         """Report the last rollback and restore the counts. `forgotten` is the state from before the
         checkpoint was loaded.
         """
-        self.note_rollbacks(rollbacks)
+        self.rollbacks = rollbacks
         entry = rollbacks.entries[-1]
         message = (
             f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to "
@@ -174,6 +174,7 @@ class Guard(Remembered):
         is_bad = is_harmful or level == Level.DEAD
         self._tell(f"guard/{level}", step, anomaly.message, "error" if is_bad else "warn")
         action, onset, reason = anomaly.action or "warn", anomaly.onset, anomaly.message
+        has_given_up = False
         if is_harmful:
             self.episodes = [*self.episodes, (onset, step)][-MAX_EPISODES:]
             is_severe = level == Level.SEVERE
@@ -182,16 +183,14 @@ class Guard(Remembered):
             action = "stop"
         elif level == Level.NONFINITE and (first := self._given_up_since()) is not None:
             # if no checkpoint can be gone back to, the run stops
-            is_rolled_back = self._config.on_diverging == "rollback"
+            has_given_up, onset = True, first
+            action = "rollback" if self._config.on_diverging == "rollback" else "stop"
             reason = f"too many steps without a finite loss and gradient since step {first}"
-            return Decision(
-                rollback_onset=first if is_rolled_back else None, is_stop=True, reason=reason
-            )
         if action == "warn" and not is_harmful:
             return None
         return Decision(
             rollback_onset=onset if action == "rollback" else None,
-            is_stop=action == "stop",
+            is_stop=has_given_up or action == "stop",
             reason=reason,
         )
 

@@ -2,17 +2,15 @@
 reports.
 """
 
-import contextlib
-import os
 import subprocess
-import threading
 import time
-from collections.abc import Mapping
 
+import psutil
 import torch
 
+from trainer.runtime.processes import begun
+
 GIB = 2**30
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PERIOD_S = 10.0
 ALLOCATOR = {
     "memory/allocated_gib": "allocated_bytes.all.current",
@@ -29,23 +27,24 @@ QUERIES = {
 
 
 class Memory:
-    """The only one that resets the allocator's peaks."""
+    """The only one that resets the allocator's peaks. On CUDA a daemon thread asks the driver's
+    `nvidia-smi` about this rank's device every `PERIOD_S` seconds, if there is one.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # stays open, since every step reads it
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._device, self._process = device, psutil.Process()
         self._device_gib = 0.0
+        self._gpu: dict[str, float] = {}
+        """The newest sample of the driver."""
         if device.type == "cuda":
             self._device_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+            begun(self._ask_driver, name="gpu-sampler")
 
     def sample(self) -> dict[str, float]:
         """Return metrics: memory of the process; on CUDA also the allocator's, with its peaks since
-        the last call.
+        the last call, and the GPU's own.
         """
-        # the file holds "size resident shared …" in pages
-        num_pages = int(os.pread(self._statm, 128, 0).split()[1])
-        found = {"memory/cpu/rss_gib": num_pages * PAGE_BYTES / GIB}
+        found = {"memory/cpu/rss_gib": self._process.memory_info().rss / GIB}
         if not self._device_gib:
             return found
         stats = torch.cuda.memory_stats(self._device)
@@ -54,28 +53,14 @@ class Memory:
         found["memory/max_reserved_frac"] = found["memory/max_reserved_gib"] / self._device_gib
         found["memory/alloc_retries"] = stats["num_alloc_retries"]
         found["memory/ooms"] = stats["num_ooms"]
-        return found
+        return found | self._gpu
 
-
-class GpuSampler:
-    """Asks the driver's `nvidia-smi` about this rank's device every `PERIOD_S` seconds in a daemon
-    thread. Without the program or without CUDA there is nothing to report.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.last: Mapping[str, float] = {}
-        """The newest sample as metrics; empty before the first."""
-        if device.type == "cuda":
-            threading.Thread(
-                target=self._work, args=(device,), name="gpu-sampler", daemon=True
-            ).start()
-
-    def _work(self, device: torch.device) -> None:
-        with contextlib.suppress(Exception):  # the driver or the permission is missing
-            torch.cuda.set_device(device)
-            while True:
-                time.sleep(PERIOD_S)
-                self.last = sample(device)
+    def _ask_driver(self) -> None:
+        """Sample until the driver or the permission is missing."""
+        torch.cuda.set_device(self._device)
+        while True:
+            time.sleep(PERIOD_S)
+            self._gpu = sample(self._device)
 
 
 def sample(device: torch.device) -> dict[str, float]:

@@ -17,7 +17,7 @@ from trainer.runtime.progress import MAIN, Remembered
 from trainer.tracking import metrics
 from trainer.tracking.metrics.table import PHASES
 from trainer.train.clock import PhaseClock, TraceFile
-from trainer.train.memory import GpuSampler, Memory
+from trainer.train.memory import Memory
 from trainer.train.packet import Values
 from trainer.train.parts import Part, StepResult, is_rare
 from trainer.train.source_losses import perplexity
@@ -54,7 +54,7 @@ class Meter(Remembered, Part):
         self.clock = PhaseClock(world.device, trace=trace)
         self._world, self._total_steps, self._cost = world, total_steps, cost
         self._past_s, self._data_facts = past_s, data_facts
-        self._memory, self._gpu = Memory(world.device), GpuSampler(world.device)
+        self._memory = Memory(world.device)
         self._peak_tflops = peak_tflops(world.device)
         self._combined = metrics.combined_metrics()
         # in the same order on every rank
@@ -67,7 +67,7 @@ class Meter(Remembered, Part):
 
     def by_rank(self) -> Values:
         """Return this rank's values of all metrics that ranks combine."""
-        measured = {**self._memory.sample(), **self._gpu.last, **metrics.take_travelling()}
+        measured = {**self._memory.sample(), **metrics.take_travelling()}
         return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
@@ -112,12 +112,12 @@ class Meter(Remembered, Part):
         self.clock.mark("guard")
         phases = self.clock.lap()
         step_s = phases["step"]
-        update_s = sum(phases.get(phase, 0.0) for phase in UPDATE_PHASES)
-        times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in PHASES}
+        update_s = sum(phases[phase] for phase in UPDATE_PHASES)
+        times = {f"time/train/{phase}_s": phases[phase] for phase in PHASES}
         times |= {"time/train/step_s": step_s, "time/train/update_s": update_s}
         for key, seconds in times.items():
             metrics.put(key, seconds)
-        own_s = sum(phases.get(phase, 0.0) for phase in OWN_PHASES)
+        own_s = sum(phases[phase] for phase in OWN_PHASES)
         metrics.put("time/train/slowest_rank", own_s)
         self._productive_s += step_s
         self._step_s.append(step_s)
@@ -137,6 +137,11 @@ class Meter(Remembered, Part):
         """
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds that this attempt and those before it took."""
+        return self._past_s + time.monotonic() - self._started_s
+
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
         tokens_per_s = batch.num_tokens / step_s
         found = {
@@ -154,7 +159,7 @@ class Meter(Remembered, Part):
 
     def _progress(self, step: int) -> dict[str, float]:
         """Return the time left, without validations and saves, and the time spent."""
-        elapsed_s = self._past_s + time.monotonic() - self._started_s
+        elapsed_s = self.elapsed_s
         return {
             "progress/eta_s": (self._total_steps - step) * statistics.median(self._step_s),
             "progress/elapsed_s": elapsed_s,

@@ -39,26 +39,21 @@ class Totals:
 class Packet:
     """A packet on the device, float64."""
 
-    values: Tensor
-    """All sums one after the other."""
     sums: Mapping[str, Tensor]
-    """Views of `values`, each in its own shape."""
     fields: tuple[str, ...]
 
     def read(self, **derived: Tensor) -> Totals:
         """Wait for the device. `derived` scalars, made from the sums, come along."""
-        extra = [value.double().reshape(1) for value in derived.values()]
-        numbers = torch.cat([*extra, self.values]).tolist()
-        sums = dict(zip(derived, numbers, strict=False))
-        vectors = {}
-        place = len(derived)
-        for name, tensor in self.sums.items():
-            end = place + tensor.numel()
+        tensors = {**derived, **self.sums}
+        numbers = torch.cat([tensor.double().flatten() for tensor in tensors.values()]).tolist()
+        sums, vectors = {}, {}
+        end = 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.numel()
             if tensor.ndim:
-                vectors[name] = np.array(numbers[place:end]).reshape(tensor.shape)
+                vectors[name] = np.array(numbers[start:end]).reshape(tensor.shape)
             else:
-                sums[name] = numbers[place]
-            place = end
+                sums[name] = numbers[start]
         slots = map(tuple, vectors.pop(BY_RANK).tolist())
         return Totals(sums, dict(zip(self.fields, slots, strict=True)), vectors)
 
@@ -78,7 +73,7 @@ def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) 
     dist.all_reduce(values)
     pieces = values.split([tensor.numel() for tensor in own])
     shaped = [piece.view(tensor.shape) for piece, tensor in zip(pieces, own, strict=True)]
-    return Packet(values, dict(zip([*sums, BY_RANK], shaped, strict=True)), tuple(fields))
+    return Packet(dict(zip([*sums, BY_RANK], shaped, strict=True)), tuple(fields))
 
 
 def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:

@@ -17,12 +17,22 @@ from trainer.data.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.model.experts import Routers
 from trainer.optim.clip import local_square_sum, square_sum
 from trainer.tracking.row_losses import SampleLosses
-from trainer.train.guard import Decision, Guard
 from trainer.train.packet import Packet, Totals, Values
 from trainer.train.source_losses import losses_by_source
 
 RARE_EVERY = 50
 """Steps between measurements that cost a pass over the parameters or change slowly."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The guard's answer to a step; equal on all ranks."""
+
+    rollback_onset: int | None = None
+    """The step with which the trouble began: go back to a checkpoint before it."""
+    is_stop: bool = False
+    """Stop the run, unless it can be rolled back."""
+    reason: str = ""
 
 
 @dataclass
@@ -128,14 +138,11 @@ class SourceLosses(_VectorSum):
 
     name = "loss_by_source"
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         if batch.loss_tokens_by:
             sums_D, _ = document_sums(inputs, output.losses_S)
             zeros = sums_D.new_zeros(len(batch.loss_tokens_by))
             self._add(zeros.index_add_(0, inputs.sources_D, sums_D))
-        return None
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         sums = map(float, step.totals.vectors.get(self.name, ()))
@@ -151,18 +158,15 @@ class LossTerms(_VectorSum):
         own: Any = model
         self._names: tuple[str, ...] = own.loss_terms
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         if self._names and output.terms_K is not None:
             self._add(output.terms_K)
-        return None
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         sums = step.totals.vectors.get(self.name, ())
-        means = (float(value) / step.batch.num_loss_tokens for value in sums)
         return {
-            f"train/objective/{name}": mean for name, mean in zip(self._names, means, strict=False)
+            f"train/objective/{name}": float(value) / step.batch.num_loss_tokens
+            for name, value in zip(self._names, sums, strict=False)
         }
 
 
@@ -174,13 +178,10 @@ class RowLosses(Part):
         self._log = log
         self._found: list[tuple[tuple[int, ...], Tensor]] = []
 
-    def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
-    ) -> Tensor | None:
+    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         sums_2D = torch.stack(document_sums(inputs, output.losses_S))
         ids = inputs.sample_ids  # a document of padding may follow them
         self._found.append((ids, sums_2D[:, : len(ids)]))
-        return None
 
     def sums(self, batch: StepBatch) -> Values:
         found, self._found = self._found, []
@@ -197,33 +198,6 @@ class RowLosses(Part):
         loss_sums, tokens = step.totals.vectors["sample_losses"]
         ids = tuple(dict.fromkeys(step.batch.sample_ids))
         self._log(step.batch.step, SampleLosses(ids, tokens, loss_sums))
-
-
-class Supervision(Part):
-    """The guard's place in a step."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def by_rank(self) -> Values:
-        return {"decisions": self._guard.num_decisions}
-
-    def after_step(self, step: StepResult) -> None:
-        """Raise `RuntimeError` where ranks have decided differently so far."""
-        decisions = step.totals.by_rank["decisions"]
-        if len(set(decisions)) > 1:
-            raise RuntimeError(
-                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
-            )
-        is_skipped = bool(step.totals.sums["is_skipped"])
-        step.decision = self._guard.observe(step.batch.step, step.signals, is_skipped=is_skipped)
-        step.row |= self._guard.scores()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._guard.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self._guard.load_state_dict(state_dict)
 
 
 class Norms(Part):

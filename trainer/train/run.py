@@ -34,26 +34,16 @@ from trainer.train.parts import (
     RouterLoad,
     RowLosses,
     SourceLosses,
-    Supervision,
     blocks_of,
 )
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """When validations and saves happen, in steps counted from 1; a frequency of -1 means only at
-    the end.
-    """
-
-    total_steps: int
-    save_freq: int
-    test_freq: int
-
-
 def is_due(every: int, step: int) -> bool:
-    """Return whether something with this frequency happens after a step."""
+    """Return whether something with this frequency happens after a step, counted from 1. -1 means
+    only at the end.
+    """
     return every > 0 and step % every == 0
 
 
@@ -74,7 +64,8 @@ class Run:
     """It returns the place (`file:line`) of a sample id."""
     tracking: Tracking | None
     """On the main rank only."""
-    cadence: Cadence
+    save_freq: int
+    test_freq: int
     seed: int
     max_norm: float
     """Gradients are clipped to it."""
@@ -122,6 +113,16 @@ class Run:
             **self.parts,
         }
 
+    def tell(self, kind: str, step: int, message: str, level: str) -> None:
+        """Write to the run's events, which put warnings on the console too. Other ranks log
+        warnings.
+        """
+        if self.tracking is not None:
+            self.tracking.event(kind, step, message, level)
+            self.tracking.flush()
+        elif level == "warn":
+            logger.warning("step %d: %s", step, message)
+
     def log_rows(self, step: int, losses: SampleLosses) -> None:
         if self.tracking is not None:
             self.tracking.log_rows(step, losses, self.location)
@@ -136,7 +137,7 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "sources": lambda run: SourceLosses(),
     "terms": lambda run: LossTerms(run.model),
     "rows": lambda run: RowLosses(run.log_rows),
-    "guard": lambda run: Supervision(run.guard),
+    "guard": lambda run: run.guard,
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,
 }

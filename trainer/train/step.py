@@ -23,7 +23,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     clock, parts = run.meter.clock, run.parts.values()
     clock.mark("data")
     seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
-    lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
+    lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.rollbacks.lr_factor)
     run.model.train()
     trained, losses = accumulate(run, batch)
     sums: dict[str, Value] = {

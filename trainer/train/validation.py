@@ -35,7 +35,8 @@ class Validation:
         self._totals = np.zeros(num_sums)
         self._local = torch.zeros(num_sums, dtype=torch.float64, device=world.device)
         self._started_s = time.perf_counter()
-        self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
+        self._counts = np.zeros(4, dtype=np.int64)
+        """Supervised tokens, tokens, samples, batches."""
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
         """Add loss and hits of every supervised position of this rank's micro-batch, on its device.
@@ -60,10 +61,7 @@ class Validation:
         self._local.zero_()
         self._totals += totals.vectors["sums"]
         self._tokens_by_source.update(batch.loss_tokens_by)
-        self._num_loss_tokens += batch.num_loss_tokens
-        self._num_tokens += batch.num_tokens
-        self._num_samples += batch.num_samples
-        self._num_batches += 1
+        self._counts += (batch.num_loss_tokens, batch.num_tokens, batch.num_samples, 1)
         return totals.sums["num_stop_requests"] > 0
 
     def row(self, *, train_loss: float) -> dict[str, float]:
@@ -74,24 +72,25 @@ class Validation:
         for a large population).
         """
         totals = list(map(float, self._totals))
+        num_loss_tokens, num_tokens, num_samples, num_batches = map(int, self._counts)
         loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
-        mean = loss_sum / self._num_loss_tokens
+        mean = loss_sum / num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
         # an overflow stays visible: the square root of infinity is no standard error
         stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan
         total_s = time.perf_counter() - self._started_s
         return {
             "val/loss": mean,
-            "val/loss_stderr": stderr / self._num_loss_tokens,
+            "val/loss_stderr": stderr / num_loss_tokens,
             "val/ppl": perplexity(mean),
-            "val/token_accuracy": num_hits / self._num_loss_tokens,
+            "val/token_accuracy": num_hits / num_loss_tokens,
             "val/gap": mean - train_loss,
-            "val/samples": self._num_samples,
-            "val/total_valid_token_count": self._num_loss_tokens,
+            "val/samples": num_samples,
+            "val/total_valid_token_count": num_loss_tokens,
             **losses_by_source("val", totals[NUM_SUMS:], self._tokens_by_source),
             **{f"val/{name}": value for name, value in self._length_facts.items()},
-            "time/eval/step_s": total_s / self._num_batches,
+            "time/eval/step_s": total_s / num_batches,
             "time/eval/total_s": total_s,
-            "throughput/eval/tokens_per_s": self._num_tokens / total_s,
-            "throughput/eval/valid_tokens_per_s": self._num_loss_tokens / total_s,
+            "throughput/eval/tokens_per_s": num_tokens / total_s,
+            "throughput/eval/valid_tokens_per_s": num_loss_tokens / total_s,
         }

@@ -27,7 +27,7 @@ from trainer.model.weights import stored_in
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.json_lines import flat, read_object
-from trainer.tools.evaluate.engines import PEFT_CONFIG, Sample, adapter_of
+from trainer.tools.evaluate.engines import PEFT_CONFIG, model_of
 from trainer.train.start.inputs import resolve_source
 
 RELATIVE = 1e-5
@@ -48,14 +48,13 @@ HARMLESS_KEYS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with the validation of its step: its samples, loss and supervised tokens."""
+    """A checkpoint with the samples, loss and supervised tokens of its step's validation."""
 
     info: CheckpointInfo
     manifest: Manifest
     config: Config
     tokenizer: Any
-    validation: Samples
-    samples: list[Sample]
+    samples: Samples
     loss: float
     num_loss_tokens: int
 
@@ -92,7 +91,7 @@ def _adapter(trained: Trained) -> Iterator[str]:
     """Compare the base weights of an adapter with those of the training."""
     if not (trained.export / PEFT_CONFIG).exists():
         return
-    base, _, _ = adapter_of(trained.export)
+    base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
         yield f"base: the weights in '{base}' differ from those the adapter was trained for"
@@ -144,12 +143,12 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
     """
     with trained_model(trained) as model:
         expected_sums = sums_of(model, trained)
-    for sample, expected, served in zip(trained.samples, expected_sums, sums, strict=True):
+    for index, (expected, served) in enumerate(zip(expected_sums, sums, strict=True)):
         is_near = abs(served - expected) <= rounding + RELATIVE * abs(expected)
         if not is_near:  # also for NaN
-            count = int(sample.mask[1:].sum())
+            _, (count,) = trained.samples.counts(np.array([index]))
             return (
-                f"{sample.place}: {-served / count:.4f} a token served, "
+                f"{trained.samples.location(index)}: {-served / count:.4f} a token served, "
                 f"{-expected / count:.4f} trained"
             )
     return None
@@ -177,7 +176,7 @@ def trained_model(trained: Trained) -> Iterator[Any]:
 def sums_of(model: Any, trained: Trained) -> np.ndarray:
     """Return each sample's summed log-probability in the trainer's own model."""
     indices = range(len(trained.samples))
-    return np.array([-float(model(pack(trained.validation, [i])).loss_sum) for i in indices])
+    return np.array([-float(model(pack(trained.samples, [i])).loss_sum) for i in indices])
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 
 from trainer.config import ConfigError
+from trainer.data.samples import Samples
 from trainer.model.weights import whole_model
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
@@ -33,15 +33,6 @@ order of the prompts.
 """
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Token ids (int32) of one document, its supervision mask, and its `file:line`."""
-
-    ids: np.ndarray
-    mask: np.ndarray
-    place: str
-
-
 def make_generate(engine: str, python: str) -> Generate:
     """Return the function of an engine. vLLM runs in the interpreter `python`."""
     if engine != VLLM:
@@ -50,13 +41,13 @@ def make_generate(engine: str, python: str) -> Generate:
     return partial(generate_in_vllm, python)
 
 
-def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
-    """Return model, adapter and rank: (base, export, r) for an adapter, else (export, None, 0).
+def model_of(export: Path) -> tuple[Path, int]:
+    """Return the directory of the whole model, and the rank of the adapter; 0 if there is none.
 
-    Raises `ConfigError` if the base model is missing.
+    Raises `ConfigError` if the base model of an adapter is missing.
     """
     if not (export / PEFT_CONFIG).exists():
-        return export, None, 0
+        return export, 0
     settings = json.loads((export / PEFT_CONFIG).read_text(encoding="utf-8"))
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
@@ -64,7 +55,7 @@ def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
             f"'{export}' is an adapter, and there is no directory '{base}' for its base model.\n"
             f"Fix: put the base model there"
         )
-    return base, export, int(settings["r"])
+    return base, int(settings["r"])
 
 
 def load_model(
@@ -74,14 +65,14 @@ def load_model(
 
     `dtype="auto"` keeps the dtype of the files.
     """
-    path, adapter, _ = adapter_of(export)
+    path, rank = model_of(export)
     whole = whole_model(_from_files(transformers.AutoConfig, path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
     model: Any = _from_files(loader, path, dtype=dtype)
-    if adapter is not None and has_adapter:
+    if rank and has_adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, adapter).to(model.dtype)
+        model = PeftModel.from_pretrained(model, export).to(model.dtype)
     return model.eval()
 
 
@@ -100,28 +91,30 @@ def _from_files(loader: Any, path: Path, **options: Any) -> Any:
 
 @torch.no_grad()
 def sums_in_transformers(
-    export: Path, samples: Sequence[Sample], *, dtype: torch.dtype, has_adapter: bool = True
+    export: Path, samples: Samples, *, dtype: torch.dtype, has_adapter: bool = True
 ) -> np.ndarray:
     """Return the summed log-probability of the supervised tokens of each sample."""
     model = load_model(export, dtype=dtype, has_adapter=has_adapter)
     sums = []
-    for sample in samples:
-        ids = torch.from_numpy(sample.ids).long()
-        is_kept = torch.from_numpy(sample.mask)[1:]
+    for index in range(len(samples)):
+        tokens, mask = samples.sample(index)
+        ids = torch.from_numpy(tokens).long()
+        is_kept = torch.from_numpy(mask)[1:]
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][is_kept]
         loss = F.cross_entropy(logits.double(), ids[1:][is_kept], reduction="sum")
         sums.append(-loss.item())
     return np.array(sums)
 
 
-def sums_in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> tuple[np.ndarray, str]:
+def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.ndarray, str]:
     """Return the sums of `sums_in_transformers` as vLLM computes them, and its version.
 
     Raises `ConfigError`.
     """
+    documents = [samples.sample(index) for index in range(len(samples))]
     job = {
-        "ids": [sample.ids.tolist() for sample in samples],
-        "masks": [sample.mask.tolist() for sample in samples],
+        "ids": [ids.tolist() for ids, _ in documents],
+        "masks": [mask.tolist() for _, mask in documents],
     }
     answer = ask_vllm(export, job, python=python)
     return np.array(answer["sums"]), f"vllm {answer['version']}"
@@ -132,13 +125,13 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
 
     Raises `ConfigError` with the end of its log.
     """
-    model, adapter, rank = adapter_of(export)
+    model, rank = model_of(export)
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
         job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
         job = {
             **asked,
             "model": str(model),
-            "adapter": adapter and str(adapter),
+            "adapter": str(export) if rank else None,
             # vLLM takes powers of two
             "max_lora_rank": max(LEAST_VLLM_RANK, 1 << (rank - 1).bit_length()),
             "answer": str(answer_file),
@@ -170,23 +163,18 @@ class _Chat:
     """Prompts and answers as token ids, by the tokenizer and chat template of the export."""
 
     def __init__(self, export: Path) -> None:
-        model, _, _ = adapter_of(export)
-        has_tokenizer = (export / "tokenizer_config.json").exists()
-        place = export if has_tokenizer else model
-        self.tokenizer: Any = _from_files(transformers.AutoTokenizer, place)
-        ends = _from_files(transformers.AutoConfig, model).get_text_config().eos_token_id
-        if (model / "generation_config.json").exists():
-            ends = transformers.GenerationConfig.from_pretrained(model).eos_token_id or ends
+        self.tokenizer: Any = _from_files(transformers.AutoTokenizer, export)
+        ends = transformers.GenerationConfig.from_pretrained(export).eos_token_id
         all_ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = sorted(all_ends - {None})
 
     def ids(self, turns: Turns) -> list[int]:
         """Return the token ids of a prompt. Raises `ConfigError`."""
         if self.tokenizer.chat_template is not None:
-            rendered = self.tokenizer.apply_chat_template(
-                list(turns), add_generation_prompt=True, return_dict=True
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                list(turns), add_generation_prompt=True, return_dict=False
             )
-            return list(rendered["input_ids"])
+            return ids
         if len(turns) > 1:
             raise ConfigError(
                 "the model has no chat template, so it cannot answer a list of messages.\n"
@@ -210,25 +198,25 @@ def generate_in_transformers(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)
     model = load_model(export, dtype="auto").to(device)
-    pad = chat.tokenizer.pad_token_id
-    if pad is None:
-        pad = chat.stop_ids[0]
+    if chat.tokenizer.pad_token_id is None:
+        chat.tokenizer.pad_token_id = chat.stop_ids[0]
     # replaces the model's own settings, which would fill in whatever is not set here
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=chat.stop_ids,
-        pad_token_id=pad,
+        pad_token_id=chat.tokenizer.pad_token_id,
     )
     for start in range(0, len(prompts), BATCH):
         rows = [chat.ids(turns) for turns in prompts[start : start + BATCH]]
-        width = max(map(len, rows))
-        ids = [[pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        generated = model.generate(
-            input_ids=torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-        )
+        padded = chat.tokenizer.pad(
+            {"input_ids": rows},
+            padding_side="left",
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(device)
+        width = padded["input_ids"].shape[1]
+        generated = model.generate(**padded)
         yield [chat.text(row) for row in generated[:, width:].tolist()]
 
 

@@ -48,7 +48,7 @@ def has_bubblewrap() -> bool:
     if shutil.which(BUBBLEWRAP) is None:
         return False
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
-        probe = [*_bubblewrap(Path(work)), sys.executable, "-I", "-S", "-c", ""]
+        probe = [*_bubblewrap(work), sys.executable, "-I", "-S", "-c", ""]
         return subprocess.run(probe, stderr=subprocess.DEVNULL, cwd="/", env={}).returncode == 0
 
 
@@ -70,7 +70,7 @@ def require_isolation() -> str:
     )
 
 
-def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> str:
+def run_tests(code: str, tests: list[str]) -> str:
     """Return why `code` does not pass `tests`; empty if it passes.
 
     A test is an expression that must be true, or statements that must not raise. Tests and program
@@ -80,7 +80,7 @@ def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> 
     job = {
         "code": code,
         "tests": tests,
-        "seconds": limit_s,
+        "seconds": TIME_LIMIT_S,
         "memory_bytes": MEMORY_BYTES,
         "max_tasks": MAX_PROCESSES + (_num_tasks_of_user() if uid is None else 0),
         "uid": uid,
@@ -88,13 +88,11 @@ def run_tests(code: str, tests: list[str], *, limit_s: float = TIME_LIMIT_S) -> 
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         if uid is not None:
             os.chown(work, uid, uid)
-        bubblewrap = _bubblewrap(Path(work)) if has_bubblewrap() else []
+        bubblewrap = _bubblewrap(work) if has_bubblewrap() else []
         return judge([*bubblewrap, sys.executable], program_runner.__file__, job, work)
 
 
-def judge(
-    python: list[str], runner: str, job: dict[str, Any], work: str, *, user: int | None = None
-) -> str:
+def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str:
     """Run a job in the directory `work`, and return why it fails; empty if it passes."""
     process = subprocess.Popen(
         [*python, "-I", "-S", "-B", runner],
@@ -104,7 +102,6 @@ def judge(
         cwd=work,
         env={"LANG": "C.UTF-8"},
         start_new_session=True,
-        user=user,
     )
     assert process.stdin is not None and process.stdout is not None
     with process:
@@ -134,7 +131,7 @@ def _num_tasks_of_user() -> int:
     return count
 
 
-def _bubblewrap(work: Path) -> list[str]:
+def _bubblewrap(work: str) -> list[str]:
     """Return the start of a command, with `work` as its only writable directory."""
     command = [BUBBLEWRAP, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     if os.geteuid() == 0:
@@ -148,4 +145,4 @@ def _bubblewrap(work: Path) -> list[str]:
     for path in (sys.base_prefix, sys.prefix, runner):
         command += ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    return [*command, "--bind", str(work), str(work), "--chdir", str(work)]
+    return [*command, "--bind", work, work, "--chdir", work]

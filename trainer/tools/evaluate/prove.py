@@ -11,7 +11,7 @@ supervised tokens of all samples, the tolerance is (the sum over comparisons of 
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from trainer.tools.evaluate.causes import (
     sums_of,
     trained_model,
 )
-from trainer.tools.evaluate.engines import VLLM, Sample
+from trainer.tools.evaluate.engines import VLLM
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
 from trainer.train.start.inputs import prepare_data_alone
@@ -42,11 +42,11 @@ NUM_DEVIATIONS = 4
 PROOFS = "proofs"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Certificate:
-    """The result of a proof. `base_loss` is the loss of an adapter's base model alone. `causes` and
-    `first_difference` are set if the losses differ; losses are NaN if the engine cannot load the
-    export.
+    """The result of a proof, filled in as it goes on. `base_loss` is the loss of an adapter's base
+    model alone. `causes` and `first_difference` are set if the losses differ; losses are NaN if the
+    engine cannot load the export.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Certificate:
     served_loss: float = math.nan
     tolerance: float = math.nan
     base_loss: float | None = None
-    causes: tuple[str, ...] = ()
+    causes: list[str] = field(default_factory=list)
     first_difference: str | None = None
 
 
@@ -73,7 +73,6 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     trained = read_trained(checkpoint)
     transformers.logging.disable_progress_bar()
     require_export(trained.info)
-    causes = causes_of(trained)
     result = Certificate(
         step=trained.info.step,
         engine=engine,
@@ -82,18 +81,18 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
         val_loss=trained.loss,
         num_samples=len(trained.samples),
         num_loss_tokens=trained.num_loss_tokens,
+        causes=causes_of(trained),
     )
     try:
-        result = compare(trained, result, causes, python)
+        compare(trained, result, python)
     except Exception as error:  # a cause may explain why the export cannot even be loaded
-        if not causes:
+        if not result.causes:
             raise
         reason = str(error).partition("\n")[0]
-        causes.append(f"{engine} cannot load it: {type(error).__name__}: {reason}")
-        result = replace(result, causes=tuple(causes))
+        result.causes.append(f"{engine} cannot load it: {type(error).__name__}: {reason}")
     path = checkpoint.resolve().parent / PROOFS / f"step_{result.step}_{engine}.json"
     path.parent.mkdir(exist_ok=True)
-    atomic_write(path, json.dumps(strict(asdict(result)), indent=1) + "\n")
+    atomic_write(path, json.dumps(strict(result), indent=1) + "\n")
     return result, path
 
 
@@ -106,32 +105,26 @@ def read_trained(checkpoint: Path) -> Trained:
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
     data = prepare_data_alone(config)
-    validation = data.validation
-    if not rows or validation is None:
+    samples = data.validation
+    if not rows or samples is None:
         raise ConfigError(
             f"'{log}' has no validation at step {info.step}.\nFix: prove another checkpoint, or "
             f"train with trainer.test_freq and data.val_files so that saved steps are validated"
         )
-    samples = [
-        Sample(*validation.sample(index), validation.location(index))
-        for index in range(len(validation))
-    ]
-    num_loss_tokens = sum(int(sample.mask[1:].sum()) for sample in samples)
+    num_loss_tokens = int(samples.counts(np.arange(len(samples)))[1].sum())
     num_validated = int(rows[-1]["val/total_valid_token_count"])
     if num_loss_tokens != num_validated:
         raise ConfigError(
             f"the validation data changed after step {info.step}: {num_loss_tokens} supervised "
             f"tokens, {num_validated} were validated.\nFix: restore the files"
         )
-    loss = float(rows[-1]["val/loss"])
     return Trained(
         info=info,
         manifest=info.manifest,
         config=config,
         tokenizer=data.tokenizer,
-        validation=validation,
         samples=samples,
-        loss=loss,
+        loss=float(rows[-1]["val/loss"]),
         num_loss_tokens=num_loss_tokens,
     )
 
@@ -145,18 +138,20 @@ def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
     return torch.bfloat16, torch.float32
 
 
-def compare(trained: Trained, result: Certificate, causes: list[str], python: str) -> Certificate:
+def compare(trained: Trained, result: Certificate, python: str) -> None:
     """Serve the samples in the engine of `result`, and compare its loss with the trained one.
 
     Any cause refuses the export.
     """
+    causes = result.causes
     samples, export = trained.samples, trained.export
     narrow, wide = _dtypes(trained)
     exact = engines.sums_in_transformers(export, samples, dtype=wide)
     rounded = engines.sums_in_transformers(export, samples, dtype=narrow)
-    sums, program = rounded, f"transformers {transformers.__version__}"
     if result.engine == VLLM:
-        sums, program = engines.sums_in_vllm(export, samples, python=python)
+        sums, result.engine = engines.sums_in_vllm(export, samples, python=python)
+    else:
+        sums, result.engine = rounded, f"transformers {transformers.__version__}"
     differences = [rounded - exact]
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
         with trained_model(trained) as model:
@@ -167,26 +162,16 @@ def compare(trained: Trained, result: Certificate, causes: list[str], python: st
     spread = NUM_DEVIATIONS * float(np.sqrt((D**2).sum()))
     tolerance = (float(np.abs(D.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
     tolerance = max(tolerance, LEAST_TOLERANCE * abs(trained.loss))
-    loss, base_loss = -float(sums.sum()) / trained.num_loss_tokens, None
-    if engines.adapter_of(export)[1] is not None:
+    loss = -float(sums.sum()) / trained.num_loss_tokens
+    result.tolerance, result.served_loss = tolerance, loss
+    if engines.model_of(export)[1]:
         base = engines.sums_in_transformers(export, samples, dtype=wide, has_adapter=False)
-        base_loss = -float(base.sum()) / trained.num_loss_tokens
-        if abs(base_loss - loss) <= tolerance:
+        result.base_loss = -float(base.sum()) / trained.num_loss_tokens
+        if abs(result.base_loss - loss) <= tolerance:
             causes.append("adapter: the served loss is that of the base model without the adapter")
-    is_equal = abs(loss - trained.loss) <= tolerance and not causes
-    difference = None
-    if not is_equal:
+    result.is_equal = abs(loss - trained.loss) <= tolerance and not causes
+    if not result.is_equal:
         rounding = spread / math.sqrt(len(samples))
-        difference = first_difference(trained, sums, rounding=rounding)
+        result.first_difference = first_difference(trained, sums, rounding=rounding)
         if not causes:
             causes.append("unknown: the export is complete and holds the trained weights")
-    return replace(
-        result,
-        engine=program,
-        is_equal=is_equal,
-        served_loss=loss,
-        tolerance=tolerance,
-        base_loss=base_loss,
-        causes=tuple(causes),
-        first_difference=difference,
-    )

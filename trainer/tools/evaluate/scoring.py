@@ -16,7 +16,7 @@ from trainer.checkpoint.export import require_export
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.reading import pinned
-from trainer.config import ConfigError
+from trainer.config import ConfigError, parse_recorded
 from trainer.runtime.evaluations import (
     EXEC,
     FILE_NAME,
@@ -48,7 +48,7 @@ class Evaluation:
     generate: Generate
     max_new_tokens: int
 
-    def key(self, nonce: str) -> str:
+    def key(self, nonce: str | None) -> str:
         """Return a name for this evaluation of one checkpoint; no other evaluation has it."""
         questions = [[question.turns, question.expected] for question in self.questions]
         parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
@@ -75,7 +75,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
-    key = asked.key(info.manifest.nonce)
+    key = asked.key(info.nonce)
     for row in read_evaluations(run_dir):
         if row["kind"] == SUMMARY and row.get("key") == key:
             return row
@@ -97,10 +97,10 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
         "scorer": asked.scorer,
         "engine": asked.engine,
         "max_new_tokens": asked.max_new_tokens,
-        "nonce": info.manifest.nonce,
+        "nonce": info.nonce,
         "digest": digest,
         "checkpoint": info.path.name,
-        "ts": round(time.time(), 3),
+        "ts": time.time(),
     }
     rows = [row | {"step": info.step, "key": key} for row in [*samples, summary]]
     _append(run_dir, rows)
@@ -114,7 +114,7 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
         "kind": SUMMARY,
         "name": PREFIX + name,
         "step": step,
-        "nonce": info.manifest.nonce if info.manifest else None,
+        "nonce": info.nonce,
         "mean": value,
         "scorer": "attached",
         "ts": time.time(),
@@ -132,28 +132,24 @@ def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
     """Ask all questions, and return a row for each."""
     prompts = [question.turns for question in asked.questions]
-    answers: list[str] = []
-    reasons: list[str] = []
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for batch in asked.generate(export, prompts, asked.max_new_tokens):
-            questions = asked.questions[len(answers) : len(answers) + len(batch)]
-            answers += batch
-            reasons += pool.map(SCORERS[asked.scorer], questions, batch)
-    return [
-        {
-            "kind": SAMPLE,
-            "name": asked.name,
-            "index": index,
-            "prompt": question.turns,
-            "answer": question.expected,
-            "completion": answer,
-            "score": 0.0 if reason else 1.0,
-            "reason": reason,
-        }
-        for index, (question, answer, reason) in enumerate(
-            zip(asked.questions, answers, reasons, strict=True)
-        )
-    ]
+        for answers in asked.generate(export, prompts, asked.max_new_tokens):
+            questions = asked.questions[len(rows) : len(rows) + len(answers)]
+            reasons = pool.map(SCORERS[asked.scorer], questions, answers)
+            for question, answer, reason in zip(questions, answers, reasons, strict=True):
+                row = {
+                    "kind": SAMPLE,
+                    "name": asked.name,
+                    "index": len(rows),
+                    "prompt": question.turns,
+                    "answer": question.expected,
+                    "completion": answer,
+                    "score": 0.0 if reason else 1.0,
+                    "reason": reason,
+                }
+                rows.append(row)
+    return rows
 
 
 def publish(run_dir: Path, name: str) -> None:
@@ -169,9 +165,6 @@ def publish(run_dir: Path, name: str) -> None:
     try:
         for step, row in missing.items():
             values = {metric: row["mean"]}
-            for side in ("low", "high"):
-                if row.get(side) is not None:
-                    values[f"{metric}_{side}"] = row[side]
             if row.get("scorer") == EXEC:
                 values[SUCCESS_RATE] = row["mean"]
             tracking.log(values, step)
@@ -181,14 +174,13 @@ def publish(run_dir: Path, name: str) -> None:
 
 def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
     """Return another tracker run in the project and group of the training, with its trackers."""
+    trainer = parse_recorded(run_info.read_config(run_dir)).trainer
     run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
-    logger = (run.get("config") or {}).get("trainer", {}).get("logger", ())
-    backends = [logger] if isinstance(logger, str) else list(logger)
-    experiment = str(run.get("experiment_name", run_dir.name))
+    experiment = trainer.experiment_name
     return Tracking(
-        str(run.get("project_name", run_dir.parent.name)),
+        trainer.project_name,
         f"{experiment}_{name}",
-        [backend for backend in backends if backend != "console"],
+        [backend for backend in trainer.logger if backend != "console"],
         {"evaluation": name, "of": experiment},
         run_dir=directory,
         group=str(run.get("group", experiment)),

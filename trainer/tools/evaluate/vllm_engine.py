@@ -24,7 +24,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     is_generation = "max_new_tokens" in job
-    num_new = job["max_new_tokens"] if is_generation else 1
+    num_new = job.get("max_new_tokens", 1)
     settings: dict[str, Any] = {
         "enforce_eager": True,
         "skip_tokenizer_init": True,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.config import AUTO, QUICKSTART, Config, ConfigError, DataConfig
+from trainer.config import AUTO, Config, ConfigError, DataConfig
 from trainer.model import assemble
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
@@ -45,7 +45,7 @@ from trainer.tools.plan.live_storage import (
     Peaks,
 )
 from trainer.train.start.compose import with_words
-from trainer.train.start.inputs import resolve_source, source_at
+from trainer.train.start.inputs import source_at
 
 GIB = 2**30
 SAVE_COPY = "copy of an asynchronous save"
@@ -280,10 +280,8 @@ def _job(config: Config, num_ranks: int) -> Job:
 
 def source_of(config: Config) -> ModelSource:
     """Return the directory of config.json; no weights are downloaded."""
-    model = config.model
-    if model.partial_pretrain == QUICKSTART:
-        return resolve_source(config)
-    return source_at(config, find_architecture(model.partial_pretrain), random_weights=True)
+    directory = find_architecture(config.model.partial_pretrain)
+    return source_at(config, directory, random_weights=True)
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:

@@ -13,7 +13,7 @@ from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Generalisation
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.statistics import Floats, is_falling, noise, runs, within
-from trainer.train.detection.validations import OVERFITTING, judge_validations
+from trainer.train.detection.validations import NOTE_RISE, NOTE_SIGMAS, judge_validations
 from trainer.train.detection.window import curve_noise
 
 NUM_AROUND = 32
@@ -140,8 +140,7 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     longest = int(np.argmax(ends - begins))
     part, is_to_the_end = val[begins[longest] : ends[longest] + 1], ends[longest] == len(val) - 1
     before, after = part.values[0], part.values[-1]
-    sigma = OVERFITTING["overfit_note_sigma"] * curve_noise(val.values)
-    if after - before <= max(OVERFITTING["overfit_note"] * before, sigma):
+    if after - before <= max(NOTE_RISE * before, NOTE_SIGMAS * curve_noise(val.values)):
         return
     best = val.steps[np.argmin(val.values)]
     yield (fail if is_to_the_end and rises >= FATAL_RISES else warn)(

@@ -4,9 +4,10 @@ Only the checks that need torch import it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.retention import existing_parent
@@ -26,8 +27,6 @@ MIRROR_WITHIN_S = 10.0
 MIN_FREE_SHARE = 0.9
 """Share of a card's memory that must be free; the driver keeps some."""
 
-Subject = TypeVar("Subject")
-
 
 def requirements(launch: Launch) -> Iterator[Checked]:
     """Check the installed packages against those of pyproject.toml."""
@@ -39,26 +38,25 @@ def cards(launch: Launch) -> Iterator[Checked]:
     """Check the number of cards, their driver and their free memory."""
     if launch.problem is not None:
         yield Checked("fail", launch.problem)
-    elif launch.num_gpus:
-        yield from _cards(launch.num_ranks)
-    elif launch.config.trainer.device == "cuda":
-        what = "trainer.device=cuda, but this machine has no card"
-        yield Checked("warn", what, "run doctor on the machine that trains")
-    else:
-        yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
-
-
-def _cards(num_ranks: int) -> Iterator[Checked]:
+        return
+    if not launch.num_gpus:
+        if launch.config.trainer.device == "cuda":
+            what = "trainer.device=cuda, but this machine has no card"
+            yield Checked("warn", what, "run doctor on the machine that trains")
+        else:
+            yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
+        return
     import torch
 
-    for number in range(num_ranks):
+    numbers = range(launch.num_ranks)
+    for number in numbers:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
             what = f"another process uses card {number}: {readable(free_bytes)} are free"
             fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(num_ranks)}))
+    names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in numbers}))
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
     yield Checked("ok", f"{names}; {versions}")
 
@@ -141,23 +139,31 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """Render and tokenize the first row of each file, and show one."""
+    from trainer.data.formats import columns_of
+    from trainer.data.prepare import RowEncoder
+    from trainer.data.readers import iter_rows
     from trainer.data.show import preview
-    from trainer.train.start.inputs import encode_first_rows, source_without_weights
+    from trainer.train.start.inputs import Encoders, source_without_weights
 
     config, is_shown = launch.config, False
     is_strict = config.data.on_bad_row == "error"
-    found = encode_first_rows(config, preflight.find_files(config), source_without_weights(config))
-    for row, result, tokenizer in found:
-        place = location(row.file, row.line)
-        if isinstance(result, UnusableError):
-            fix = "repair the row; with data.on_bad_row=skip training skips it"
-            yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
-        elif result and not is_shown:
-            is_shown = True
-            ids, mask = result[0].input_ids, result[0].loss_mask
-            text = " ".join(preview(ids, mask, tokenizer).split())
-            end = text[-SHOWN_CHARS:]
-            yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
+    encoders, files = Encoders(config, source_without_weights(config)), preflight.find_files(config)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = encoders.encoding(source)
+        columns = columns_of(source.keys)
+        first_rows = [row for path in paths for row in islice(iter_rows(path, columns), 1)]
+        results = RowEncoder(tokenizer, options).encode(first_rows)
+        for row, result in zip(first_rows, results, strict=True):
+            place = location(row.file, row.line)
+            if isinstance(result, UnusableError):
+                fix = "repair the row; with data.on_bad_row=skip training skips it"
+                yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
+            elif result and not is_shown:
+                is_shown = True
+                ids, mask = result[0].input_ids, result[0].loss_mask
+                text = " ".join(preview(ids, mask, tokenizer).split())
+                end = text[-SHOWN_CHARS:]
+                yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
 
 
 CHECKS: dict[str, Check] = {
@@ -184,30 +190,25 @@ NEEDS = {
 
 
 def examine(
-    checks: Mapping[str, Callable[[Subject], Iterator[Checked] | Checked]],
-    subject: Subject,
+    checks: Mapping[str, Callable[[Any], Iterator[Checked] | Checked]],
+    subject: Any,
     needs: Mapping[str, set[str]],
-) -> Iterator[tuple[str, Checked | None]]:
-    """Yield name and finding of each check; None for a check that is skipped after a failed one."""
-    broken = set[str]()
+    broken: set[str],
+) -> Iterator[tuple[str, Checked]]:
+    """Yield name and finding of each check. One that needs a check in `broken` is skipped. Adds the
+    names of failed and skipped checks to `broken`.
+    """
     for name, check in checks.items():
-        if needs.get(name, set()) & broken:
+        if missing := needs.get(name, set()) & broken:
             broken.add(name)
-            yield name, None
+            yield name, Checked("skip", f"needs {', '.join(sorted(missing))}")
             continue
-        for found in _findings(check, subject):
-            if found.level == "fail":
+        try:
+            found = check(subject)
+            findings = [found] if isinstance(found, Checked) else list(found)
+        except Exception as error:  # a run would end with it
+            findings = [Checked("fail", str(error) or type(error).__name__)]
+        for checked in findings or [Checked("ok", "no problem found")]:
+            if checked.level == "fail":
                 broken.add(name)
-            yield name, found
-
-
-def _findings(
-    check: Callable[[Subject], Iterator[Checked] | Checked], subject: Subject
-) -> list[Checked]:
-    try:
-        found = check(subject)
-        if isinstance(found, Checked):
-            return [found]
-        return list(found) or [Checked("ok", "no problem found")]
-    except Exception as error:  # a run would end with it
-        return [Checked("fail", str(error) or type(error).__name__)]
+            yield name, checked

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import layout
-from trainer.checkpoint.shards import CorruptShardError, local_tensors, read_torch
+from trainer.checkpoint.shards import local_tensors, read_torch
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
+MISSING = "missing"
 LOADER = "loader"
 """Entry of `data.pt`: torchdata's counters, which start again with every process."""
-
-
-class Missing(str):
-    """Says why a run lacks a value. It differs from every value, also from itself."""
-
-
-MISSING = Missing("missing")
 
 
 @dataclass
@@ -51,14 +45,12 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
 def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
     """Yield name and value of everything to compare."""
-    rows = _rows(run_dir, "train")
-    for step in sorted({*range(1, steps + 1), *rows}):
-        row = rows.get(step, {})
+    for step, row in _rows(run_dir, "train").items():
         for key in STEP_KEYS:
-            yield f"step {step}, {key}", row.get(key, MISSING)
+            yield f"step {step}, {key}", row[key]
     yield from _saved(run_dir / layout.step_dir_name(steps))
     for step, row in _rows(run_dir, "val").items():
-        yield f"validation of step {step}, val/loss", row.get("val/loss", MISSING)
+        yield f"validation of step {step}, val/loss", row["val/loss"]
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -72,7 +64,7 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     """Yield name and value of everything in a checkpoint."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        yield checkpoint.name, Missing(info.reason)
+        yield checkpoint.name, info.reason
         return
     num_ranks = info.manifest.world_size
     yield f"{checkpoint.name}, ranks", num_ranks
@@ -83,12 +75,7 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     ]
     for file in (*shards, layout.DATA):
         place = f"{checkpoint.name}, {file}"
-        try:
-            tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
-        except CorruptShardError as error:
-            yield place, Missing(error)
-            continue
-        yield place, "readable"
+        tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
         if file == layout.DATA:
             tree.pop(LOADER, None)
         for name, value in _leaves(tree):
@@ -109,7 +96,7 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _difference(left: Any, right: Any) -> str:
     """Describe how two values differ; empty if they are equal. NaN equals NaN."""
     shown = _shown(left), _shown(right)
-    if shown[0] != shown[1] or isinstance(left, Missing):
+    if shown[0] != shown[1]:
         return " and ".join(shown)
     if not isinstance(left, Tensor):
         return ""
@@ -126,8 +113,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Missing):
-        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         (local,) = local_tensors(value)

@@ -1,15 +1,14 @@
 """Train a recipe for a few steps in a temporary directory: straight, with other settings, or killed
 and resumed.
 
-No torch. Every process that starts here ends with its block, or with this process.
+No torch. Every process that starts here ends with its call, or with this process.
 """
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,6 +59,9 @@ class ShortRun:
 
     def saved_step(self) -> int:
         return layout.read_pointer(self.run_dir).step or 0
+
+    def is_in_the_middle(self) -> bool:
+        return self.last_step() >= KILL_AFTER and self.saved_step() > 0
 
 
 class Runs:
@@ -116,7 +118,7 @@ class Runs:
         """
         for number in range(MAX_KILLS):
             run = ShortRun(self.directory / f"killed_{number}")
-            is_killed = self._start(run, partial(_is_in_the_middle, run))
+            is_killed = self._start(run, run.is_in_the_middle)
             saved_step = run.saved_step()
             if is_killed and saved_step < NUM_STEPS:
                 self._start(run, lambda: False)
@@ -133,14 +135,30 @@ class Runs:
         overrides: Sequence[str] = (),
         num_ranks: int | None = None,
     ) -> bool:
-        """Start the run; True if it was killed because `is_due`, False if it ended by itself."""
+        """Start the run; True if it was killed because `is_due`, False if it ended by itself. All
+        its processes end with it.
+        """
         words = [str(num_ranks or self.num_ranks), *self._overrides, *overrides]
         words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
-        with _started(["-m", "trainer.launch", *words], run.log, self.directory) as process:
+        with run.log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.launch", *words],
+                env={**os.environ, "TMPDIR": str(self.directory), "USE_WANDB": "false"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid(), code=EXIT_CRASH),
+            )
+        try:
             while process.poll() is None:
                 if is_due():
                     return True
                 time.sleep(POLL_S)
+        finally:
+            if process.poll() is None:
+                kill_tree(process.pid)
+                process.wait()
         if process.returncode != EXIT_DONE:
             code = f"the {run.run_dir.name} run ended with exit code {process.returncode}"
             lines = run.said().splitlines()[-NUM_LOG_LINES:]
@@ -171,29 +189,3 @@ _FORCED = (
     "trainer.logger=[console]",
 )
 """Nothing of the user's own run is read or written."""
-
-
-def _is_in_the_middle(run: ShortRun) -> bool:
-    return run.last_step() >= KILL_AFTER and run.saved_step() > 0
-
-
-@contextmanager
-def _started(words: Sequence[str], log: Path, scratch: Path) -> Iterator[subprocess.Popen]:
-    """Run a Python program; all its processes end with the block."""
-    environment = {**os.environ, "TMPDIR": str(scratch), "USE_WANDB": "false"}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid(), code=EXIT_CRASH),
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-            process.wait()

@@ -109,8 +109,6 @@ class StepLimits:
 class _Spikes(Remembered):
     """Single steps whose loss or gradient norm stands out from the steps before them."""
 
-    KEPT: ClassVar = ("_loss", "_grad_norm", "_earlier")
-
     def __init__(self) -> None:
         self._loss = RobustWindow(MIN_LOSS_SPREAD)
         self._grad_norm = RobustWindow(MIN_GRAD_SPREAD)
@@ -179,8 +177,6 @@ class _Spikes(Remembered):
 class _Divergence(Remembered):
     """A loss that stays above the best level it ever held. Each episode is reported once."""
 
-    KEPT: ClassVar = ("_values", "_best", "_is_diverging", "_num_in_a_row", "_first_step")
-
     def __init__(self) -> None:
         self._values = deque[float](maxlen=NUM_BEST)
         self._best = 0.0
@@ -224,8 +220,6 @@ class _NoLearning(Remembered):
     does.
     """
 
-    KEPT: ClassVar = ("_num_dead_steps",)
-
     def __init__(self) -> None:
         self._num_dead_steps = 0
 
@@ -250,8 +244,6 @@ class _Warnings(Remembered):
     """Rations warnings: each one doubles the pause before the next. If nothing stands out for as
     long as the pause after its end, the pause is `REST_STEPS` again.
     """
-
-    KEPT: ClassVar = ("_pause", "_pause_end")
 
     def __init__(self) -> None:
         self._pause = REST_STEPS

@@ -1,28 +1,25 @@
 """Judge the validations of a run: overfitting and early stopping."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import ClassVar
 
 from trainer.runtime.progress import Remembered
 from trainer.train.detection.window import curve_noise
 
-OVERFITTING: Mapping[str, float] = {
-    "overfit_note": 0.02,  # rise over the best validation loss, as a share of it
-    "overfit_note_sigma": 4,  # and in standard deviations of the curve; the larger counts
-    "overfit_sure": 0.10,
-    "overfit_sure_sigma": 8,
-    "overfit_train_fall": 0.01,  # training loss must have fallen this much since the best
-}
+NOTE_RISE, NOTE_SIGMAS = 0.02, 4
+"""A rise over the best validation loss is noted above this share of it, and above so many standard
+deviations of the curve.
+"""
+SURE_RISE, SURE_SIGMAS = 0.10, 8
+"""The same for a rise that is overfitting without a second one."""
+TRAIN_FALL = 0.01
+"""The share by which the training loss must have fallen since the best validation."""
 MIN_DELTA = 0.002
 """Nats by which a validation must improve, to put early stopping off."""
 
 
-def judge_validations(
-    val_losses: Sequence[float],
-    train_losses: Sequence[float],
-    limits: Mapping[str, float] = OVERFITTING,
-) -> list[str]:
+def judge_validations(val_losses: Sequence[float], train_losses: Sequence[float]) -> list[str]:
     """Return a verdict for each validation: "ok", "note" if it is clearly above the best so far,
     "overfit" if it is the second such in a row or far above, while training still improves.
 
@@ -37,11 +34,9 @@ def judge_validations(
         if loss < val_losses[best]:
             best = index
         level, rise = abs(val_losses[best]), loss - val_losses[best]
-        is_noted, is_sure = (
-            rise > max(limits[f"overfit_{name}"] * level, limits[f"overfit_{name}_sigma"] * sigma)
-            for name in ("note", "sure")
-        )
-        fallen = train_losses[best] - limits["overfit_train_fall"] * abs(train_losses[best])
+        is_noted = rise > max(NOTE_RISE * level, NOTE_SIGMAS * sigma)
+        is_sure = rise > max(SURE_RISE * level, SURE_SIGMAS * sigma)
+        fallen = train_losses[best] - TRAIN_FALL * abs(train_losses[best])
         is_improving = all(trained < fallen for trained in train_losses[index : index + 2])
         is_lasting = bool(verdicts) and verdicts[-1] != "ok"
         if not is_noted:

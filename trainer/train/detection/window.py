@@ -30,11 +30,11 @@ MAX_EXPONENT = 700.0
 """`exp` overflows a little beyond it."""
 
 
-def spread(deviations: ArrayLike, axis: int = -1) -> Any:
+def spread(deviations: ArrayLike) -> Any:
     """Return the standard deviation of `deviations` from a middle, estimated by the median of their
-    sizes; an array over the other axes.
+    sizes; an array over all axes but the last.
     """
-    return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
+    return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=-1, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:

@@ -4,7 +4,6 @@
 as the ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.config import ConfigError
-from trainer.data.tokens import tokenizer_digest
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.sampled_weights import digest_of_weights
 from trainer.model.weight_files import weight_files
@@ -23,7 +21,6 @@ from trainer.runtime.json_lines import flat
 from trainer.train.start.inputs import Inputs
 
 DIGITS = 16
-NONE = "none"
 OWN_OF_A_MACHINE = (
     "data.cache_dir",
     "data.chat_template",
@@ -47,20 +44,17 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
     Calls `progress` while it reads weights. Raises `ConfigError`.
     """
     config, contents = inputs.config, inputs.model_files.contents
-    weights = "random"
-    if not inputs.source.random_weights:
-        files = weight_files(inputs.model_files.directory)
-        weights = digest_of_weights(files, progress=progress)[:DIGITS]
-    bare_tokenizer = copy.copy(inputs.tokenizer)
-    bare_tokenizer.chat_template = None
     facts = {
         "config.json": _digest(contents[CONFIG]),
-        "weights": weights,
-        "tokenizer": tokenizer_digest(bare_tokenizer)[:DIGITS],
+        "tokenizer": inputs.tokenizer_digest[:DIGITS],
         "chat template": _digest(str(inputs.tokenizer.chat_template).encode()),
         "training data": inputs.train.fingerprint,
-        "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
     }
+    if inputs.validation is not None:
+        facts["validation data"] = inputs.validation.fingerprint
+    if not inputs.source.random_weights:
+        files = weight_files(inputs.model_files.directory)
+        facts["weights"] = digest_of_weights(files, progress=progress)[:DIGITS]
     if config.model.trust_remote_code:
         code = [content for name, content in contents.items() if name.endswith(".py")]
         facts["model code"] = _digest(*code)

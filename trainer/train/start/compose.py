@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,14 +50,14 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
-def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
+def with_recipe(words: list[str]) -> list[str]:
     """Return the overrides with the default recipe if they name none. Print its name on stderr."""
     if any(map(_is_recipe, words)):
         return words
-    if recipe := env.get("SFT_EXPERIMENT"):
+    if recipe := os.environ.get("SFT_EXPERIMENT"):
         note = f"{recipe} (SFT_EXPERIMENT)"
     elif Path(LOCAL_RECIPE).is_file():
-        recipe, note = str(Path(LOCAL_RECIPE).absolute()), LOCAL_RECIPE
+        recipe = note = LOCAL_RECIPE
     else:
         return words
     print(f"note: recipe {note}", file=sys.stderr, flush=True)
@@ -124,18 +125,9 @@ def _parse_override(word: str) -> dict[str, Any]:
     return value
 
 
-def as_word(value: Any) -> str:
-    """Return a value as it is written in an override."""
-    if isinstance(value, str):
-        # Backslashes escape a quote, and the backslashes before a quote or the end.
-        escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-        escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
-        return f"'{escaped}'"
-    if isinstance(value, list):
-        return f"[{','.join(map(as_word, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{as_word(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value)
+def as_word(text: str) -> str:
+    """Return a text as it is written in an override."""
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def _is_recipe(word: str) -> bool:
@@ -172,7 +164,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
-        _require_harmless(path, text)
+        _require_harmless(text)
         tree = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -182,20 +174,21 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"recipe {path} contains no keys: see those in conf/experiment")
     values: Any = OmegaConf.to_container(tree)
-    _require_plain_references(path, values)
     return values
 
 
-def _require_harmless(path: Path, text: str) -> None:
+def _require_harmless(text: str) -> None:
     """Refuse a recipe that would exhaust the machine: aliases of aliases grow without bound, and
-    deep nesting takes the parser minutes.
+    deep nesting takes the parser minutes. Refuse interpolations other than `${group.key}`: a recipe
+    from elsewhere could read a secret from the environment, which the run would log with its
+    configuration.
 
     It looks at the parser's events before anything is built. Raises `ConfigError`,
     `yaml.YAMLError`.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"recipe {path}, line {event.start_mark.line + 1}"
+        place = f"line {event.start_mark.line + 1}"
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
@@ -205,18 +198,10 @@ def _require_harmless(path: Path, text: str) -> None:
             )
         if depth > MAX_RECIPE_DEPTH:
             raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
-
-
-def _require_plain_references(path: Path, value: Any) -> None:
-    """Refuse interpolations other than `${group.key}`: a recipe from elsewhere could read a secret
-    from the environment, which the run would log with its configuration. Raises `ConfigError`.
-    """
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _require_plain_references(path, item)
-    elif isinstance(value, str) and "${" in re.sub(r"\$\{[\w.]+\}", "", value):
-        raise ConfigError(
-            f"recipe {path}: {value!r:.200} is not a reference to a key (${{group.key}}); values "
-            f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
-            f"the key on the command line"
-        )
+        is_text = isinstance(event, yaml.ScalarEvent)
+        if is_text and "${" in re.sub(r"\$\{[\w.]+\}", "", event.value):
+            raise ConfigError(
+                f"{place}: {event.value!r:.200} is not a reference to a key (${{group.key}}); values "
+                f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
+                f"the key on the command line"
+            )

@@ -4,17 +4,15 @@ import json
 import logging
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from trainer.checkpoint import finished
 from trainer.checkpoint.finished import Finished
 from trainer.checkpoint.layout import HUGGINGFACE, step_dir_name
-from trainer.checkpoint.manager import CheckpointManager
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.distributed import await_main
@@ -23,6 +21,7 @@ from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.log import labelled
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking
+from trainer.train.run import Run
 from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
@@ -34,58 +33,29 @@ AWAIT_MAIN_S = 20.0
 
 @dataclass
 class RunResources:
-    """The parts that a run must close, its exit code and its last step. Only the main rank has
-    `tracking`.
-    """
+    """What a run must close, and its exit code. Only the main rank has `tracking`."""
 
     setup: RunSetup
     tracking: Tracking | None = None
-    checkpoints: CheckpointManager | None = None
-    last_step: int = 0
-    best: Mapping[str, float] = field(default_factory=dict)
-    """`val/best_loss` and `val/best_step`, if the run was validated."""
-    started_s: float = field(default_factory=time.monotonic)
+    run: Run | None = None
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
         """Close all parts. The lock is last: an empty lock says that everything is written."""
         is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
-            if self.checkpoints is not None:
-                self.checkpoints.close()
+            if self.run is not None:
+                self.run.checkpoints.close()
             if self.tracking is not None:
                 self.tracking.finish(self.exit_code)
             if is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
                 write_final_report(self.setup.run_dir)
-            if is_main and self.exit_code == EXIT_DONE:
-                _record_end(self.setup, self.last_step)
-                self._log_end()
+            if is_main and self.exit_code == EXIT_DONE and self.run is not None:
+                _record_end(self.setup, self.run.batches.step)
+                _log_end(self.setup, self.run)
         finally:
             if lock is not None:
                 lock.release()
-
-    def _log_end(self) -> None:
-        """Log what the run reached, where its best model is, and the command that serves it."""
-        past_s = self.tracking.past.duration_s if self.tracking is not None else 0.0
-        duration = timedelta(seconds=round(past_s + time.monotonic() - self.started_s))
-        text, step = f"{self.last_step:,} steps in {duration}", self.last_step
-        if self.best:
-            best_step = int(self.best["val/best_step"])
-            text += f"; best val/loss {self.best['val/best_loss']:.4f} at step {best_step:,}"
-            if (self.setup.run_dir / step_dir_name(best_step)).is_dir():
-                step = best_step
-        logger.info("%s", labelled("done", text))
-        export = self.setup.run_dir / step_dir_name(step) / HUGGINGFACE
-        if not any(export.glob("*.safetensors")):
-            command = call(f"checkpoint export {export.parent}")
-            logger.info("%s", labelled("model", f"not exported; {command} exports it"))
-            return
-        logger.info("%s", labelled("model", str(export)))
-        served = str(export)
-        if (export / ADAPTER_CONFIG).exists():
-            base = self.setup.inputs.source.path
-            served = f"{base} --enable-lora --lora-modules tuned={export}"
-        logger.info("%s", labelled("serve", f"vllm serve {served}"))
 
 
 @contextmanager
@@ -108,6 +78,28 @@ def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
         with stop.deferred():
             held.give_back()
             await_main(held.setup.world, "ended", timeout_s=timeout_s)
+
+
+def _log_end(setup: RunSetup, run: Run) -> None:
+    """Log what the run reached, where its best model is, and the command that serves it."""
+    step = run.batches.step
+    text = f"{step:,} steps in {timedelta(seconds=round(run.meter.elapsed_s))}"
+    if best := run.guard.validation_scores():
+        best_step = int(best["val/best_step"])
+        text += f"; best val/loss {best['val/best_loss']:.4f} at step {best_step:,}"
+        if (setup.run_dir / step_dir_name(best_step)).is_dir():
+            step = best_step
+    logger.info(labelled("done", text))
+    export = setup.run_dir / step_dir_name(step) / HUGGINGFACE
+    if not any(export.glob("*.safetensors")):
+        command = call(f"checkpoint export {export.parent}")
+        logger.info(labelled("model", f"not exported; {command} exports it"))
+        return
+    logger.info(labelled("model", str(export)))
+    served = str(export)
+    if (export / ADAPTER_CONFIG).exists():
+        served = f"{setup.inputs.source.path} --enable-lora --lora-modules tuned={export}"
+    logger.info(labelled("serve", f"vllm serve {served}"))
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
@@ -144,6 +136,6 @@ def write_final_report(run_dir: Path) -> None:
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
         verdict, headline = report["verdict"], report["headline"]
         prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
-        logger.info("%s", labelled("report", f"{prefix}{headline} ({page})"))
+        logger.info(labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
         logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))

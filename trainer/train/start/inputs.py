@@ -4,10 +4,9 @@ Commands that only need tokens use `prepare_data_alone`.
 """
 
 import copy
-import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.batch_plan import Schedule
-from trainer.data.formats import columns_of
-from trainer.data.prepare import Result, RowEncoder
-from trainer.data.readers import iter_rows
-from trainer.data.rows import PrepareOptions, Row
+from trainer.data.rows import PrepareOptions
 from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest
@@ -28,6 +24,7 @@ from trainer.errors import DataError
 from trainer.model import new_tokens
 from trainer.model.assemble import Design, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
+from trainer.model.source import find_model
 from trainer.model.weights import WholeCheckpoint
 from trainer.optim.groups import require_matches
 from trainer.runtime.progress import Position
@@ -37,7 +34,6 @@ from trainer.train.start.preflight import (
     Files,
     file_states,
     find_files,
-    find_model_dir,
     read_chat_template,
 )
 
@@ -93,17 +89,14 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     """
     files = find_files(config)
     data_files = file_states(files)
-    source = source_at(config, find_model_dir(config.model, progress=progress))
-    model_files = ModelFiles.read(Path(source.path))
-    design = require_trainable(config, source)
-    whole = whole_checkpoint(source)
-    return Inputs(
-        **vars(prepare_data(config, files, source, progress=progress)),
+    source = resolve_source(config, progress=progress)
+    return Inputs(  # in this order: the files of model and data before what is made of them
         config=config,
-        design=design,
-        model_files=model_files,
-        whole=whole,
         data_files=data_files,
+        model_files=ModelFiles.read(Path(source.path)),
+        design=require_trainable(config, source),
+        whole=whole_checkpoint(source),
+        **vars(prepare_data(config, files, source, progress=progress)),
     )
 
 
@@ -154,21 +147,6 @@ def prepare_data_alone(config: Config) -> PreparedData:
     """Return the tokens of `prepare_inputs` from the same cache, without weights of the model."""
     source = source_without_weights(config)
     return prepare_data(config, find_files(config), source, progress=lambda: None)
-
-
-def encode_first_rows(
-    config: Config, files: DataFiles, model: ModelSource
-) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
-    """Yield the first row of each file, the samples it becomes, and the tokenizer that makes them.
-    Raises `DataError`, `ConfigError`.
-    """
-    encoders = Encoders(config, model)
-    for source, paths in (*files.train, *files.validation):
-        tokenizer, _, options = encoders.encoding(source)
-        columns = columns_of(source.keys)
-        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
-        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
-            yield row, result, tokenizer
 
 
 class Encoders:
@@ -259,9 +237,14 @@ def source_without_weights(config: Config) -> ModelSource:
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
-def resolve_source(config: Config) -> ModelSource:
-    """Return the model of the configuration, downloaded if necessary. Raises `ConfigError`."""
-    return source_at(config, find_model_dir(config.model))
+def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
+    """Return the model of the configuration, downloaded if necessary. Raises `ConfigError`.
+
+    `progress` is called as bytes arrive.
+    """
+    name, has_random_weights = config.model.partial_pretrain, config.model.random_weights
+    path = find_model(name, random_weights=has_random_weights, progress=progress)
+    return source_at(config, path)
 
 
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:

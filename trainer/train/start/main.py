@@ -5,9 +5,7 @@ This is the only file that knows all concrete parts.
 
 import hashlib
 import logging
-import math
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking
 from trainer.train.detection import require_usable_rules
 from trainer.train.fit import fit
-from trainer.train.run import Cadence, Run
+from trainer.train.run import Run
 from trainer.train.start.agreement import facts_of, require_model_unchanged
 from trainer.train.start.end import RunResources, already_complete, giving_back
 from trainer.train.start.inputs import Inputs, prepare_inputs
@@ -119,7 +117,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         if setup.world.is_main:
             held.tracking = make_tracking(setup)
         parts = build_run(setup, held.tracking, stop, heartbeat)
-        held.checkpoints = parts.checkpoints
+        held.run = parts
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, setup)
         parts.checkpoints.prepare()  # after the resume, which may delete old checkpoints
@@ -131,7 +129,6 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
             held.tracking.start(start.position.step)
             held.tracking.describe(described)
         held.exit_code = fit(parts)
-        held.last_step, held.best = parts.batches.step, parts.guard.validation_scores()
     return held.exit_code
 
 
@@ -167,7 +164,8 @@ def build_run(
         meter=make_meter(setup, model, tracking),
         location=inputs.train.location,
         tracking=tracking,
-        cadence=Cadence(setup.total_steps, trainer.save_freq, trainer.test_freq),
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,
@@ -227,22 +225,12 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
         fingerprints=setup.start.fingerprints,
         card=_card_facts(setup),
     )
-    save_every_s = parse_duration_s(trainer.save_every) if trainer.save_every else math.inf
     return CheckpointManager(
         saver,
         state=parts.stateful_parts(),
-        tell=partial(_tell, parts.tracking),
-        save_every_s=save_every_s,
+        tell=parts.tell,
+        save_every_s=parse_duration_s(trainer.save_every),
     )
-
-
-def _tell(tracking: Tracking | None, kind: str, step: int, message: str, level: str) -> None:
-    """Write to the run's events, which put warnings on the console too. Other ranks log warnings."""
-    if tracking is not None:
-        tracking.event(kind, step, message, level)
-        tracking.flush()
-    elif level == "warn":
-        logger.warning("step %d: %s", step, message)
 
 
 OF_THIS_MACHINE = (
@@ -283,7 +271,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
-        logger.info("%s", labelled("resume", text))
+        logger.info(labelled("resume", text))
     is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
@@ -302,7 +290,7 @@ def _announce(parts: Run, inputs: Inputs) -> str:
         inputs.validation,
         schedule=parts.batches.schedule,
         plan=parts.batches.plan,
-        total_steps=parts.cadence.total_steps,
+        total_steps=parts.batches.last_step,
         tokenizer=inputs.tokenizer,
         device=distributed.device_name(parts.world.device),
         lr=f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps",

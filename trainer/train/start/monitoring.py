@@ -79,5 +79,5 @@ def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
         max_first_loss=inf if setup.inputs.source.random_weights else MAX_FIRST_LOSS,
         tell=None if tracking is None else tracking.event,
     )
-    guard.note_rollbacks(setup.start.rollbacks)
+    guard.rollbacks = setup.start.rollbacks
     return guard

@@ -12,11 +12,11 @@ from trainer.checkpoint import finished, layout
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.retention import existing_parent
-from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
+from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.errors import DataError
-from trainer.model.source import find_model, require_adapters, require_model
-from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+from trainer.model.source import require_adapters, require_model
+from trainer.quickstart import TRAIN_FILE
 from trainer.tracking.facade import require_backends
 from trainer.tracking.run_info import FILE_NAME, RunFile
 from trainer.train.detection import require_usable_rules
@@ -84,18 +84,6 @@ def _files(config: Config, key: str) -> Files:
     return found
 
 
-def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
-    """Return the directory of the model, downloaded if necessary. Raises `ConfigError`.
-
-    `progress` is called as bytes arrive.
-    """
-    if model.partial_pretrain == QUICKSTART:
-        return str(MODEL_DIR)
-    return find_model(
-        model.partial_pretrain, random_weights=model.random_weights, progress=progress
-    )
-
-
 def read_chat_template(name: str | None) -> str | None:
     """Return the text of a chat template, by its name or path. Raises `ConfigError`."""
     if name is None:
@@ -117,11 +105,6 @@ def _require_templates(config: Config) -> None:
         read_chat_template(template)
 
 
-def _require_model(config: Config) -> None:
-    if config.model.partial_pretrain != QUICKSTART:
-        require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
-
-
 def _require_mirror(config: Config) -> None:
     if (url := config.trainer.checkpoint.mirror) is not None:
         from trainer.checkpoint.storage import require_usable  # fsspec is slow to import
@@ -134,7 +117,9 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "trackers": lambda config: require_backends(config.trainer.logger),
     "template": _require_templates,
     "adapters": lambda config: require_adapters(config.model),
-    "model": _require_model,
+    "model": lambda config: require_model(
+        config.model.partial_pretrain, random_weights=config.model.random_weights
+    ),
     "mirror": _require_mirror,
 }
 """Checks of the configuration alone. Each raises `ConfigError`."""
