@@ -103,7 +103,7 @@ def test_the_last_bit_of_a_step_counts(runs, place):
         ),
         (
             lambda states, data: states[0]["model"].pop("empty"),
-            f"{MODEL}0.pt, empty: .* and 'missing'",
+            f"{MODEL}0.pt, empty: .* and missing",
         ),
         (lambda states, data: data.update(epoch=1), f"{LAST}, data.pt, epoch: 0 and 1"),
         (lambda states, data: states.pop(), f"{LAST}, ranks: 2 and 1"),

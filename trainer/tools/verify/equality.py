@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import layout
-from trainer.checkpoint.shards import local_tensors, read_torch
+from trainer.checkpoint.shards import CorruptShardError, local_tensors, read_torch
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
-MISSING = "missing"
 LOADER = "loader"
 """Entry of `data.pt`: torchdata's counters, which start again with every process."""
+
+
+class Missing(str):
+    """Says why a run lacks a value. It differs from every value, also from itself."""
+
+
+MISSING = Missing("missing")
 
 
 @dataclass
@@ -45,12 +51,14 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
 def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
     """Yield name and value of everything to compare."""
-    for step, row in _rows(run_dir, "train").items():
+    rows = _rows(run_dir, "train")
+    for step in sorted({*range(1, steps + 1), *rows}):
+        row = rows.get(step, {})
         for key in STEP_KEYS:
-            yield f"step {step}, {key}", row[key]
+            yield f"step {step}, {key}", row.get(key, MISSING)
     yield from _saved(run_dir / layout.step_dir_name(steps))
     for step, row in _rows(run_dir, "val").items():
-        yield f"validation of step {step}, val/loss", row["val/loss"]
+        yield f"validation of step {step}, val/loss", row.get("val/loss", MISSING)
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -64,7 +72,7 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     """Yield name and value of everything in a checkpoint."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        yield checkpoint.name, info.reason
+        yield checkpoint.name, Missing(info.reason)
         return
     num_ranks = info.manifest.world_size
     yield f"{checkpoint.name}, ranks", num_ranks
@@ -75,7 +83,12 @@ def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     ]
     for file in (*shards, layout.DATA):
         place = f"{checkpoint.name}, {file}"
-        tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
+        try:
+            tree = read_torch(checkpoint / file)  # tensors stay on disk until they are compared
+        except CorruptShardError as error:
+            yield place, Missing(error)
+            continue
+        yield place, "readable"
         if file == layout.DATA:
             tree.pop(LOADER, None)
         for name, value in _leaves(tree):
@@ -96,7 +109,7 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _difference(left: Any, right: Any) -> str:
     """Describe how two values differ; empty if they are equal. NaN equals NaN."""
     shown = _shown(left), _shown(right)
-    if shown[0] != shown[1]:
+    if shown[0] != shown[1] or isinstance(left, Missing):
         return " and ".join(shown)
     if not isinstance(left, Tensor):
         return ""
@@ -113,6 +126,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Missing):
+        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         (local,) = local_tensors(value)
