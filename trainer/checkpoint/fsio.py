@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from trainer.runtime.files import SMALL_FILE_BYTES, read_regular, regular_opener
+from trainer.runtime.files import read_regular, regular_opener
 
 COPY_CHUNK_BYTES = 4 << 20
 VISIBILITY_POLL_S = 0.05
@@ -241,10 +241,10 @@ def list_dir(path: Path) -> list[str]:
         return []
 
 
-def read_bytes(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the content of a small regular file. Raises `OSError`, also for a symbolic link."""
     with _named(path):
-        return read_regular(path, limit_bytes=limit_bytes, follow_links=False)
+        return read_regular(path, follow_links=False)
 
 
 def sha256_of(path: Path) -> str:
