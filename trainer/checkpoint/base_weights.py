@@ -16,8 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.manifest import share_of
 from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
 from trainer.model.quantized import weights_in
@@ -82,13 +80,10 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     """Return file name -> SHA-256 for share `(index, count)` of the files with weights."""
-    files = weight_files(directory)
-    records = [FileRecord(file.name, file.stat().st_size, "") for file in files]
+    index, count = share
+    files = weight_files(directory)[index::count]
     # The Hub's cache holds links.
-    return {
-        record.path: fsio.sha256_of((directory / record.path).resolve())
-        for record in share_of(records, share)
-    }
+    return {file.name: fsio.sha256_of(file.resolve()) for file in files}
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:

@@ -271,13 +271,13 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) -> None:
+def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:
     """Wait until this machine sees files of other machines in full. A network file system may show
     them late.
 
-    Raises `OSError` after `timeout_s`, naming the first file that is missing or of another size.
+    Raises `OSError` after `deadline`, a `time.monotonic()`, naming the first file that is missing or
+    of another size.
     """
-    deadline = time.monotonic() + timeout_s
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:

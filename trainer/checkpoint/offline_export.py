@@ -32,9 +32,9 @@ def export_from_shards(
 ) -> None:
     """Make the new directory `target` from the shards of a committed checkpoint.
 
-    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on, if it was moved.
-    Needs no GPU and no process group, and may run while the run trains. All files are verified
-    before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
+    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on, if
+    it was moved. Needs no GPU and no process group, and may run while the run trains. All files are
+    verified before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
     committed or damaged, or if `target` cannot be a new directory, `CannotWriteError` if it cannot
     be written.
     """

@@ -335,8 +335,8 @@ class Saver:
         """Wait no longer than the save may take: a late rank must not wait for files that the
         others gave up.
         """
-        timeout_s = max(0.0, min(VISIBLE_WITHIN_S, self._deadline - time.monotonic()))
-        fsio.await_files(staging, records, timeout_s=timeout_s)
+        deadline = min(self._deadline, time.monotonic() + VISIBLE_WITHIN_S)
+        fsio.await_files(staging, records, deadline=deadline)
 
     def _manifest(self, snapshot: Snapshot, records: list[FileRecord]) -> Manifest:
         whole = self._plan.source.whole
