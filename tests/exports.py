@@ -34,15 +34,11 @@ def export_model(
     if world.is_main:
         fsio.make_dir(target)
     dist.barrier()
-    reader = shards.ShardReader(
-        root,
-        world_size=world.size,
-        num_shards=world.num_shards,
-        buffers=buffers,
-    )
+    files = [layout.model_file(world.size, rank) for rank in range(world.num_shards)]
+    saved = shards.Shards.read(root, files)
     plan = export.plan_export(
         parameters, buffers, export.meta_copy(model), source, dtype=dtype, lora=lora
     )
-    records = export.write_export(plan, target, reader, share=(world.rank, world.size))
+    records = export.write_export(plan, target, saved, buffers, share=(world.rank, world.size))
     dist.barrier()
     return records

@@ -1,9 +1,11 @@
 """Limits on time: wait for what processes do, and end what takes too long."""
 
+import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class TookTooLongError(BaseException):
@@ -31,3 +33,12 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> boo
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens, below those of outgoing connections."""
+    while True:
+        port = secrets.choice(range(10000, 32768))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from processes import free_port
 from rank_server import CONTEXT
-
-from trainer.runtime.distributed import free_port
 
 
 @contextmanager

@@ -19,11 +19,9 @@ from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
 from trainer.checkpoint import finished
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import step_dir_name
-from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import Start, choose, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
@@ -131,7 +129,7 @@ def checkpoint_manager(
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
         source=ExportSource(ModelFiles.read(Path(source.path)), None, (3,), whole),
-        kept=Retention(keep=recipe.keep),
+        keep=recipe.keep,
         lock=lock,
         fingerprints=fingerprints(recipe),
         timeout_s=recipe.save_timeout_s,
@@ -154,10 +152,12 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def begin(config: TrainerConfig, lineage: Lineage, world: World, *, total_steps: int) -> Start:
+def begin(
+    config: TrainerConfig, fingerprints: dict[str, str], world: World, *, total_steps: int
+) -> Start:
     """Decide where a run begins, as `trainer.train.start.main` does."""
     selection = choose(config, world)
-    return decide_start(config, lineage, world, selection=selection, total_steps=total_steps)
+    return decide_start(config, fingerprints, world, selection=selection, total_steps=total_steps)
 
 
 def run(
@@ -171,9 +171,8 @@ def run(
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
-    lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
     config = trainer_config(run_dir, recipe)
-    start = begin(config, lineage, world, total_steps=recipe.total_steps)
+    start = begin(config, fingerprints(recipe), world, total_steps=recipe.total_steps)
     model = build_toy_model(
         world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {})
     )

@@ -17,11 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from processes import free_port
 from rank_server import CONTEXT
 
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
-from trainer.runtime.distributed import free_port
 from trainer.runtime.status import VARIABLE, Status, new_status
 
 AGENT_PATIENCE_S = 30.0

@@ -3,20 +3,18 @@
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import toy_runs
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from toy import write_model_config
-from toy_runs import Recipe, checkpoint_manager, run
+from toy_runs import Recipe, run
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio, layout, manager
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 from trainer.errors import ResumableError
@@ -151,7 +149,7 @@ def train_failing(
             raise OSError(28, "No space left on device")
 
     fsio.observer = observer
-    toy_runs.checkpoint_manager = partial(checkpoint_manager, retry_after_s=(0.0, 0.0))
+    manager.RETRY_AFTER_S = (0.0, 0.0)
     recipe = Recipe(total_steps=9, save_freq=4, async_save=True)
     try:
         result = run(world, run_dir, source, recipe, local_square_sum=steps)

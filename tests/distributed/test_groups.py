@@ -34,7 +34,7 @@ def refused(world: World, *cards: list[str]) -> list[str]:
 
 def outcome(world: World, card: str) -> str:
     try:
-        distributed._require_all(world.device, world.size, card=card)
+        distributed._require_all(world.device, world.size, card=card, facts={})
     except (ConfigError, RuntimeError) as error:
         return str(error)
     return "met"

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint import save as saving
-from trainer.checkpoint.save import GRACE_S, Agreement
+from trainer.checkpoint.save import GRACE_S
 from trainer.errors import ResumableError
 from trainer.runtime.distributed import World
 
@@ -84,7 +83,7 @@ def save_around_a_stop(
     `label`. Save step 3.
     """
     run_dir.mkdir(exist_ok=True)
-    saving.Agreement = partial(Agreement, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
+    saving.GRACE_S = grace_s  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
     outcomes = Outcomes()

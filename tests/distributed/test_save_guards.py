@@ -55,11 +55,9 @@ def save_watched(
 
     run_dir.mkdir(exist_ok=True)
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
-    recipe, pauses_s = Recipe(save_timeout_s=save_timeout_s), (1000.0, 1000.0)
+    recipe = Recipe(save_timeout_s=save_timeout_s)
     lock = held_lock(world, run_dir)
-    manager = checkpoint_manager(
-        world, run_dir, source, parts, recipe, lock=lock, retry_after_s=pauses_s
-    )
+    manager = checkpoint_manager(world, run_dir, source, parts, recipe, lock=lock)
     fsio.observer = observe
     save_now(manager, parts, is_required=False)
     fsio.observer = None

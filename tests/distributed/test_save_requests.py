@@ -11,7 +11,7 @@ from whole_equality import compare_runs
 from whole_runs import run, tiny_model
 
 from trainer.checkpoint import layout, requests
-from trainer.checkpoint.model_card import CardFacts, model_card
+from trainer.checkpoint.model_card import model_card
 
 STEPS = 6
 
@@ -119,8 +119,14 @@ def test_an_export_has_a_card_that_the_hub_reads(tmp_path, words):
 
 def test_a_name_cannot_forge_the_card():
     hostile = '"]\n---\nlicense: mit\n---\n# Other\n```'
-    facts = CardFacts("org/base", True, {"trainer.experiment_name": hostile}, {"base": hostile})
-    card = ModelCard(model_card(facts, {"step": 1}).decode())
+    text = model_card(
+        {"step": 1},
+        base_model="org/base",
+        is_adapter=True,
+        settings={"trainer.experiment_name": hostile},
+        origins={"base": hostile},
+    )
+    card = ModelCard(text.decode())
     assert card.data.to_dict() == {
         "base_model": "org/base",
         "library_name": "peft",

@@ -11,7 +11,6 @@ from toy import ToySamples, differing, write_model_config
 from toy_runs import Recipe, StopsAfter, begin, fingerprints, run, trainer_config
 
 from trainer.checkpoint import choice, fsio, layout, start
-from trainer.checkpoint.lineage import Lineage
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
@@ -32,7 +31,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
         run_dir.mkdir()
     try:
         config = trainer_config(run_dir, Recipe())
-        begin(config, Lineage({}), world, total_steps=6)
+        begin(config, {}, world, total_steps=6)
     except ConfigError as error:
         return str(error)
     return ""
@@ -79,7 +78,7 @@ def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
     config = trainer_config(run_dir, Recipe())
-    lineage = Lineage(fingerprints(Recipe()))
+    lineage = fingerprints(Recipe())
     begun = begin(config, lineage, world, total_steps=total_steps)
     if begun.lock is not None:
         begun.lock.release()

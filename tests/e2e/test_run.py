@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import whole_runs
+from processes import free_port
 from runs import (
     SMALL,
     curve,
@@ -25,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
-from trainer.runtime.distributed import free_port
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
 from trainer.train.start.compose import load_config

@@ -128,8 +128,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
             rollback.read(directory)
             evaluations.read_summaries(directory)
             finished.read(directory / "global_step_2")
-            kept = retention.Retention(keep=1)
-            retention.settle(directory, 2, kept, history=History())
+            retention.settle(directory, 2, keep=1, history=History())
 
         return target
 

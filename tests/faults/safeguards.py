@@ -230,8 +230,8 @@ SAFEGUARDS = (
     Mutation(
         "a newer unpublished checkpoint is passed over",
         CHOICE,
-        "    if pointed is None or unpublished:\n",
-        "    if pointed is None:\n",
+        "    if unpublished:\n",
+        "    if False:\n",
         ("unit/test_checkpoint_layout.py", CRASH),
     ),
     Mutation(
@@ -251,7 +251,7 @@ SAFEGUARDS = (
     Mutation(
         "a failed save ends nothing",
         MANAGER,
-        "if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:",
+        "if self._num_failed_in_a_row > len(RETRY_AFTER_S) and not is_required:",
         "if False:",
         ("distributed/test_async_save.py",),
     ),
@@ -336,8 +336,8 @@ SAFEGUARDS = (
     Mutation(
         "logs from a mirror are unpacked whatever their size",
         RESTORE,
-        "                if num_bytes > limit_bytes:",
-        "                if False:",
+        "        if num_bytes > limit_bytes:",
+        "        if False:",
         (MIRROR,),
     ),
 )

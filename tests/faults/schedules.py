@@ -57,9 +57,7 @@ from trainer.checkpoint import (  # noqa: E402
 )
 from trainer.checkpoint.choice import NoUsableCheckpointError  # noqa: E402
 from trainer.checkpoint.fsio import FileRecord, Operation  # noqa: E402
-from trainer.checkpoint.lineage import Lineage  # noqa: E402
 from trainer.checkpoint.manifest import MANIFEST, TensorInfo, parse_manifest  # noqa: E402
-from trainer.checkpoint.retention import Retention  # noqa: E402
 from trainer.checkpoint.storage import Storage  # noqa: E402
 from trainer.config import CheckpointConfig, ConfigError, TrainerConfig  # noqa: E402
 from trainer.errors import CannotWriteError, ResumableError  # noqa: E402
@@ -91,7 +89,7 @@ STORAGE_FAULTS = ("killed before", "killed after", "killed within", "refused", "
 STORAGE_FAULT_CHANCE = 0.02
 COLLECT_EVERY = 20
 """Schedules between two garbage collections: garbage holds open files."""
-LINEAGE = Lineage({"data": "rows"})
+FINGERPRINTS = {"data": "rows"}
 EXPECTED = (ResumableError, CannotWriteError, DistError, SystemExit)
 """Errors that a run may end with; the same command continues."""
 
@@ -116,11 +114,11 @@ class SmallSaver(save.Saver):
         run_dir: Path,
         world: World,
         config: CheckpointConfig,
-        kept: Retention,
+        keep: int | None,
         held: lock.RunLock | None,
     ) -> None:
-        self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
-        self.fingerprints, self._lock, self._card = LINEAGE.fingerprints, held, None
+        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
+        self.fingerprints, self._lock, self._card = FINGERPRINTS, held, None
         self._agreement = save.Agreement(world, timeout_s=layout.SAVE_TIMEOUT_S)
         self._timeout_s, self._deadline = layout.SAVE_TIMEOUT_S, 0.0
         self._staging, self.device = None, torch.device("cpu")
@@ -292,7 +290,7 @@ class Trainer:
         schedule, world = self._schedule, self._world
         selection = start.choose(schedule.config, world)
         begun = start.decide_start(
-            schedule.config, LINEAGE, world, selection=selection, total_steps=TOTAL
+            schedule.config, FINGERPRINTS, world, selection=selection, total_steps=TOTAL
         )
         if world.is_main:
             schedule.judge_start(begun, self._job)
@@ -302,7 +300,7 @@ class Trainer:
         checkpoints = None
         try:
             saver = SmallSaver(
-                schedule.run_dir, world, schedule.config.checkpoint, schedule.kept, begun.lock
+                schedule.run_dir, world, schedule.config.checkpoint, schedule.keep, begun.lock
             )
             checkpoints = manager.CheckpointManager(
                 saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
@@ -354,9 +352,7 @@ class Trainer:
 
     def _agreed(self, *values: Any) -> tuple[Any, ...]:
         """Return the main rank's values on every rank."""
-        return distributed.on_main(
-            lambda: values, self._world, describe=lambda error: CannotWriteError(str(error))
-        )
+        return start.on_main(lambda: values, self._schedule.run_dir, self._world)
 
 
 class Schedule:
@@ -377,7 +373,7 @@ class Schedule:
                 mirror=URL if has_mirror else None, async_save=self.chance.random() < 0.5
             ),
         )
-        self.kept = Retention(keep=self.chance.choice((1, 2, None)))
+        self.keep = self.chance.choice((1, 2, None))
         self.save_freq = STRIDE * self.chance.randint(1, 2)
         self.save_every_s = self.chance.choice((1.0, 1e9))
         self.best_step = self.chance.choice((None, STRIDE, 2 * STRIDE))
@@ -657,7 +653,7 @@ class Schedule:
             checkpoint=CheckpointConfig(mirror=URL),
         )
         with self.storage.undisturbed():
-            restore.prepare(config, Storage(URL, self.storage), retry_after_s=())
+            restore.prepare(config, Storage(URL, self.storage))
         found = layout.committed(other)
         if [info.step for info in found] != [TOTAL]:
             raise Fault(f"the last step is in the mirror, {found} is taken")
@@ -727,7 +723,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (manager, "begun", begun),
         (manager, "wait", wait),
         (manager, "load_state", lambda *args, **kwargs: None),
-        *((module, "dist", dist) for module in (distributed, save, manager)),
+        *((module, "dist", dist) for module in (distributed, start, save, manager)),
     ]
     with ExitStack() as stack:
         for place, name, value in replaced:

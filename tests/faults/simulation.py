@@ -243,6 +243,9 @@ class Distributed:
             self._new[key] = Ranks(members, timeout_s=timeout.total_seconds())
         return self._new[key]
 
+    def get_world_size(self) -> int:
+        return len(self._process.group.processes)
+
     def destroy_process_group(self, group: Ranks) -> None:
         group.left.add(self._process.rank)
 

@@ -186,7 +186,7 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
 
 def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, monkeypatch, capfd):
     """A run continued for days without its mirror, and printed so only at its end."""
-    monkeypatch.setattr(mirroring, "RESTART_AFTER_S", (0.0,))
+    monkeypatch.setattr(mirroring, "RESTART_AFTER_S", 0.0)
     run_dir, before = tmp_path / "run", set(psutil.Process().children())
     run_dir.mkdir()
     with mirrored(

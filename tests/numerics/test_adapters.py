@@ -19,7 +19,8 @@ from toy import ToySamples, build_toy_model, differing, model_config, relative, 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
-from trainer.checkpoint.state import ModelShards, Shards
+from trainer.checkpoint.shards import Shards
+from trainer.checkpoint.state import ModelShards
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import adapters, assemble, lora_layers

@@ -19,7 +19,7 @@ from trainer.checkpoint.manifest import (
     digest_of,
     verify_files,
 )
-from trainer.checkpoint.retention import Retention
+from trainer.runtime.progress import History
 
 WORLD_SIZE = 2
 
@@ -141,7 +141,10 @@ class Run:
         layout.clean_leftovers(self.run_dir)
         commit(self.run_dir, self.step)
         self.acknowledged.append(self.step)
-        retention.settle(self.run_dir, self.step, Retention(keep=self.keep))
+        self._settle(self.step)
+
+    def _settle(self, step: int, **settings: Any) -> None:
+        retention.settle(self.run_dir, step, keep=self.keep, history=History(), **settings)
 
     def restart(self) -> int | None:
         """As `trainer.checkpoint.start` and the load after it do it. Returns the step to continue
@@ -157,8 +160,7 @@ class Run:
             if problems := verify_files(info.path, info.manifest):
                 layout.quarantine(info.path, problems[0])
                 continue
-            kept = Retention(keep=self.keep)
-            retention.settle(self.run_dir, info.step, kept, protect={info.step})
+            self._settle(info.step, protect={info.step})
             self.step = info.step
             return info.step
         return None

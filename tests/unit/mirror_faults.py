@@ -177,9 +177,7 @@ def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
 
 def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
     """Restore on a new machine, and return its checkpoint. `storage` has a `mirror_url`."""
-    restore.prepare(
-        trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage), retry_after_s=()
-    )
+    restore.prepare(trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage))
     found = list(run_dir.glob("global_step_*"))
     return found[0] if found else None
 

@@ -16,7 +16,7 @@ from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
 from trainer.checkpoint.layout import POINTER, inspect, publish
 from trainer.checkpoint.manifest import MANIFEST, verify_files
-from trainer.checkpoint.retention import Retention
+from trainer.runtime.progress import History
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -209,7 +209,7 @@ def test_checkpoints_beyond_a_pointer_moved_back_are_not_counted_as_kept(tmp_pat
     point(tmp_path, "10")
     for step in (12, 14, 16):
         commit(tmp_path, step)
-        retention.settle(tmp_path, step, Retention(keep=2))
+        retention.settle(tmp_path, step, keep=2, history=History())
     assert steps(tmp_path) == [16, 14], "a damaged newest one needs another to fall back on"
 
 
@@ -217,7 +217,7 @@ def test_an_unpublished_checkpoint_does_not_outrank_a_pointer_moved_back_later(t
     save(tmp_path, 4)
     commit(tmp_path, 6)
     commit(tmp_path, 8)
-    retention.settle(tmp_path, 8, Retention())
+    retention.settle(tmp_path, 8, keep=None, history=History())
     point(tmp_path, "4")
     assert steps(tmp_path) == [4]
 
@@ -234,9 +234,9 @@ def test_an_error_after_the_commit_does_not_undo_it(tmp_path, monkeypatch, caplo
     commit(tmp_path, 2)
     with monkeypatch.context() as patched:
         patched.setattr(*place, fail)
-        retention.settle(tmp_path, 2, Retention(keep=1))
+        retention.settle(tmp_path, 2, keep=1, history=History())
     assert "is committed, but" in caplog.text and steps(tmp_path) == [2, 1]
-    retention.settle(tmp_path, 2, Retention(keep=1))
+    retention.settle(tmp_path, 2, keep=1, history=History())
     assert steps(tmp_path) == [2]
 
 

@@ -4,7 +4,7 @@ difference is shown.
 
 import pytest
 
-from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run
+from trainer.checkpoint.lineage import REFUSED, WARNED, compare, describe_run
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
 from trainer.train.start.compose import load_config
 
@@ -26,21 +26,21 @@ def test_what_can_be_allowed_is_what_is_refused():
 def test_another_run_is_refused_by_name_unless_allowed(name):
     now = fingerprints(**{name: "other"})
     with pytest.raises(ConfigError, match=rf"{name}: .* -> other   <- refused") as caught:
-        compare(fingerprints(), Lineage(now))
+        compare(fingerprints(), now)
     assert f"trainer.resume_allow=[{name}]" in str(caught.value)
-    (accepted,) = compare(fingerprints(), Lineage(now, allow=(name,)))
+    (accepted,) = compare(fingerprints(), now, allow=(name,))
     for text in (str(caught.value), accepted):
         assert f"{name}: " in text and REFUSED[name] in text
 
 
 def test_values_as_the_previous_version_wrote_them_are_equal():
     saved = {"optim.clip_grad": "2", "model.freeze": "head"}
-    assert compare(saved, Lineage({"optim.clip_grad": "2.0", "model.freeze": "['head']"})) == []
+    assert compare(saved, {"optim.clip_grad": "2.0", "model.freeze": "['head']"}) == []
 
 
 def test_every_refused_difference_must_be_allowed():
     with pytest.raises(ConfigError, match=r"resume_allow=\[data\]"):
-        compare(fingerprints(), Lineage(fingerprints(seed=2, data="d2"), allow=("seed",)))
+        compare(fingerprints(), fingerprints(seed=2, data="d2"), allow=("seed",))
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_every_refused_difference_must_be_allowed():
     ],
 )
 def test_what_may_change_the_numbers_is_shown_and_the_rest_is_free(override, lines):
-    assert compare(fingerprints(), Lineage(fingerprints(override))) == lines
+    assert compare(fingerprints(), fingerprints(override)) == lines
 
 
 def test_a_missing_fingerprint_is_not_compared():
     saved = {key: value for key, value in fingerprints().items() if key != "seed"}
-    assert compare(saved, Lineage(fingerprints(seed=9))) == []
+    assert compare(saved, fingerprints(seed=9)) == []

@@ -6,19 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from trainer.checkpoint.export import ExportSource, plan_export, write_export
 from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.shards import Shards
 
 WEIGHT = torch.tensor([1.0, 1 / 3])
 BUFFER = torch.tensor([2.0, 1 / 7])
 """Values that bfloat16 would round."""
-
-
-class Reader:
-    def whole(self, name: str) -> Tensor:
-        return {"weight": WEIGHT, "buffer": BUFFER}[name]
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def test_values_and_config_are_in_the_dtype_of_the_export(source, tmp_path):
     """Parameters and every dtype of the config; buffers keep theirs."""
     (target := tmp_path / "huggingface").mkdir()
     plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, source, dtype="bfloat16")
-    write_export(plan, target, Reader())
+    write_export(plan, target, Shards(tmp_path, []), {"weight": WEIGHT, "buffer": BUFFER})
     found = load_file(target / "model.safetensors")
     assert found["weight"].dtype == torch.bfloat16 and torch.equal(
         found["weight"], WEIGHT.bfloat16()

@@ -1,6 +1,5 @@
 """The mirror: which checkpoints it holds, what a new machine restores, and what a start refuses."""
 
-import functools
 import json
 import threading
 from pathlib import Path
@@ -133,7 +132,6 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
     kind, run_dir, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(process, "POLL_S", 0.01)
-    monkeypatch.setattr(process, "prepare", functools.partial(prepare, retry_after_s=()))
     save(run_dir, 2)
     storages = [FaultyStorage(1, kind), FaultyStorage(1, kind)]
     monkeypatch.setattr(TrainerConfig, "dist_timeout_s", 0.2)
@@ -149,7 +147,7 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
 def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     run_dir, monkeypatch
 ):
-    monkeypatch.setattr(process, "RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr(process, "RETRY_AFTER_S", 0.0)
     monkeypatch.setattr(process, "POLL_S", 0.01)
     storage, ending = FaultyStorage(4, "refused"), threading.Event()
     (run_dir / "events.jsonl").write_text(START)

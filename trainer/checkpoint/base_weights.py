@@ -10,15 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.manifest import share_of
+from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
 from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
@@ -60,7 +58,7 @@ def digest_together(directory: Path) -> str:
     except OSError as error:
         own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
     hashes: dict[str, str] = {}
-    for part in distributed.gather(own, dist.get_world_size()):
+    for part in distributed.gather(own):
         if isinstance(part, ConfigError):
             raise part
         for name, sha256 in part.items():
@@ -82,13 +80,10 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     """Return file name -> SHA-256 for share `(index, count)` of the files with weights."""
-    files = weight_files(directory)
-    records = [FileRecord(file.name, file.stat().st_size, "") for file in files]
+    index, count = share
+    files = weight_files(directory)[index::count]
     # The Hub's cache holds links.
-    return {
-        record.path: fsio.sha256_of((directory / record.path).resolve())
-        for record in share_of(records, share)
-    }
+    return {file.name: fsio.sha256_of(file.resolve()) for file in files}
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -120,31 +115,11 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
     )
 
 
-class TensorReader(Protocol):
-    """Whole tensors by name, one at a time."""
-
-    def whole(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class MergedReader:
-    """Tensors of a base with the adapters added in float32, one at a time.
-
-    adapted: name in the base -> parameter `lora_A` that adds to it. Other tensors stay as stored.
+def merged(stored: Tensor, down: str, shards: Shards, adapter: Adapter) -> Tensor:
+    """Return the sum of a base's tensor and the adapter `down` (its parameter `lora_A`) in float32,
+    as peft's own merge makes it of a float32 model.
     """
-
-    base: Mapping[str, StoredTensor]
-    shards: TensorReader
-    adapter: Adapter
-    adapted: Mapping[str, str]
-
-    def whole(self, name: str) -> Tensor:
-        """Return the sum that peft's own merge makes of a float32 model."""
-        stored = self.base[name].whole()
-        if name not in self.adapted:
-            return stored
-        down = self.adapted[name]
-        added = self.shards.whole(down.replace(".lora_A.", ".lora_B.")) @ self.shards.whole(down)
-        if self.adapter.settings.get("fan_in_fan_out"):
-            added = added.T
-        return stored.float() + added * self.adapter.scaling
+    added = shards.whole(down.replace(".lora_A.", ".lora_B.")) @ shards.whole(down)
+    if adapter.settings.get("fan_in_fan_out"):
+        added = added.T
+    return stored.float() + added * adapter.scaling

@@ -53,18 +53,13 @@ def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointI
     """Choose among `usable` (newest first), with a note unless the pointer names the newest."""
     newest = usable[0]
     pointed = next((info for info in usable if info.step == pointer.step), None)
-    unpublished = [
-        info
-        for info in usable
-        if not info.published and (pointed is None or info.step > pointed.step)
-    ]
-    never_pointed = pointer.raw is None and len(unpublished) == len(usable)
-    if pointed is None and not never_pointed:
+    if pointed is None:
         said = (
             "is missing" if pointer.raw is None else f"says {pointer.raw!r}: no usable checkpoint"
         )
         return newest, f"{POINTER} {said}; continuing from the newest, {newest.path.name}"
-    if pointed is None or unpublished:
+    unpublished = [info for info in usable if not info.published and info.step > pointed.step]
+    if unpublished:
         first = unpublished[0]
         return first, f"{first.path.name} was committed just before the run died, unpublished"
     if newest is not pointed:

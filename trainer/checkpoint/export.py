@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,15 +23,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import (
     Adapter,
-    MergedReader,
-    TensorReader,
     base_tensors,
+    merged,
     stored_name,
 )
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
-from trainer.checkpoint.shards import copied, shapes_of, write_tensors
+from trainer.checkpoint.shards import Shards, copied, shapes_of, write_tensors
 from trainer.config import ConfigError
 from trainer.model.adapter_names import (
     ADAPTER_CONFIG,
@@ -91,7 +90,8 @@ class ExportPlan:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.layout) + _num_bytes(shapes_of(self.others))
+        tensors = (*self.layout.values(), *shapes_of(self.others).values())
+        return sum(tensor.nbytes for tensor in tensors)
 
     def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
         """Copy this writer's share of the tensors from the model directory, which is not read
@@ -117,10 +117,6 @@ class ExportPlan:
         """Return file name -> names of its tensors, of share `(index, count)` of the files."""
         index, count = share
         return dict(list(self.files.items())[index::count])
-
-
-def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def plan_export(
@@ -254,7 +250,8 @@ def require_export(info: layout.CheckpointInfo) -> None:
 def write_export(
     plan: ExportPlan,
     target: Path,
-    reader: TensorReader,
+    shards: Shards,
+    buffers: Mapping[str, Tensor],
     *,
     share: tuple[int, int] = (0, 1),
     card: bytes | None = None,
@@ -264,48 +261,60 @@ def write_export(
 
     The first writer adds the other files, and the model card if the export has weights.
     """
-    root, is_first = target.parent, share[0] == 0
-    records = []
-    if is_first:
+    root, records = target.parent, []
+    if share[0] == 0:
+        small_files = _companions(plan)
+        if plan.files and card is not None:
+            small_files[CARD] = card
+        if len(plan.files) > 1 or (plan.files and plan.source.whole is not None):
+            small_files[INDEX] = _index(plan)
         # First: the checkpoint that they come from may be deleted while the weights are written.
         records = [
-            fsio.write_file(target / name, data, root=root)
-            for name, data in _companions(plan).items()
+            fsio.write_file(target / name, data, root=root) for name, data in small_files.items()
         ]
-    if is_first and plan.files and card is not None:
-        records.append(fsio.write_file(target / CARD, card, root=root))
-    if is_first and plan.source.whole is not None:
+    if share[0] == 0 and plan.source.whole is not None:
         others = (tensor.whole() for tensor in plan.others.values())
         records.append(
             write_tensors(target / OTHER_PARTS, shapes_of(plan.others), others, root=root)
         )
     if not plan.files:
         return records
-    if plan.base and plan.source.adapter is not None:
-        reader = MergedReader(plan.base, reader, plan.source.adapter, plan.adapted)
+
+    def read(name: str) -> Tensor:
+        if name not in plan.base:
+            return buffers[name] if name in buffers else shards.whole(name)
+        stored = plan.base[name].whole()
+        if plan.source.adapter is None or name not in plan.adapted:
+            return stored
+        return merged(stored, plan.adapted[name], shards, plan.source.adapter)
+
     mine = plan.files_of(share)
-    tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
+    tensors = _exported(plan, read, [name for names in mine.values() for name in names])
     for file_name, names in mine.items():
         shapes = {name: plan.layout[name] for name in names}
         records.append(write_tensors(target / file_name, shapes, tensors, root=root))
-    if is_first and (len(plan.files) > 1 or plan.source.whole is not None):
-        places = {name: file for file, names in plan.files.items() for name in names}
-        index = {
-            "metadata": {"total_size": plan.num_bytes},
-            "weight_map": places | dict.fromkeys(plan.others, OTHER_PARTS),
-        }
-        records.append(fsio.write_file(target / INDEX, _as_json(index), root=root))
     return records
 
 
-def _exported(plan: ExportPlan, reader: TensorReader, names: list[str]) -> Iterator[Tensor]:
+def _index(plan: ExportPlan) -> bytes:
+    places = {name: file for file, names in plan.files.items() for name in names}
+    index = {
+        "metadata": {"total_size": plan.num_bytes},
+        "weight_map": places | dict.fromkeys(plan.others, OTHER_PARTS),
+    }
+    return _as_json(index)
+
+
+def _exported(
+    plan: ExportPlan, read: Callable[[str], Tensor], names: list[str]
+) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype; memory holds one group of them."""
     made: dict[str, Tensor] = {}
     for name in names:
         if name not in made:
             made.clear()
             group, dtype = plan.groups[name], plan.layout[name].dtype
-            made |= group.to_stored([_cast(reader.whole(own), dtype, own) for own in group.own])
+            made |= group.to_stored([_cast(read(own), dtype, own) for own in group.own])
         yield made.pop(name)
 
 
@@ -325,7 +334,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
     An adapter has no config.json: with it, transformers would load the directory as a whole model.
     """
     source = plan.source
-    files = dict(source.files.companions)
+    files = dict(source.files.contents)
     if source.chat_template is not None:  # in place of the tokenizer's
         files = {name: data for name, data in files.items() if name not in TEMPLATES}
         files["chat_template.jinja"] = source.chat_template.encode()
@@ -333,6 +342,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
             config = json.loads(tokenizer) | {"chat_template": source.chat_template}
             files["tokenizer_config.json"] = _as_json(config)
     if source.adapter is not None and not plan.adapted:
+        del files[CONFIG]
         files[ADAPTER_CONFIG] = _as_json(source.adapter.settings)
     else:
         files[CONFIG] = _as_json(_config(plan))

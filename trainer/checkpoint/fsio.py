@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from trainer.runtime.files import SMALL_FILE_BYTES, read_regular, regular_opener
+from trainer.runtime.files import read_regular, regular_opener
 
 COPY_CHUNK_BYTES = 4 << 20
 VISIBILITY_POLL_S = 0.05
@@ -241,10 +241,10 @@ def list_dir(path: Path) -> list[str]:
         return []
 
 
-def read_bytes(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the content of a small regular file. Raises `OSError`, also for a symbolic link."""
     with _named(path):
-        return read_regular(path, limit_bytes=limit_bytes, follow_links=False)
+        return read_regular(path, follow_links=False)
 
 
 def sha256_of(path: Path) -> str:
@@ -271,13 +271,13 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) -> None:
+def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:
     """Wait until this machine sees files of other machines in full. A network file system may show
     them late.
 
-    Raises `OSError` after `timeout_s`, naming the first file that is missing or of another size.
+    Raises `OSError` after `deadline`, a `time.monotonic()`, naming the first file that is missing or
+    of another size.
     """
-    deadline = time.monotonic() + timeout_s
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:

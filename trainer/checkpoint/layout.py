@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -48,16 +49,13 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def model_file(world_size: int, rank: int) -> str:
-    return f"model_world_size_{world_size}_rank_{rank}.pt"
+def _rank_file(kind: str, world_size: int, rank: int) -> str:
+    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
 
 
-def optim_file(world_size: int, rank: int) -> str:
-    return f"optim_world_size_{world_size}_rank_{rank}.pt"
-
-
-def extra_file(world_size: int, rank: int) -> str:
-    return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
+model_file = partial(_rank_file, "model")
+optim_file = partial(_rank_file, "optim")
+extra_file = partial(_rank_file, "extra_state")
 
 
 def is_export(path: str) -> bool:

@@ -1,7 +1,6 @@
 """Compare a run with its continuation: some values must be equal, others cause a warning."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -57,14 +56,6 @@ schedule. All other keys are free.
 """
 
 
-@dataclass(frozen=True)
-class Lineage:
-    """`fingerprints`: of this run, as text; `allow`: names in `REFUSED` whose change is accepted."""
-
-    fingerprints: Mapping[str, str]
-    allow: tuple[str, ...] = ()
-
-
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     """Return fingerprints from the resolved configuration and from further `values`."""
     configured = {
@@ -87,18 +78,20 @@ def _is_equal(key: str, saved: str, now: str) -> bool:
         return saved.strip("[]'") == now.strip("[]'")
 
 
-def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
-    """Return the differences from the checkpoint, one line each, for the log.
+def compare(
+    saved: Mapping[str, str], now: Mapping[str, str], *, allow: Collection[str] = ()
+) -> list[str]:
+    """Return the differences of fingerprints from the checkpoint, one line each, for the log.
 
-    Raises `ConfigError` with all differences if one of them is refused.
+    `allow`: names in `REFUSED` whose change is accepted. Raises `ConfigError` with all differences
+    if one of them is refused.
     """
-    now = lineage.fingerprints
     changed = {
         key: f"{key}: {saved[key]} -> {now[key]}"
         for key in now
         if not _is_equal(key, saved.get(key, now[key]), now[key])
     }
-    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
+    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in allow]
     if not refused:
         return [
             f"{text} ({REFUSED[key]})" if key in REFUSED else text for key, text in changed.items()

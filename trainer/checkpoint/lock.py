@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from trainer.checkpoint import layout
+from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.files import open_regular, regular_opener, try_lock
@@ -24,10 +26,6 @@ REPLACED = (errno.ENOENT, errno.ESTALE)
 MAX_RECORD_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
-
-
-class NoLocksError(ConfigError):
-    """The file system has no locks, so two runs could write to one directory at once."""
 
 
 class RunLock:
@@ -53,8 +51,8 @@ class RunLock:
     def acquire(self, *, timeout_s: float = 20.0) -> None:
         """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
 
-        Raises `ConfigError` naming the holder, `NoLocksError`, and `CannotWriteError` if the
-        directory cannot be written.
+        Raises `ConfigError` naming the holder, or for a file system without locks, and
+        `CannotWriteError` if the directory cannot be written.
         """
         deadline_s = time.monotonic() + timeout_s
         self._record = {
@@ -132,9 +130,9 @@ class RunLock:
         return self._is_ours()
 
     def _accept_no_locks(self) -> None:
-        """Raises `NoLocksError` if the lock is needed."""
+        """Raises `ConfigError` if the lock is needed."""
         if self._needs_flock:
-            raise NoLocksError(
+            raise ConfigError(
                 f"'{self._path.parent}' is on a file system without locks (flock): two runs could "
                 "write there at once.\nFix: choose another directory (trainer.default_local_dir), "
                 "mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it with "
@@ -211,6 +209,11 @@ def is_given_back(run_dir: Path) -> bool:
         return (run_dir / LOCK).stat().st_size == 0
     except FileNotFoundError:
         return True
+
+
+def has_ended_in_order(run_dir: Path, last: CheckpointInfo) -> bool:
+    """Return True if a run left nothing to do after its checkpoint `last`."""
+    return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
 
 
 _open_locks: set[RunLock] = set()

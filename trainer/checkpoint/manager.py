@@ -19,7 +19,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.requests import SaveRequests
 from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.checkpoint.state import State, is_sharded, load_state, rank_state, require_resumable
+from trainer.checkpoint.state import State, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.processes import begun
 from trainer.runtime.progress import History, Position, Rollbacks
@@ -48,12 +48,10 @@ class CheckpointManager:
         state: State,
         tell: Tell,
         save_every_s: float = math.inf,
-        retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
         """`state`: what is saved; `tell` is called with the result of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
         self._saver, self._state, self._tell = saver, state, tell
-        self._retry_after_s = retry_after_s
         self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: tuple[int, Future[Outcome]] | None = None
@@ -66,12 +64,8 @@ class CheckpointManager:
         """Check that a checkpoint fits on the disk, then copy what exports need, so that no save
         reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
-        sharded = [
-            part.state_dict()
-            for name, part in self._state.items()
-            if name in ("model", "optimizer") or is_sharded(part)
-        ]
-        needed_bytes = self._saver.size_bytes(sharded)
+        state = [part.state_dict() for part in self._state.values()]
+        needed_bytes = self._saver.size_bytes(state)
         self._on_main(partial(retention.require_space, self.run_dir, needed_bytes))
         self._saver.keep_sources()
 
@@ -87,7 +81,8 @@ class CheckpointManager:
         """Save the present state, at `position`, unless this step is saved already.
 
         A background save is finished first. With `is_required` the state is on disk on return, or
-        `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row.
+        `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row, and
+        `ConfigError` on all ranks for a state that could not be resumed.
         """
         started = time.perf_counter()
         self.finish()
@@ -98,7 +93,19 @@ class CheckpointManager:
             self._raise_if_exhausted(is_required)
             time.sleep(pause_s)
             self._requests.begin()
-            snapshot = self._snapshot(position, loss=loss, grad_norm=grad_norm, history=history)
+            extra = rank_state(self._state, step)
+            require_resumable(extra, self._state, self._world)
+            # The live state of this rank: its tensors change with the next step.
+            snapshot = Snapshot(
+                position=position,
+                model=self._state["model"].state_dict(),
+                optim=self._state["optimizer"].state_dict(),
+                extra=extra,
+                data=self._state["data"].state_dict(),
+                loss=loss if math.isfinite(loss) else None,
+                grad_norm=grad_norm if math.isfinite(grad_norm) else None,
+                history=history,
+            )
             self._try(snapshot, in_background=self._buffers is not None and not is_required)
         if is_required and step != self._committed_step:
             raise CannotWriteError(
@@ -121,7 +128,7 @@ class CheckpointManager:
             self.finish()
         if self._num_failed_in_a_row == 0:
             return self._pending is None and self._requests.is_due()
-        pauses_s = (*self._retry_after_s, 0.0)
+        pauses_s = (*RETRY_AFTER_S, 0.0)
         pause_s = pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
         return time.monotonic() - self._failed_at >= pause_s
 
@@ -197,7 +204,7 @@ class CheckpointManager:
         logger.info("saved %s (%s, %.1f s)", path, readable(outcome), duration_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
-        if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
+        if self._num_failed_in_a_row > len(RETRY_AFTER_S) and not is_required:
             raise ResumableError(
                 f"{self._num_failed_in_a_row} saves in a row failed; the last: "
                 f"{self._last_error}.\n"
@@ -211,25 +218,6 @@ class CheckpointManager:
         count = bad.to(self._world.device).double()
         dist.all_reduce(count)
         return count.item() == 0
-
-    def _snapshot(
-        self, position: Position, *, loss: float, grad_norm: float, history: History
-    ) -> Snapshot:
-        """Return the live state of this rank, whose tensors change with the next step. Raises
-        `ConfigError` on all ranks for a state that could not be resumed.
-        """
-        extra = rank_state(self._state, position.step)
-        require_resumable(extra, self._state, self._world)
-        return Snapshot(
-            position=position,
-            model=self._state["model"].state_dict(),
-            optim=self._state["optimizer"].state_dict(),
-            extra=extra,
-            data=self._state["data"].state_dict(),
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-            history=history,
-        )
 
     def load(self, checkpoint: CheckpointInfo) -> None:
         """Load a verified checkpoint. Raises `ConfigError` if it belongs to another model."""
@@ -275,7 +263,7 @@ class CheckpointManager:
             # Not there if this run begins with the checkpoint of another run.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
                 retention.settle(
-                    self.run_dir, step, self._saver.kept, history=history, protect={step}
+                    self.run_dir, step, keep=self._saver.keep, history=history, protect={step}
                 )
 
         self._on_main(point_and_delete)

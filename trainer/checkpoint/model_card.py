@@ -2,38 +2,36 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from huggingface_hub import ModelCardData
 
 FILE_NAME = "README.md"
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """Facts about a run for its model cards. base_model: a Hub id, if the base has one; settings:
-    configuration keys that differ from their defaults; origins: other facts, by name.
+def model_card(
+    measured: Mapping[str, object],
+    *,
+    base_model: str | None,
+    is_adapter: bool,
+    settings: Mapping[str, object],
+    origins: Mapping[str, object],
+) -> bytes:
+    """Return the card of a checkpoint.
+
+    measured: its step, loss and the like, by name; base_model: a Hub id, if the base has one;
+    settings: configuration keys that differ from their defaults; origins: other facts, by name.
     """
-
-    base_model: str | None
-    is_adapter: bool
-    settings: Mapping[str, object]
-    origins: Mapping[str, object]
-
-
-def model_card(facts: CardFacts, measured: Mapping[str, object]) -> bytes:
-    """Return the card of a checkpoint. `measured`: its step, loss and the like, by name."""
     data = ModelCardData(
-        base_model=facts.base_model,
-        library_name="peft" if facts.is_adapter else "transformers",
+        base_model=base_model,
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["fsdp-sft", *(["lora"] if facts.is_adapter else [])],
+        tags=["fsdp-sft", *(["lora"] if is_adapter else [])],
     )
-    kind = "LoRA adapter" if facts.is_adapter else "model"
+    kind = "LoRA adapter" if is_adapter else "model"
     sections = (
         (f"A {kind} from supervised fine-tuning with fsdp-sft.", measured),
-        ("Made from:", facts.origins),
-        ("Settings that differ from their defaults:", facts.settings),
+        ("Made from:", origins),
+        ("Settings that differ from their defaults:", settings),
     )
     parts = [f"---\n{data.to_yaml()}\n---", "# Model card"]
     for title, values in sections:

@@ -71,12 +71,6 @@ class ModelFiles:
         return cls(directory, contents, weights)
 
     @property
-    def companions(self) -> dict[str, bytes]:
-        """Files that an export copies unchanged."""
-        made = (CONFIG, GENERATION_CONFIG)
-        return {name: data for name, data in self.contents.items() if name not in made}
-
-    @property
     def digest(self) -> str:
         """SHA-256 over the names and bytes of `contents`."""
         sha256 = hashlib.sha256()

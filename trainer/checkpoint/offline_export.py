@@ -1,19 +1,12 @@
 """Export a committed checkpoint after its save, from its shards, on any machine."""
 
 import dataclasses
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    __version__,
-)
+from transformers import CONFIG_MAPPING, PreTrainedModel, __version__
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
@@ -22,12 +15,14 @@ from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
-from trainer.checkpoint.shards import ShardReader, read_torch
+from trainer.checkpoint.shards import Shards, read_torch
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.model import weights
 from trainer.model.adapter_names import ADAPTER_CONFIG
+from trainer.model.pretrained import ModelSource
+from trainer.model.source import find_model
 from trainer.model.weights import WholeCheckpoint, stored_in
+from trainer.runtime.json_lines import read_object
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -37,9 +32,9 @@ def export_from_shards(
 ) -> None:
     """Make the new directory `target` from the shards of a committed checkpoint.
 
-    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on.
-    Needs no GPU and no process group, and may run while the run trains. All files are verified
-    before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
+    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on, if
+    it was moved. Needs no GPU and no process group, and may run while the run trains. All files are
+    verified before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
     committed or damaged, or if `target` cannot be a new directory, `CannotWriteError` if it cannot
     be written.
     """
@@ -59,12 +54,7 @@ def export_from_shards(
 
     # Mapped files stay readable when the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
-    reader = ShardReader(
-        checkpoint,
-        world_size=manifest.world_size,
-        num_shards=manifest.num_shards,
-        buffers=buffers,
-    )
+    shards = Shards.read(checkpoint, _shard_files(manifest))
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
     }
@@ -76,7 +66,7 @@ def export_from_shards(
     staging = fsio.temporary_path(target)
     try:
         fsio.make_dir(staging)
-        write_export(plan, staging, reader, card=card)
+        write_export(plan, staging, shards, buffers, card=card)
         fsio.fsync_tree(staging)
         fsio.rename(staging, target)
     except BaseException as error:
@@ -105,7 +95,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
         )
     manifest = info.manifest
     needed = {
-        *(layout.model_file(manifest.world_size, rank) for rank in range(manifest.num_shards)),
+        *_shard_files(manifest),
         layout.extra_file(manifest.world_size, 0),
         ADAPTER_CONFIG,
         f"{layout.HUGGINGFACE}/{OTHER_PARTS}",
@@ -121,15 +111,24 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     return manifest
 
 
+def _shard_files(manifest: Manifest) -> list[str]:
+    ranks = range(manifest.num_shards)
+    return [layout.model_file(manifest.world_size, rank) for rank in ranks]
+
+
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
     """Raises `ConfigError` if `base` is not what the adapters were trained on."""
-    if not (checkpoint / ADAPTER_CONFIG).exists():
+    settings = read_object(checkpoint / ADAPTER_CONFIG)
+    if not settings:
         return None
-    settings = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    adapter = Adapter(settings, base or Path(settings["base_model_name_or_path"]))
-    if not adapter.base.is_dir() or digest(adapter.base) != manifest.fingerprints.get(BASE_WEIGHTS):
+    name = settings["base_model_name_or_path"]  # a path, or an id that the Hub's cache knows
+    if base is None:
+        is_path = Path(name).is_absolute()
+        base = Path(name if is_path else find_model(name, random_weights=False))
+    adapter = Adapter(settings, base)
+    if not base.is_dir() or digest(base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
-            f"'{adapter.base}' does not hold the weights that the adapters in '{checkpoint}' were "
+            f"'{base}' does not hold the weights that the adapters in '{checkpoint}' were "
             f"trained for.\nFix: name the directory that does, with --base"
         )
     return adapter
@@ -142,20 +141,15 @@ def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrai
     Both are None if the architecture has its own code, which is never run here. Raises
     `ConfigError` if this version of transformers does not know it.
     """
-    tree = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    tree = read_object(directory / CONFIG)
     if "auto_map" in tree and (
         any(directory.glob("*.py")) or tree.get("model_type") not in CONFIG_MAPPING
     ):
         return None, None
+    source = ModelSource(str(directory))
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        whole = weights.whole_model(config)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config if whole is None else weights.text_config(whole), trust_remote_code=False
-            )
-    except (ValueError, KeyError) as error:
+        return source.text, source.whole
+    except (ConfigError, ValueError, KeyError) as error:
         raise ConfigError(
             f"'{directory}' cannot be exported with transformers {__version__}: {error}"
         ) from error
-    return model, whole

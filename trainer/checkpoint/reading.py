@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.checkpoint.layout import IN_USE, READING_PREFIX, CheckpointInfo
@@ -28,17 +28,19 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
     lock = None
     try:
         lock = _lock(directory)
-        source = info.path
-        if _has_links(directory):
-            # The path ends like the checkpoint's: by it an evaluation finds the model of a server.
-            source = directory.joinpath(*info.path.resolve().parts[1:])
-            # The manifest is last: it tells whether all files are of one checkpoint.
-            for file in (*_files(info.path, parts), info.path / MANIFEST):
-                target = source / file.relative_to(info.path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                # If the checkpoint is deleted meanwhile, the manifest is missing too.
-                with suppress(FileNotFoundError):
-                    os.link(file, target)
+        # The path ends like the checkpoint's: by it an evaluation finds the model of a server.
+        source = directory.joinpath(*info.path.resolve().parts[1:])
+        # The manifest is last: it tells whether all files are of one checkpoint.
+        for file in (*_files(info.path, parts), info.path / MANIFEST):
+            target = source / file.relative_to(info.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, target)
+            except FileNotFoundError:
+                pass  # The checkpoint is deleted meanwhile: the manifest is missing too.
+            except OSError:
+                source = info.path
+                break
         yield source if _is_of(source, info) else None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -59,14 +61,6 @@ def _lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _has_links(directory: Path) -> bool:
-    try:
-        os.link(directory / IN_USE, directory / "link")
-    except OSError:
-        return False
-    return True
 
 
 def _files(checkpoint: Path, parts: tuple[str, ...]) -> Iterator[Path]:

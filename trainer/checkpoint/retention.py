@@ -4,7 +4,6 @@ import errno
 import logging
 import secrets
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
@@ -20,22 +19,16 @@ SPARE = 1.05
 """Factor on the size of a save: directories, logs and other writers need space too."""
 
 
-@dataclass(frozen=True)
-class Retention:
-    """A run keeps its newest `keep` checkpoints (None: all)."""
-
-    keep: int | None = None
-
-
 def settle(
     run_dir: Path,
     step: int,
-    kept: Retention,
     *,
-    history: History | None = None,
+    keep: int | None,
+    history: History,
     protect: Set[int] = frozenset(),
 ) -> None:
-    """Point to the committed checkpoint of `step`, then delete old checkpoints except `protect`.
+    """Point to the committed checkpoint of `step`, then delete all but the newest `keep` (None: all)
+    and `protect`.
 
     A failure is only logged: the checkpoint is committed, and a resume settles it again.
     """
@@ -46,8 +39,8 @@ def settle(
             if info.step < step and not info.published:
                 # Its publishing failed: a later start must not take it for newer than the pointer.
                 layout.mark(info.path, PUBLISHED)
-        best = worth_keeping(run_dir, history or History(), found)
-        rotate(run_dir, keep=kept.keep, protect=protect | best)
+        best = worth_keeping(run_dir, history, found)
+        rotate(run_dir, keep=keep, protect=protect | best)
     except (OSError, MemoryError) as error:
         logger.warning(
             "%s is committed, but pointing to it or deleting old checkpoints failed; the next save "

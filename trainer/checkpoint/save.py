@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -24,8 +25,6 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
-from trainer.checkpoint.model_card import CardFacts, model_card
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.errors import CannotWriteError
@@ -64,9 +63,9 @@ class Agreement:
     it is collective.
     """
 
-    def __init__(self, world: World, *, timeout_s: float, grace_s: float = GRACE_S) -> None:
+    def __init__(self, world: World, *, timeout_s: float) -> None:
         """`timeout_s`: how long a save may take."""
-        self._world, self._timeout_s, self._grace_s = world, timeout_s, grace_s
+        self._world, self._timeout_s = world, timeout_s
         self._group: dist.ProcessGroup | None = None
         self.renew()
 
@@ -114,7 +113,7 @@ class Agreement:
         remaining_s = deadline - time.monotonic()
         sign = torch.zeros(1)
         if not self._world.is_main:
-            timeout = timedelta(seconds=max(MIN_TIMEOUT_S, remaining_s) + self._grace_s)
+            timeout = timedelta(seconds=max(MIN_TIMEOUT_S, remaining_s) + GRACE_S)
             _started(dist.isend(sign, 0, self._group)).wait(timeout)
             _started(dist.irecv(sign, 0, self._group)).wait(timeout)
             return
@@ -156,14 +155,16 @@ class Saver:
         world: World,
         config: CheckpointConfig,
         source: ExportSource,
-        kept: Retention,
+        keep: int | None,
         fingerprints: Mapping[str, str],
         lock: RunLock | None,
-        card: CardFacts | None = None,
+        card: Callable[[Mapping[str, object]], bytes] | None = None,
         timeout_s: float = layout.SAVE_TIMEOUT_S,
     ) -> None:
-        """`model`: sharded; its weights are not read. `lock`: the main rank's."""
-        self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
+        """`model`: sharded; its weights are not read. `keep`: number of checkpoints to keep, None for
+        all. `lock`: the main rank's. `card`: makes the model card of what was measured, by name.
+        """
+        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self.fingerprints, self._lock, self._card = fingerprints, lock, card
         self._agreement = Agreement(world, timeout_s=timeout_s)
         self._timeout_s, self._deadline = timeout_s, math.inf
@@ -199,7 +200,7 @@ class Saver:
             error = failure
         except OSError as failure:
             error = CannotWriteError(f"cannot copy tensors of the model: {failure}")
-        for found in filter(None, distributed.gather(error, self.world.size)):
+        for found in filter(None, distributed.gather(error)):
             raise found
 
     def size_bytes(self, state: Any) -> int:
@@ -292,14 +293,9 @@ class Saver:
         main rank adds the other files.
         """
         world = self.world
-        needed = {layout.model_file(world.size, rank) for rank in range(world.num_shards)}
+        needed = [layout.model_file(world.size, rank) for rank in range(world.num_shards)]
         self._await_files(staging, [record for record in written if record.path in needed])
-        reader = shards.ShardReader(
-            staging,
-            world_size=world.size,
-            num_shards=world.num_shards,
-            buffers=snapshot.extra["buffers"],
-        )
+        saved = shards.Shards.read(staging, needed)
         target = staging / layout.HUGGINGFACE
         card = None
         if self._card is not None:
@@ -309,9 +305,10 @@ class Saver:
                 "train/loss": snapshot.loss,
                 "best validation at step": snapshot.history.best_step,
             }
-            card = model_card(self._card, measured)
+            card = self._card(measured)
         share = (world.rank, world.size)
-        return export.write_export(self._plan, target, reader, share=share, card=card)
+        buffers = snapshot.extra["buffers"]
+        return export.write_export(self._plan, target, saved, buffers, share=share, card=card)
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """On the main rank, check all files, write the manifest and rename the directory."""
@@ -331,22 +328,20 @@ class Saver:
             raise TimeoutError(f"the save took longer than {self._timeout_s:.0f} s")
         self.require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
-        retention.settle(self.run_dir, manifest.step, self.kept, history=snapshot.history)
+        retention.settle(self.run_dir, manifest.step, keep=self.keep, history=snapshot.history)
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
         """Wait no longer than the save may take: a late rank must not wait for files that the
         others gave up.
         """
-        timeout_s = max(0.0, min(VISIBLE_WITHIN_S, self._deadline - time.monotonic()))
-        fsio.await_files(staging, records, timeout_s=timeout_s)
+        deadline = min(self._deadline, time.monotonic() + VISIBLE_WITHIN_S)
+        fsio.await_files(staging, records, deadline=deadline)
 
     def _manifest(self, snapshot: Snapshot, records: list[FileRecord]) -> Manifest:
         whole = self._plan.source.whole
         return Manifest(
-            step=snapshot.position.step,
-            epoch=snapshot.position.epoch,
-            samples_consumed=snapshot.position.samples_consumed,
+            **asdict(snapshot.position),
             world_size=self.world.size,
             mesh=self.world.mesh_sizes,
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),

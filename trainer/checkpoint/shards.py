@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import torch
 import torch.distributed.tensor  # registers the classes that weights_only loading needs
@@ -23,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import str_to_torch_dtype
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord, HashingFile
 from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
@@ -87,35 +88,31 @@ def local_tensors(tree: Any) -> Iterator[Tensor]:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found)
 
 
-class ShardReader:
-    """Whole tensors of a checkpoint, one at a time. The files are mapped: only what is read takes
-    memory.
+@dataclass(frozen=True)
+class Shards:
+    """A saved sharded part: its `state_dict` on each rank of one whole copy. The files are mapped:
+    only what is read takes memory.
     """
 
-    def __init__(
-        self, directory: Path, *, world_size: int, num_shards: int, buffers: Mapping[str, Tensor]
-    ) -> None:
-        self._directory, self._buffers = directory, buffers
-        self._parts = [
-            read_torch(directory / layout.model_file(world_size, rank))
-            for rank in range(num_shards)
-        ]
+    directory: Path
+    parts: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, directory: Path, names: Iterable[str]) -> Self:
+        return cls(directory, [read_torch(directory / name) for name in names])
+
+    def entries(self, name: str) -> list[Any]:
+        """Return the pieces of a tensor, in rank order. Raises `CorruptShardError`."""
+        if not all(name in part for part in self.parts):
+            raise CorruptShardError(
+                f"{self.directory.name} has no tensor '{name}': it was saved from another model"
+            )
+        return [part[name] for part in self.parts]
 
     def whole(self, name: str) -> Tensor:
         """Raises `CorruptShardError` if the pieces do not make up the tensor."""
-        if name in self._buffers:
-            return self._buffers[name]
-        entries = [entry_of(part, name, self._directory) for part in self._parts]
-        pieces = list(_rows(entries, name))
+        pieces = list(_rows(self.entries(name), name))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def entry_of(part: Mapping[str, Any], name: str, directory: Path) -> Any:
-    if name not in part:
-        raise CorruptShardError(
-            f"{directory.name} has no tensor '{name}': it was saved from another model"
-        )
-    return part[name]
 
 
 def as_shard(parameter: Tensor, like: DTensor) -> Tensor:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from trainer.checkpoint import finished, fsio, layout, rollback
 from trainer.checkpoint.choice import (
@@ -19,10 +21,11 @@ from trainer.checkpoint.choice import (
     cannot_use,
 )
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.lineage import Lineage, compare
-from trainer.checkpoint.lock import RunLock, is_given_back
+from trainer.checkpoint.lineage import compare
+from trainer.checkpoint.lock import RunLock, has_ended_in_order
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.config import ConfigError, TrainerConfig
+from trainer.errors import CannotWriteError
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 from trainer.runtime.progress import Position, Rollbacks
@@ -39,17 +42,20 @@ class Start:
     """
 
     checkpoint: CheckpointInfo | None
-    position: Position
     is_complete: bool
     lock: RunLock | None
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of this run, for its checkpoints."""
 
+    @property
+    def position(self) -> Position:
+        return position_of(self.checkpoint)
+
 
 def decide_start(
     config: TrainerConfig,
-    lineage: Lineage,
+    fingerprints: Mapping[str, str],
     world: World,
     *,
     selection: Selection,
@@ -57,27 +63,28 @@ def decide_start(
 ) -> Start:
     """Decide where to begin. Collective.
 
-    `selection`: the result of `choose`. `total_steps`: number of steps of the whole run, if it
-    continues from there.
+    `fingerprints`: of this run; `selection`: the result of `choose`. `total_steps`: number of steps
+    of the whole run, if it continues from there.
 
     For a run that has ended nothing is written, not even the lock. A run that was killed at its end
     continues with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run
     that cannot be continued as configured, `CannotWriteError`.
     """
-    if (last := selection.chosen) is not None:
-        position = position_of(last)
-        if _is_complete(config, last, position.step, total_steps, world):
-            _log(selection)
-            return Start(last, position, is_complete=True, lock=None)
+    last = selection.chosen
+    if last is not None and _is_complete(config, last, total_steps, world):
+        _log(selection)
+        return Start(last, is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
     try:
-        return _begin(config, lineage, world, lock)
+        return _begin(config, fingerprints, world, lock)
     except BaseException:
         lock.release()
         raise
 
 
-def _begin(config: TrainerConfig, lineage: Lineage, world: World, lock: RunLock) -> Start:
+def _begin(
+    config: TrainerConfig, fingerprints: Mapping[str, str], world: World, lock: RunLock
+) -> Start:
     """Decide under the lock, which the main rank takes first."""
     run_dir = Path(config.default_local_dir)
 
@@ -93,38 +100,34 @@ def _begin(config: TrainerConfig, lineage: Lineage, world: World, lock: RunLock)
     _log(selection)
     checkpoint = _first_verified(selection.candidates, run_dir, world)
     if checkpoint is not None:
-        for change in compare(_manifest(checkpoint).fingerprints, lineage):
+        saved = _manifest(checkpoint).fingerprints
+        for change in compare(saved, fingerprints, allow=config.resume_allow):
             logger.warning("changed since %s: %s", checkpoint.path.name, change)
     return Start(
         checkpoint,
-        position_of(checkpoint),
         is_complete=False,
         lock=lock if world.is_main else None,
         rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
-        fingerprints=lineage.fingerprints,
+        fingerprints=fingerprints,
     )
 
 
 def _is_complete(
-    config: TrainerConfig, last: CheckpointInfo, step: int, total_steps: int, world: World
+    config: TrainerConfig, last: CheckpointInfo, total_steps: int, world: World
 ) -> bool:
-    """Return True if a run has ended with `last`, at `step`, and left everything in order.
+    """Return True if a run has ended with `last` and left everything in order.
 
     The manifest is read before the files are verified, which takes long.
     """
     run_dir = Path(config.default_local_dir)
     end = on_main(lambda: finished.read(last.path), run_dir, world)
-    ended_early = end is not None and end.ended_early and step > 0
-    has_ended = ended_early or step >= total_steps
+    ended_early = end is not None and end.ended_early and last.step > 0
+    has_ended = ended_early or last.step >= total_steps
     if not has_ended or verify(last, world):
         return False
     if not _is_own(last, run_dir):
         return True
-
-    def is_tidy() -> bool:
-        return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
-
-    if end is not None and on_main(is_tidy, run_dir, world):
+    if end is not None and on_main(partial(has_ended_in_order, run_dir, last), run_dir, world):
         return True
     logger.info("%s was the last step, but the run did not end in order", last.path)
     return False
@@ -166,10 +169,22 @@ def position_of(checkpoint: CheckpointInfo | None) -> Position:
 
 
 def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
-    """Run `action` on the main rank and return its result on every rank. Errors of the disk become
-    `CannotWriteError`. Collective.
+    """Run `action` on the main rank and return its result, or raise its error, on every rank. Errors
+    of the disk become `CannotWriteError`. Collective.
     """
-    return distributed.on_main(action, world, describe=partial(cannot_use, run_dir))
+    outcome: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            outcome[0] = action()
+        except (ConfigError, CannotWriteError) as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = cannot_use(run_dir, error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 def _require_shared(run_dir: Path, world: World) -> None:
@@ -187,7 +202,7 @@ def _require_shared(run_dir: Path, world: World) -> None:
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not (is_seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(fsio.VISIBILITY_POLL_S)
-    seen = distributed.gather(is_seen, world.size)
+    seen = distributed.gather(is_seen)
     on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
@@ -203,7 +218,7 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     A damaged export is only logged, since no resume needs it.
     """
     own = verify_files(candidate.path, _manifest(candidate), share=(world.rank, world.size))
-    reports = distributed.gather(own, world.size)
+    reports = distributed.gather(own)
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
         text = (

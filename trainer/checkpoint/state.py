@@ -13,9 +13,7 @@ shards again.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.shards import CorruptShardError
+from trainer.checkpoint.shards import CorruptShardError, Shards
 from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import bytes_of
@@ -53,24 +51,11 @@ class Stateful(Protocol):
 State = Mapping[str, Stateful]
 
 
-@dataclass(frozen=True)
-class Shards:
-    """A saved sharded part: its `state_dict` on each rank of one whole copy."""
-
-    directory: Path
-    parts: Sequence[Mapping[str, Any]]
-
-    def entries(self, name: str) -> list[Any]:
-        """Return the pieces of a tensor, in rank order."""
-        return [shards.entry_of(part, name, self.directory) for part in self.parts]
-
-
 def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) -> Shards:
     """Read the files of one whole copy; `file_of`: a function of `layout` that names them."""
     assert checkpoint.manifest is not None, "it is committed"
     size, ranks = checkpoint.manifest.world_size, range(checkpoint.manifest.num_shards)
-    files = [checkpoint.path / file_of(size, rank) for rank in ranks]
-    return Shards(checkpoint.path, [shards.read_torch(file) for file in files])
+    return Shards.read(checkpoint.path, [file_of(size, rank) for rank in ranks])
 
 
 class ModelShards:
@@ -190,8 +175,8 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
         if not is_fit:
             unfit.append(name)
         elif _state_of(state[name]) == ALL:
-            common[name] = _digest(_without_shards(extra[name]))
-    reports = distributed.gather((common, unfit), world.size)
+            common[name] = _digest(extra[name])
+    reports = distributed.gather((common, unfit))
     expected, _ = reports[0]
     for rank, (digests, found_unfit) in enumerate(reports):
         if found_unfit:
@@ -219,18 +204,16 @@ def is_sharded(part: Stateful) -> bool:
     return getattr(part, "is_sharded", False)
 
 
-def _without_shards(value: Any) -> Any:
-    """Return the state without the DTensors of a sharded part, which differ by rank."""
-    if not isinstance(value, Mapping):
-        return value
-    return {key: item for key, item in value.items() if not isinstance(item, DTensor)}
-
-
 def _digest(value: Any) -> str:
-    """Return a digest that is equal for equal nested containers of tensors and plain values."""
+    """Return a digest that is equal for equal nested containers of tensors and plain values.
+
+    DTensors, which differ by rank, do not count.
+    """
     digest = hashlib.blake2b(digest_size=16)
     leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
     for path, leaf in sorted(leaves.items()):
+        if isinstance(leaf, DTensor):
+            continue
         digest.update(f"{path} {type(leaf).__name__} ".encode())
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())

@@ -67,17 +67,6 @@ def count_files(url: str, *, within_s: float) -> int:
     return len(listed.result())
 
 
-class _Progress(Callback):
-    """Notes the time of each part of a file that has arrived."""
-
-    def __init__(self, storage: "Storage") -> None:
-        super().__init__()
-        self._storage = storage
-
-    def call(self, hook_name: str | None = None, **kwargs: object) -> None:
-        self._storage.answered_at = time.monotonic()
-
-
 class Storage:
     """Files by their names below `url`. Methods raise `StorageError`; threads may share one."""
 
@@ -119,7 +108,8 @@ class Storage:
 
     def put(self, local: Path, name: str) -> None:
         with self._translated("write", name):
-            self._fs.put_file(str(local), self._path(name), callback=_Progress(self))
+            progress = Callback(hooks={"part": self._note_answer})
+            self._fs.put_file(str(local), self._path(name), callback=progress)
             self._settle(name)
 
     def fetch(self, name: str, file: HashingFile) -> None:
@@ -150,12 +140,15 @@ class Storage:
             sync(Path(self._path(name)))
             sync(Path(self._path(name)).parent)
 
+    def _note_answer(self, *_: object) -> None:
+        self.answered_at = time.monotonic()
+
     @contextmanager
     def _translated(self, verb: str, name: str = "") -> Iterator[None]:
         """Turn every error of a library into `StorageError`."""
         try:
             yield
-            self.answered_at = time.monotonic()
+            self._note_answer()
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise StorageError(

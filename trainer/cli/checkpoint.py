@@ -11,22 +11,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainer.checkpoint import choice, fsio, layout, retention
-from trainer.checkpoint.layout import CORRUPT_PREFIX, READING_PREFIX
+from trainer.checkpoint.layout import CORRUPT_PREFIX
 from trainer.checkpoint.lock import RunLock
 from trainer.cli import listing
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
-from trainer.model.adapter_names import ADAPTER_CONFIG
-from trainer.model.source import find_model
 from trainer.runtime.files import tree_bytes
-from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
-from trainer.tools.mirror import STATE
 
 AT_ONCE = ("ls", "verify", "prune")
 """These end at the first signal: the next start finishes a deletion. `export` cleans up."""
@@ -54,49 +50,90 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("checkpoint", description="List, verify, delete and export checkpoints.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
-    about = "list checkpoints and leftovers, and the checkpoint a resume takes; also during a run"
-    ls = commands.add_parser("ls", help=about, description=about)
-    about = f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})"
-    ls.add_argument("directory", metavar="RUN_DIR", nargs="?", type=_path, help=about)
-    ls.add_argument("--json", action="store_true", help="print one JSON object")
-    ls.set_defaults(run=_ls)
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> CommandParser:
+        command: CommandParser = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=run)
+        return command
 
-    about = "compare every byte of checkpoints with their manifests; exit code 1 if any is damaged"
-    verify = commands.add_parser("verify", help=about, description=about)
-    about = "a run directory or a global_step_<step>"
-    verify.add_argument("paths", metavar="PATH", nargs="+", type=_path, help=about)
-    verify.set_defaults(run=_verify)
-
-    about = (
-        "delete old checkpoints and leftovers, but never the checkpoint a resume takes, which is "
-        "verified first; refused while the run trains"
+    ls = add(
+        "ls",
+        _ls,
+        "list checkpoints and leftovers, and the checkpoint a resume takes; also during a run",
     )
-    prune = commands.add_parser("prune", help=about, description=about)
+    ls.add_argument(
+        "directory",
+        metavar="RUN_DIR",
+        nargs="?",
+        type=_path,
+        help=f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})",
+    )
+    ls.add_argument("--json", action="store_true", help="print one JSON object")
+
+    verify = add(
+        "verify",
+        _verify,
+        "compare every byte of checkpoints with their manifests; exit code 1 if any is damaged",
+    )
+    verify.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=_path,
+        help="a run directory or a global_step_<step>",
+    )
+
+    prune = add(
+        "prune",
+        _prune,
+        "delete old checkpoints and leftovers, but never the checkpoint a resume takes, which is "
+        "verified first; refused while the run trains",
+    )
     prune.add_argument("run_dir", metavar="RUN_DIR", type=_path)
-    about = "keep the newest N, and the pointer's"
-    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
+    prune.add_argument(
+        "--keep",
+        metavar="N",
+        type=at_least(1),
+        required=True,
+        help="keep the newest N, and the pointer's",
+    )
     prune.add_argument("--corrupt", action="store_true", help="also delete damaged checkpoints")
     prune.add_argument(
         "--yes", action="store_true", help="delete; without it only list what would go"
     )
-    prune.set_defaults(run=_prune)
 
-    about = (
+    export = add(
+        "export",
+        _export,
         "make a directory for transformers and vLLM from the shards, with tokenizer and chat "
-        "template; needs no GPU and works while the run trains"
+        "template; needs no GPU and works while the run trains",
     )
-    export = commands.add_parser("export", help=about, description=about)
-    about = "a global_step_<step>, or a run directory: then the one a resume takes"
-    export.add_argument("checkpoint", metavar="CHECKPOINT", type=_path, help=about)
-    about = "the new directory; its parent must exist"
-    export.add_argument("target", metavar="TARGET", type=_path, help=about)
-    about = "dtype of the weights (default: %(default)s)"
-    export.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=about)
-    about = "export the LoRA adapter, or the merged model (default: %(default)s)"
-    export.add_argument("--lora", choices=("adapter", "merged"), default="merged", help=about)
-    about = "the base model of a LoRA adapter (default: its path during the training)"
-    export.add_argument("--base", metavar="DIR", type=_path, help=about)
-    export.set_defaults(run=_export)
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=_path,
+        help="a global_step_<step>, or a run directory: then the one a resume takes",
+    )
+    export.add_argument(
+        "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
+    )
+    export.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="dtype of the weights (default: %(default)s)",
+    )
+    export.add_argument(
+        "--lora",
+        choices=("adapter", "merged"),
+        default="merged",
+        help="export the LoRA adapter, or the merged model (default: %(default)s)",
+    )
+    export.add_argument(
+        "--base",
+        metavar="DIR",
+        type=_path,
+        help="the base model of a LoRA adapter (default: its path during the training)",
+    )
     return parser
 
 
@@ -159,7 +196,9 @@ def _prune(arguments: argparse.Namespace) -> int:
         protect = {chosen.step} if chosen else set()
         old = retention.checkpoints_to_delete(run_dir, keep=arguments.keep, protect=protect)
         kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
-        to_delete = [*old, *_leftovers(run_dir, with_corrupt=arguments.corrupt)]
+        names = fsio.list_dir(run_dir)
+        corrupt = [name for name in names if name.startswith(CORRUPT_PREFIX) and arguments.corrupt]
+        to_delete = [*old, *(run_dir / name for name in layout.leftovers(run_dir) + corrupt)]
         sizes_bytes = {path: tree_bytes(path) for path in to_delete}
         names = [
             info.path.name if info.manifest else f"{info.path.name} (incomplete)" for info in kept
@@ -168,8 +207,6 @@ def _prune(arguments: argparse.Namespace) -> int:
         verb = "delete" if arguments.yes else "would delete"
         for path, size_bytes in sizes_bytes.items():
             lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
-        if mirror := read_object(run_dir / STATE):
-            lines.append(f"{listing.mirror_line(mirror)}; nothing is deleted there")
         _show(lines)
         total = readable(sum(sizes_bytes.values()))
         if not arguments.yes:
@@ -185,15 +222,6 @@ def _prune(arguments: argparse.Namespace) -> int:
     finally:
         lock.release()
     return EXIT_DONE
-
-
-def _leftovers(run_dir: Path, *, with_corrupt: bool) -> Iterator[Path]:
-    """Yield what may be deleted besides checkpoints. A living reader keeps its links."""
-    for name in fsio.list_dir(run_dir):
-        is_used = name.startswith(READING_PREFIX) and layout.is_in_use(run_dir / name)
-        is_spared = name.startswith(CORRUPT_PREFIX) and not with_corrupt
-        if name.startswith(listing.LEFTOVERS) and not (is_used or is_spared):
-            yield run_dir / name
 
 
 def _require_whole(checkpoint: Path) -> None:
@@ -214,20 +242,12 @@ def _export(arguments: argparse.Namespace) -> int:
     started, target = time.perf_counter(), arguments.target
     from trainer.checkpoint.offline_export import export_from_shards
 
-    base = arguments.base or _base(checkpoint)
-    export_from_shards(checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=base)
+    export_from_shards(
+        checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=arguments.base
+    )
     size = readable(tree_bytes(target))
     _show([f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"])
     return EXIT_DONE
-
-
-def _base(checkpoint: Path) -> Path | None:
-    """Return the directory of an adapter's base model, which may be in the Hub's cache."""
-    settings = checkpoint / ADAPTER_CONFIG
-    if not settings.is_file():
-        return None
-    name = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return Path(name) if Path(name).is_absolute() else Path(find_model(name, random_weights=False))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from pathlib import Path
 from trainer.cli import listing
 from trainer.cli.arguments import Parser, as_command
 from trainer.config import ConfigError, parse_recorded
-from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
+from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import read_object
 from trainer.tools.mirror import STATE
 from trainer.tracking.run_info import read_config
 
 
-@as_command({OSError: EXIT_CRASH, ResumableError: EXIT_RESUMABLE})
+@as_command({OSError: EXIT_CRASH})
 def main(argv: list[str]) -> int:
     parser = Parser(
         "mirror",

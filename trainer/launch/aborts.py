@@ -31,27 +31,25 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     if step > last["step"]:
         num_in_a_row = 1
     step = max(step, last["step"])
-    if num_in_a_row < MAX_IN_A_ROW:
-        with suppress(OSError):  # the next start reports a directory that cannot be written
+    is_permanent = num_in_a_row >= MAX_IN_A_ROW
+    with suppress(OSError):  # the next start reports a directory that cannot be written
+        if is_permanent:
+            record.unlink()  # a person who starts the run again gets as many tries
+        else:
             atomic_write(record, json.dumps({"step": step, "in_a_row": num_in_a_row}))
-        print(
-            f"a rank was aborted before it could report an error, as when NCCL loses another "
-            f"machine or a collective times out (without a new step: {num_in_a_row} of at most "
-            f"{MAX_IN_A_ROW} starts)",
-            file=sys.stderr,
-            flush=True,
-        )
-        return EXIT_RESUMABLE
-    with suppress(OSError):
-        record.unlink()  # a person who starts the run again gets as many tries
-    print(
-        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}. A "
-        f"lost machine is unlikely to be the cause.\nFix: read the lines of the ranks above, and "
-        f"the output of the other machines",
-        file=sys.stderr,
-        flush=True,
+    text = (
+        f"a rank was aborted before it could report an error, as when NCCL loses another "
+        f"machine or a collective times out (without a new step: {num_in_a_row} of at most "
+        f"{MAX_IN_A_ROW} starts)"
     )
-    return EXIT_CRASH
+    if is_permanent:
+        text = (
+            f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}. A "
+            f"lost machine is unlikely to be the cause.\nFix: read the lines of the ranks above, and "
+            f"the output of the other machines"
+        )
+    print(text, file=sys.stderr, flush=True)
+    return EXIT_CRASH if is_permanent else EXIT_RESUMABLE
 
 
 def _last_step(run_dir: Path) -> int:

@@ -2,7 +2,6 @@
 uploads while they train.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -25,8 +24,8 @@ from trainer.runtime.processes import begun, name_signal
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
 POLL_S, PEERS_POLL_S = 0.1, 1.0
-RESTART_AFTER_S = (10.0, 60.0, 300.0)
-"""Pauses before the process is started again; the last one repeats."""
+RESTART_AFTER_S = 60.0
+"""Pause before the process is started again."""
 
 
 @contextmanager
@@ -112,12 +111,14 @@ class _Uploads:
 
     def _keep(self) -> None:
         """Start the process again. This thread outlives it: it dies with the thread."""
-        for pause_s in itertools.chain(RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1])):
+        while True:
             code = self._process.wait()
             if self._is_ending.is_set():
                 return
-            _say(f"WARNING: {_how_it_ended(code, self._config)}; restart in {pause_s:.0f} s")
-            self._is_ending.wait(pause_s)
+            _say(
+                f"WARNING: {_how_it_ended(code, self._config)}; restart in {RESTART_AFTER_S:.0f} s"
+            )
+            self._is_ending.wait(RESTART_AFTER_S)
             with self._lock:
                 if self._is_ending.is_set():
                     return

@@ -150,7 +150,7 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
     Return the gravest fault that a rank finds, on all ranks: another try must be everyone's.
     """
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
-    faults = distributed.gather(_own_fault(model, config, world), world.size)
+    faults = distributed.gather(_own_fault(model, config, world))
     _, text = min(filter(None, faults), default=(0, None))
     return text
 

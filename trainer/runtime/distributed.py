@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import AUTO, ConfigError
-from trainer.errors import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
 
@@ -125,7 +124,7 @@ def start(
     heartbeat: Heartbeat,
     sequence_size: int = 1,
     expert_size: int = 1,
-    facts: Mapping[str, str] | None = None,
+    facts: Mapping[str, str] = MappingProxyType({}),
 ) -> World:
     """Join the process group, build the mesh, and check that every rank answers on its device.
 
@@ -134,10 +133,7 @@ def start(
     """
     rank, size = rank_and_size()
     dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
-    if "RANK" not in os.environ:
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1"
-        )
+    store = None if "RANK" in os.environ else dist.HashStore()  # a single process meets nobody
     backend, card = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,7 +141,7 @@ def start(
         card = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=timeout_s + LATE_S)
     heartbeat.enter("meet", limit_s=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
+    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
     _require_all(device, size, card=card, facts=facts)
     world = make_world(device, dimensions, sequence_size=sequence_size, expert_size=expert_size)
     groups = [*world.mesh.get_all_groups(), world.sequence_group]
@@ -161,23 +157,17 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
     """Return {name of a mesh dimension: its size}, outermost first. Raises `ConfigError`."""
     if fsdp_size in (-1, size):
         return {"fsdp": size}
-    _require_divisor("model.fsdp_config.fsdp_size", fsdp_size, size, "ranks of this run")
+    require_divisor("model.fsdp_config.fsdp_size", fsdp_size, size, "ranks of this run")
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
 def require_divided(size: int, sequence_size: int) -> None:
     """Raise `ConfigError` unless the ranks make whole data ranks."""
     key = "model.ulysses_sequence_parallel_size"
-    _require_divisor(key, sequence_size, size, "ranks of this run")
+    require_divisor(key, sequence_size, size, "ranks of this run")
 
 
-def require_groups_of_experts(num_shards: int, expert_size: int) -> None:
-    """Raise `ConfigError` unless the ranks that shard a model make whole groups of experts."""
-    key = "model.expert_parallel_size"
-    _require_divisor(key, expert_size, num_shards, "ranks that shard the model")
-
-
-def _require_divisor(key: str, value: int, size: int, ranks: str) -> None:
+def require_divisor(key: str, value: int, size: int, ranks: str) -> None:
     if size % value:
         raise ConfigError(f"{key}={value} does not divide the {size} {ranks}")
 
@@ -189,13 +179,8 @@ def make_world(
     sequence_size: int = 1,
     expert_size: int = 1,
 ) -> World:
-    """Build the mesh of these dimensions over the ranks that have met. Collective.
-
-    Raises `ConfigError`.
-    """
+    """Build the mesh of these dimensions over the ranks that have met. Collective."""
     num_ranks, num_shards = dist.get_world_size(), dimensions["fsdp"]
-    require_divided(num_ranks, sequence_size)
-    require_groups_of_experts(num_shards, expert_size)
     expert_mesh = None
     if expert_size > 1:
         # a rank's own shards of the experts are among those it gathers
@@ -218,14 +203,14 @@ def make_world(
 
 
 def _require_all(
-    device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str] | None = None
+    device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str]
 ) -> None:
     """Check that no two ranks share a card, that all have the same facts, and that a first sum over
     the devices is right.
 
     Collective. Raises the same `ConfigError` on every rank.
     """
-    found = gather((socket.gethostname(), card, dict(facts or {})), size)
+    found = gather((socket.gethostname(), card, dict(facts)))
     (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
         raise ConfigError(
@@ -261,33 +246,11 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         )
 
 
-def gather(value: T, num_ranks: int) -> list[T]:
-    """Return the value of each of the `num_ranks` ranks of the run, in rank order. Collective."""
-    found: list[Any] = [None] * num_ranks
+def gather(value: T) -> list[T]:
+    """Return the value of each rank of the run, in rank order. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def on_main(
-    action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]
-) -> T:
-    """Run `action` on the main rank and return its result, or raise its error, on every rank.
-
-    `describe` converts other errors of the disk. Collective.
-    """
-    outcome: list[Any] = [None, None]
-    if world.is_main:
-        try:
-            outcome[0] = action()
-        except (ConfigError, CannotWriteError) as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = describe(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
 
 
 def await_main(world: World, event: str, *, timeout_s: float) -> None:
@@ -306,16 +269,3 @@ def await_main(world: World, event: str, *, timeout_s: float) -> None:
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """Return a port of this machine on which nobody listens.
-
-    It is below the ports that Linux gives to outgoing connections: one of those could take it before
-    it is used.
-    """
-    while True:
-        port = secrets.choice(range(10000, 32768))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -16,7 +16,6 @@ from trainer.checkpoint.base_weights import digest
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
-from trainer.checkpoint.shards import ShardReader
 from trainer.checkpoint.state import ModelShards, read_shards
 from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
@@ -99,19 +98,13 @@ def _adapter(trained: Trained) -> Iterator[str]:
 
 def _tensors(trained: Trained) -> Iterator[str]:
     """Name exported tensors that differ from the tensors of these names in the shards."""
-    manifest = trained.manifest
-    reader = ShardReader(
-        trained.info.path,
-        world_size=manifest.world_size,
-        num_shards=manifest.num_shards,
-        buffers={},
-    )
+    shards = read_shards(trained.info, layout.model_file)
     different = []
     for file in sorted(trained.export.glob("*.safetensors")):
         try:
             stored = stored_in(file)
-            for name in sorted(stored.keys() & manifest.tensors.keys()):
-                exported, saved = stored[name].read(()), reader.whole(name)
+            for name in sorted(stored.keys() & trained.manifest.tensors.keys()):
+                exported, saved = stored[name].read(()), shards.whole(name)
                 is_same_shape = exported.shape == saved.shape
                 if not is_same_shape or not torch.equal(saved.to(exported.dtype), exported):
                     different.append(name)

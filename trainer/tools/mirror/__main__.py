@@ -28,8 +28,8 @@ from trainer.tools.mirror.upload import Uploader
 from trainer.tracking.events_file import FILE_NAME, Event, EventsFile, read_events
 
 POLL_S = 1.0
-RETRY_AFTER_S = (10.0, 60.0, 300.0)
-"""Pauses after the first, second and every later failure in a row while the run trains."""
+RETRY_AFTER_S = 60.0
+"""Pause after a failure while the run trains."""
 LAST_RETRY_AFTER_S = (1.0, 5.0)
 """Pauses between the tries at the end of the run."""
 
@@ -79,7 +79,7 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
             _record(trainer, event)
 
     uploader = Uploader(trainer, storage, record=record)
-    num_failed = 0
+    is_failing = False
     last_pauses_s = list(LAST_RETRY_AFTER_S)
     while True:
         is_last = ending.is_set()
@@ -87,20 +87,20 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
             if uploader.is_behind:
                 _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
         except Exception as error:  # a library may raise anything; the run continues
-            if num_failed == 0:
+            if not is_failing:
                 logger.warning("cannot update the mirror, training continues: %s", error)
                 record(Event("mirror_failed", 0, str(error), "warn"))
-            num_failed += 1
+            is_failing = True
             if isinstance(error, SilentError) or (is_last and not last_pauses_s):
                 return EXIT_CRASH
             if is_last:
                 time.sleep(last_pauses_s.pop(0))
             else:
-                ending.wait(RETRY_AFTER_S[min(num_failed, len(RETRY_AFTER_S)) - 1])
+                ending.wait(RETRY_AFTER_S)
             continue
-        if num_failed:
+        if is_failing:
             logger.info("%s: up to date again", storage.url)
-            num_failed = 0
+            is_failing = False
         if is_last:
             return EXIT_DONE
         ending.wait(POLL_S)

@@ -5,6 +5,7 @@ import tarfile
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import choice, fsio, layout, retention
@@ -19,7 +20,6 @@ from trainer.runtime.text import readable
 from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
-RETRY_AFTER_S = (2.0, 10.0)
 MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
 """Logs may unpack to this size, or to this multiple of their archive. JSON lines compress 5 to 20
 times; an archive that is made to fill the disk compresses 1,000 times.
@@ -34,29 +34,22 @@ class _DamagedError(Exception):
     """A file in the mirror differs from the manifest."""
 
 
-def prepare(
-    trainer: TrainerConfig, storage: Storage, *, retry_after_s: tuple[float, ...] = RETRY_AFTER_S
-) -> None:
+def prepare(trainer: TrainerConfig, storage: Storage) -> None:
     """Check that the mirror belongs to this run; restore from it if the run directory is empty.
 
     Raises `ConfigError` for the mirror of another run, and for one that cannot be used or resumed
     from; if the storage is unreachable, what `unreachable` raises.
     """
-    own_step, problem = _own_checkpoint(trainer)
-    for pause_s in (*retry_after_s, None):
-        try:
-            claim(trainer, storage)
-            held = look(storage)
-            break
-        except StorageError as error:
-            if own_step is not None or error.is_refusal or pause_s is None:
-                return unreachable(trainer, error)
-            time.sleep(pause_s)
-    if own_step is None:
-        if held.whole or held.incomplete:
-            _restore(trainer, storage, held)
-        elif problem is not None:
-            raise problem
+    own_step = _own_step(trainer)
+    try:
+        claim(trainer, storage)
+        held = look(storage)
+    except StorageError as error:
+        return unreachable(trainer, error)
+    if own_step is None and (held.whole or held.incomplete):
+        _restore(trainer, storage, held)
+    elif own_step is None:
+        choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:
         logger.warning(
             "%s holds step %d, this machine step %d: the run continues from its own checkpoint. To "
@@ -71,7 +64,7 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
     Otherwise the run might train steps again that the mirror has. Raises `ConfigError` for a
     refusal, else `ResumableError`.
     """
-    if _own_checkpoint(trainer)[0] is not None:
+    if _own_step(trainer) is not None:
         logger.warning("%s; training continues, uploads are tried again", error)
     elif error.is_refusal:
         raise ConfigError(f"{error}.\nFix: grant access, or train without {KEY}") from error
@@ -82,15 +75,12 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
         ) from error
 
 
-def _own_checkpoint(
-    trainer: TrainerConfig,
-) -> tuple[int | None, NoUsableCheckpointError | None]:
-    """Return the step that the run directory continues from, or why no checkpoint is usable."""
-    try:
-        chosen = choice.select(Path(trainer.default_local_dir)).chosen
-    except NoUsableCheckpointError as error:
-        return None, error
-    return None if chosen is None else chosen.step, None
+def _own_step(trainer: TrainerConfig) -> int | None:
+    """Return the step that the run directory continues from; None without a usable checkpoint."""
+    with suppress(NoUsableCheckpointError):
+        if (chosen := choice.select(Path(trainer.default_local_dir)).chosen) is not None:
+            return chosen.step
+    return None
 
 
 def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
@@ -183,23 +173,26 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
-    """Unpack known logs next to the archive, then move those that the run directory lacks.
+    """Unpack the known logs next to the archive, then move those that the run directory lacks.
 
     Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
     """
     unpacked = archive.with_name("logs")
     limit_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * archive.stat().st_size)
-    num_bytes, known = 0, []
+    num_bytes = 0
+
+    def accept(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo | None:
+        nonlocal num_bytes
+        num_bytes += tarfile.BLOCKSIZE + member.size
+        if num_bytes > limit_bytes:  # before its data is read
+            raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
+        is_log = member.name.split("/")[0] in TRAVELS
+        is_plain = member.isfile() or member.isdir()
+        return tarfile.data_filter(member, directory) if is_log and is_plain else None
+
     try:
         with tarfile.open(archive, mode="r:gz") as opened:
-            while (member := opened.next()) is not None:
-                num_bytes += tarfile.BLOCKSIZE + member.size
-                if num_bytes > limit_bytes:  # before its data is read
-                    raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
-                is_log = member.name.split("/")[0] in TRAVELS
-                if is_log and (member.isfile() or member.isdir()):
-                    known.append(member)
-            opened.extractall(unpacked, members=known, filter="data")
+            opened.extractall(unpacked, filter=accept)
         for path in unpacked.iterdir():
             if not (run_dir / path.name).exists():
                 fsio.rename(path, run_dir / path.name)

@@ -88,8 +88,7 @@ class Uploader:
             with _alone(self._run_dir):
                 self._bring_up()
         except Exception as error:
-            before = read_object(self._run_dir / STATE)
-            self._note(before.get("pointer"), before.get("steps", []), str(error))
+            self._note(failed=str(error))
             raise
         self._seen = state
 
@@ -131,7 +130,7 @@ class Uploader:
             raise StorageError(
                 f"{self._storage.url} does not show step {pointer} yet, although it was written"
             )
-        self._note(pointer, self._rotate(held, pointer))
+        self._note(steps=self._rotate(held, pointer), failed="")
         if problem is not None:
             raise problem
 
@@ -210,11 +209,12 @@ class Uploader:
         history = History(_best_step(self._run_dir))
         return retention.worth_keeping(self._run_dir, history, found)
 
-    def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
+    def _note(self, **changes: object) -> None:
         """Write the result of an upload for `checkpoint ls`."""
+        path = self._run_dir / STATE
+        state = {"steps": [], **read_object(path), "url": self._storage.url, **changes}
         with suppress(OSError):
-            state = {"url": self._storage.url, "pointer": pointer, "steps": steps, "failed": failed}
-            atomic_write(self._run_dir / STATE, json.dumps(state))
+            atomic_write(path, json.dumps(state))
 
 
 @contextmanager
@@ -256,4 +256,4 @@ def _best_step(run_dir: Path) -> int | None:
     rows = metrics_file.read_rows(path) if path.exists() else iter(())
     losses = [(row.data.get("val/loss", math.nan), row.step) for row in rows if row.kind == "val"]
     finite = [found for found in losses if math.isfinite(found[0])]
-    return min(finite)[1] if finite else None
+    return min(finite, default=(0.0, None))[1]

@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.config import ConfigError
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -81,7 +79,7 @@ def require_model_unchanged(files: ModelFiles) -> None:
 
     Call it once every rank has loaded its weights and copied the files that exports need.
     """
-    found = distributed.gather(files.changes(), dist.get_world_size())
+    found = distributed.gather(files.changes())
     if changed := sorted({change for changes in found for change in changes}):
         raise ConfigError(
             f"the files of model.partial_pretrain='{files.directory}' changed while this run read "

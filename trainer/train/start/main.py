@@ -5,6 +5,7 @@ This is the only file that knows all concrete parts.
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ from transformers import PreTrainedModel
 from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
-from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
+from trainer.checkpoint.lineage import BASE_WEIGHTS, describe_run
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.model_card import CardFacts
+from trainer.checkpoint.model_card import model_card
 from trainer.checkpoint.model_files import CONFIG
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import choose, decide_start, position_of
 from trainer.config import SELECTIVE, Config, ConfigError, parse_duration_s
@@ -78,8 +78,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
     selection = choose(trainer, world)
     total_steps = inputs.total_steps_from(position_of(selection.chosen))
-    lineage = _lineage(inputs)
-    start = decide_start(trainer, lineage, world, selection=selection, total_steps=total_steps)
+    fingerprints = _fingerprints(inputs)
+    start = decide_start(trainer, fingerprints, world, selection=selection, total_steps=total_steps)
     setup, exit_code = RunSetup(inputs, world, start), EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None, "a complete run has a last checkpoint"
@@ -105,7 +105,12 @@ def _require_possible(config: Config, device: torch.device) -> None:
     require_usable_rules(config.trainer.guard.rules)
     distributed.require_divided(num_ranks, model.ulysses_sequence_parallel_size)
     mesh = distributed.mesh_dimensions(num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
-    distributed.require_groups_of_experts(mesh["fsdp"], model.expert_parallel_size)
+    distributed.require_divisor(
+        "model.expert_parallel_size",
+        model.expert_parallel_size,
+        mesh["fsdp"],
+        "ranks that shard the model",
+    )
 
 
 def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
@@ -220,10 +225,10 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
         world=setup.world,
         config=trainer.checkpoint,
         source=source,
-        kept=Retention(keep=trainer.max_ckpt_to_keep),
+        keep=trainer.max_ckpt_to_keep,
         lock=setup.start.lock,
         fingerprints=setup.start.fingerprints,
-        card=_card_facts(setup),
+        card=_card_writer(setup),
     )
     return CheckpointManager(
         saver,
@@ -242,8 +247,8 @@ OF_THIS_MACHINE = (
 """Keys that do not describe a model. A model card leaves them out."""
 
 
-def _card_facts(setup: RunSetup) -> CardFacts:
-    """Return what the model card of an export states: base, settings that differ from their
+def _card_writer(setup: RunSetup) -> Callable[[Mapping[str, object]], bytes]:
+    """Return the function that writes model cards. They state the base, settings that differ from their
     defaults, and the origins of data and code.
     """
     config, fingerprints = setup.config, setup.start.fingerprints
@@ -256,7 +261,8 @@ def _card_facts(setup: RunSetup) -> CardFacts:
     }
     origins = {name: fingerprints[name] for name in ("data", "tokenizer", "torch", "transformers")}
     is_hub_id = base.count("/") == 1 and not Path(base).exists()
-    return CardFacts(
+    return partial(
+        model_card,
         base_model=base if is_hub_id else None,
         is_adapter=config.model.has_adapters and config.trainer.checkpoint.export_lora == "adapter",
         settings=settings,
@@ -297,10 +303,8 @@ def _announce(parts: Run, inputs: Inputs) -> str:
     )
 
 
-def _lineage(inputs: Inputs) -> Lineage:
-    """Return what must stay equal when a run continues, and the changes that the user allows.
-    Collective.
-    """
+def _fingerprints(inputs: Inputs) -> dict[str, str]:
+    """Return what must stay equal when a run continues. Collective."""
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,
@@ -317,4 +321,4 @@ def _lineage(inputs: Inputs) -> Lineage:
         fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
     elif inputs.whole is not None:
         fingerprints["other_parts"] = inputs.whole.others_digest[:16]
-    return Lineage(fingerprints, tuple(config.trainer.resume_allow))
+    return fingerprints

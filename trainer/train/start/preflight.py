@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trainer.data
-from trainer.checkpoint import finished, layout
+from trainer.checkpoint import finished
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
-from trainer.checkpoint.lock import is_given_back
+from trainer.checkpoint.lock import has_ended_in_order
 from trainer.checkpoint.retention import existing_parent
 from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.files import resolve_files
@@ -138,9 +138,9 @@ def already_complete(config: Config) -> str | None:
     if last is None or end is None or end.config != config.resolved:
         return None
     run_dir = Path(config.trainer.default_local_dir)
-    is_tidy = layout.is_tidy(run_dir, last) and is_given_back(run_dir)
+    is_in_order = has_ended_in_order(run_dir, last)
     has_same_data = end.data_files == file_states(find_files(config))
-    return end.message if is_tidy and has_same_data else None
+    return end.message if is_in_order and has_same_data else None
 
 
 def file_states(files: DataFiles) -> dict[str, list[int]]:
