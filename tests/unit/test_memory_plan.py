@@ -274,7 +274,9 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
 )
 def test_a_disk_needs_room_for_checkpoints_and_prepared_tokens(free_bytes, levels, monkeypatch):
     """Too little room for tokens is no failure: they may be prepared already."""
-    disk = DiskPlan(shard_bytes=10**9, export_bytes=10**8, num_checkpoints=2, token_bytes=10**12)
+    disk = DiskPlan(
+        checkpoint_bytes=11 * 10**8, export_bytes=10**8, num_checkpoints=2, token_bytes=10**12
+    )
     monkeypatch.setattr(checks, "plan_disk", lambda config, plan: disk)
     monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_bytes)
     found = list(checks.check_disk(load_config([CPU]), a_plan(2)))

@@ -64,7 +64,7 @@ def _exchanged_grouped_mm(
     applied to what comes back.
     """
     order_S = index_TK.flatten().argsort(stable=True)  # by expert, and so by the rank that has it
-    rows_RH, expert_ids_R, route = exchange.send(
+    rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )
     own = copy.copy(experts)
@@ -75,7 +75,8 @@ def _exchanged_grouped_mm(
     }
     ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
     made_RH = grouped_mm_experts_forward(own, rows_RH, expert_ids_R[:, None], ones_R1)
-    made_SH = exchange.send_back(made_RH, route)
+    # back to the ranks of their tokens, in the order of `send`
+    made_SH = exchange.exchange(made_RH, num_sent, num_received)
     made_TKH = made_SH[order_S.argsort()].view(*index_TK.shape, hidden_TH.shape[1])
     return (made_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
 

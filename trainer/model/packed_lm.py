@@ -97,23 +97,19 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
     """Build transformers' own model without memory for its parameters."""
     experts.register()
     config = copy.deepcopy(source.config)  # the model writes to it
-    # fused attention leaves out soft caps without a warning
+    # fused attention leaves out soft caps without a warning; None chooses fused where it is known
     is_capped = getattr(config, "attn_logit_softcapping", None)
-    implementations = ["eager"] if is_capped else ["sdpa", "eager"]
-    for implementation in implementations:
-        try:
-            with init_empty_weights(include_buffers=False):
-                return AutoModelForCausalLM.from_config(
-                    config,
-                    attn_implementation=implementation,
-                    experts_implementation=experts.COUNTED,
-                    dtype=torch.float32,
-                    trust_remote_code=source.trust_remote_code,
-                )
-        except ValueError as error:
-            if implementation == implementations[-1] or "attention" not in str(error).lower():
-                raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
-    raise AssertionError("one implementation is always tried last")
+    try:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager" if is_capped else None,
+                experts_implementation=experts.COUNTED,
+                dtype=torch.float32,
+                trust_remote_code=source.trust_remote_code,
+            )
+    except ValueError as error:
+        raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
 
 
 def _find_base_model(model: PreTrainedModel) -> None:

@@ -17,7 +17,6 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from trainer.config import ConfigError
 from trainer.model import quantized, weights
 from trainer.model.adapter_names import Places, base_name, is_adapter
-from trainer.model.weight_files import INDEX, SINGLE_FILE
 from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -65,12 +64,12 @@ class ModelSource:
     @cached_property
     def places(self) -> Places:
         """Return where the language model is in the whole."""
-        return {} if self.whole is None else weights.places_of(self.text, self.whole)
+        return weights.places_of(self.text, self.whole)
 
     @cached_property
     def weights(self) -> "SourceWeights":
         """Return the tensors of the files. Raise `ConfigError` if they do not make the model."""
-        files = _stored_files(Path(self.path))
+        files = quantized.weights_in(Path(self.path))
         try:
             groups, others = weights.match(self.text, self.whole, files)
         except ConfigError as error:
@@ -199,16 +198,6 @@ def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
     )
     model._adjust_missing_and_unexpected_keys(report)
     return sorted(report.missing_keys | (missing & dict(model.named_parameters()).keys()))
-
-
-def _stored_files(path: Path) -> dict[str, StoredTensor]:
-    stored = quantized.weights_in(path)
-    if not stored:
-        raise ConfigError(
-            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} "
-            f"or {INDEX}"
-        )
-    return stored
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

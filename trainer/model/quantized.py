@@ -35,21 +35,14 @@ _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale
 def weights_in(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a model directory, quantized ones as bfloat16.
 
-    Raises `ConfigError` for files that cannot be read, and for a quantization that is not
-    supported.
+    Raises `ConfigError` for files that cannot be read. The quantization is a supported one.
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
         stored |= sorted(stored_in(file).items())
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error}") from error
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     settings = quantization_of(config)
-    if settings is None:
-        return stored
-    require_supported(settings)
-    return dequantized(stored, _block_size(settings))
+    return stored if settings is None else dequantized(stored, _block_size(settings))
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.config import ConfigError, ModelConfig
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.model.weight_files import INDEX, SINGLE_FILE, read_index
+from trainer.model.weight_files import INDEX, SINGLE_FILE, weight_files
 
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
@@ -91,12 +91,11 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
         return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
     if random_weights:
         return None
-    if (path / INDEX).exists() and not (path / SINGLE_FILE).exists():
-        try:
-            read_index(path)
-        except ConfigError as error:
-            return f"lacks weights: {error}"
-    elif not (path / SINGLE_FILE).exists():
+    try:
+        files = weight_files(path)
+    except ConfigError as error:
+        return f"lacks weights: {error}"
+    if not files:
         return (
             f"has no weights ({SINGLE_FILE} or {INDEX}). Fix: write a pytorch_model.bin anew with "
             f"transformers' save_pretrained, or start from random weights with "

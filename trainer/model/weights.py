@@ -38,7 +38,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.config import ConfigError
-from trainer.model.adapter_names import Places
+from trainer.model.adapter_names import Places, placed
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,9 @@ def match(
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    state, own, kept = model.state_dict(), _text_names(text, whole), _kept_names(text)
+    places = places_of(text, whole)
+    own = {placed(name, places): name for name in text.state_dict()}
+    state, kept = model.state_dict(), _kept_names(text)
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
@@ -278,22 +280,12 @@ def _kept_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def places_of(text: PreTrainedModel, whole: PreTrainedModel) -> Places:
-    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`."""
-    places = {}
-    for name, own in _text_names(text, whole).items():
-        prefix, _, rest = own.partition(".")
-        places[f"{prefix}."] = name.removesuffix(rest)
-    return places
-
-
-def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:
-    """Return {name in the whole model: name in its text part}. Raise `ConfigError` unless every
-    text tensor is there.
+def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
+    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`;
+    none without a whole. Raise `ConfigError` unless each has one place there.
     """
-    own = text.state_dict()
     if whole is None:
-        return {name: name for name in own}
+        return {}
     embeddings, head = text.get_input_embeddings(), text.get_output_embeddings()
     base_name, base = next(
         (name, child)
@@ -302,23 +294,15 @@ def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[st
     )
     head_name = next(name for name, module in text.named_modules() if module is head)
     modules = dict(whole.named_modules())
-    places = {
-        f"{base_name}.": [name for name, module in modules.items() if type(module) is type(base)],
-        f"{head_name}.": [
+    found = {
+        base_name: [name for name, module in modules.items() if type(module) is type(base)],
+        head_name: [
             name for name, module in modules.items() if module is whole.get_output_embeddings()
         ],
     }
-    state, names = whole.state_dict(), {}
-    for name, tensor in own.items():
-        prefixes = [prefix for prefix in places if name.startswith(prefix)]
-        found = [
-            f"{place}.{name.removeprefix(prefix)}"
-            for prefix in prefixes
-            for place in places[prefix]
-        ]
-        if len(found) != 1 or found[0] not in state or state[found[0]].shape != tensor.shape:
+    for name, places in found.items():
+        if len(places) != 1:
             raise ConfigError(
                 f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
             )
-        names[found[0]] = name
-    return names
+    return {f"{name}.": f"{place}." for name, (place,) in found.items()}

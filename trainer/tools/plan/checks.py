@@ -45,7 +45,7 @@ def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
     disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes
-    number = disk.num_to_come(len(layout.committed(run_dir)))
+    number = max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
     kept = (
         "all are kept"
         if disk.num_checkpoints is None

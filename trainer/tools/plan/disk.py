@@ -14,22 +14,15 @@ from trainer.train.start.preflight import find_files
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Disk that a run needs. `num_checkpoints` is the largest number that exist at a time, or None if
-    a run of unknown length keeps all. `token_bytes` is None without the data files.
+    """Disk that a run needs. `export_bytes` are part of `checkpoint_bytes`. `num_checkpoints` is the
+    largest number that exist at a time, or None if a run of unknown length keeps all.
+    `token_bytes` is 0 without the data files.
     """
 
-    shard_bytes: int
+    checkpoint_bytes: int
     export_bytes: int
     num_checkpoints: int | None
-    token_bytes: int | None
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self.shard_bytes + self.export_bytes
-
-    def num_to_come(self, num_here: int) -> int:
-        """Return the number of checkpoints to write beyond the `num_here` that exist, at least one."""
-        return max(1, (self.num_checkpoints or 1) - num_here)
+    token_bytes: int
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
@@ -37,9 +30,10 @@ def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
 
     Tensors that pass through untrained, and copies in the run directory, are not counted.
     """
+    export_bytes = _export_bytes(config, plan)
     return DiskPlan(
-        shard_bytes=plan.saved_bytes * plan.num_ranks,
-        export_bytes=_export_bytes(config, plan),
+        checkpoint_bytes=plan.saved_bytes * plan.num_ranks + export_bytes,
+        export_bytes=export_bytes,
         num_checkpoints=_num_checkpoints(config),
         token_bytes=_token_bytes(config),
     )
@@ -74,13 +68,13 @@ def _num_checkpoints(config: Config) -> int | None:
     return min(limits, default=None)
 
 
-def _token_bytes(config: Config) -> int | None:
+def _token_bytes(config: Config) -> int:
     """Estimate prepared tokens: four bytes of text become about one token of four bytes."""
     if "hf://" in f"{config.data.train_files} {config.data.val_files}":
-        return None
+        return 0
     try:
         found = find_files(config)
     except DataError:
-        return None
+        return 0
     paths = {path for _, files in (*found.train, *found.validation) for path in files}
     return sum(path.stat().st_size for path in paths)

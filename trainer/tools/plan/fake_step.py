@@ -5,7 +5,7 @@ GPU's kernel allocates.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -104,8 +104,8 @@ def measure(job: Job, num_layers: int) -> Measured:
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [batch.to(world.device)] * num_run
                 with live:
-                    update_begins = follow(model, optimizer, live)
-                    run_step(model, routers, optimizer, batches, update_begins=update_begins)
+                    follow(model, optimizer, live)
+                    run_step(model, routers, optimizer, batches)
     finally:
         attention.register()
         cpu_attention._mask.cache_clear()
@@ -137,15 +137,12 @@ def _grouped_product(
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-def follow(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages
-) -> Callable[[], None]:
+def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
     """Hook `live` into a step, so that it knows the phase and the category of each tensor.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
     between the first and last two are -3. A layer that is recomputed in the backward pass belongs
-    to that pass. Returns a function to call after the last backward pass; without that call the
-    update begins with the optimizer's step.
+    to that pass. The update begins with the optimizer's step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     live.mark([*trained, *model.buffers()], live_storage.PARAMETERS)
@@ -173,8 +170,6 @@ def follow(
             live.enter(live.phase[0], "head", default=live_storage.HEAD)
 
     def update_begins(*_: Any) -> None:
-        if live.phase[1] == "update":  # torch's step, inside ours, calls the hooks again
-            return
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         live.mark(gradients, live_storage.SHARDED_GRADIENTS)
         live.enter(0, "update")
@@ -189,7 +184,6 @@ def follow(
             module.register_forward_pre_hook(
                 lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED)
             )
-    return update_begins
 
 
 def run_step(
@@ -197,8 +191,6 @@ def run_step(
     routers: Routers,
     optimizer: clip.Optimizer,
     batches: Sequence[PackedBatch],
-    *,
-    update_begins: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a training step as `trainer.train.step` does, without the reduction over ranks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -208,7 +200,6 @@ def run_step(
         loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum
-    update_begins()
     total_norm = clip.local_square_sum(parameters).sqrt()
     never = total_norm < 0
     clip.clipped_step(
