@@ -149,7 +149,7 @@ def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrai
         return None, None
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        whole = weights.whole_model(config)
+        whole = weights.whole_model(config, str(directory))
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config if whole is None else weights.text_config(whole), trust_remote_code=False

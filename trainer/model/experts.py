@@ -25,11 +25,6 @@ COUNTED = "counted_grouped_mm"
 logger = logging.getLogger(__name__)
 
 
-def register() -> None:
-    """Make `experts_implementation=COUNTED` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
-
-
 def counted_grouped_mm(
     experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
@@ -49,6 +44,9 @@ def counted_grouped_mm(
         return expert_adapters.grouped_mm(experts, hidden_TH, index_TK, weights_TK)
     result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
     return result
+
+
+ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
 
 
 def _exchanged_grouped_mm(

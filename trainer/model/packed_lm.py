@@ -95,7 +95,6 @@ def build_on_meta(
 
 def _empty_model(source: ModelSource) -> PreTrainedModel:
     """Build transformers' own model without memory for its parameters."""
-    experts.register()
     config = copy.deepcopy(source.config)  # the model writes to it
     # fused attention leaves out soft caps without a warning; None chooses fused where it is known
     is_capped = getattr(config, "attn_logit_softcapping", None)

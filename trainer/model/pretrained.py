@@ -3,6 +3,7 @@ hold.
 """
 
 import logging
+import re
 from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer.config import ConfigError
 from trainer.model import quantized, weights
@@ -47,10 +47,7 @@ class ModelSource:
         """Return the class that wrote the files, on meta, if the language model is one part of
         several.
         """
-        try:
-            return weights.whole_model(self._stored_config)
-        except ConfigError as error:
-            raise ConfigError(f"model.partial_pretrain={self.path} {error}") from error
+        return weights.whole_model(self._stored_config, f"model.partial_pretrain={self.path}")
 
     @cached_property
     def text(self) -> PreTrainedModel:
@@ -86,10 +83,7 @@ class ModelSource:
         for part in (config, config.get_text_config()):
             settings = vars(part).pop(quantized.QUANTIZATION_CONFIG, None)
             if settings is not None:
-                try:
-                    quantized.require_supported(settings)
-                except ConfigError as error:
-                    raise ConfigError(f"{name} {error}") from error
+                quantized.require_supported(settings, name)
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
                 f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
@@ -187,17 +181,14 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
-    """Return the missing names that transformers would report, and every missing parameter."""
-    report = LoadStateDictInfo(
-        missing_keys=set(missing),
-        unexpected_keys=set(),
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
+    """Return every missing parameter, and the missing buffers that transformers does not ignore."""
+    parameters = dict(model.named_parameters())
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    return sorted(
+        name
+        for name in missing
+        if name in parameters or not any(re.search(pattern, name) for pattern in ignored)
     )
-    model._adjust_missing_and_unexpected_keys(report)
-    return sorted(report.missing_keys | (missing & dict(model.named_parameters()).keys()))
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

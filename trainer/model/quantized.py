@@ -53,9 +53,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def require_supported(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless the weights can be dequantized. The message goes on after the name
-    of the checkpoint.
+def require_supported(settings: Mapping[str, Any], name: str) -> None:
+    """Raise `ConfigError`, which begins with the `name` of the checkpoint, unless the weights can be
+    dequantized.
     """
     method = settings.get("quant_method")
     is_supported = method in ("fp8", "mxfp4")
@@ -66,7 +66,7 @@ def require_supported(settings: Mapping[str, Any]) -> None:
         )
     if not is_supported:
         raise ConfigError(
-            f"is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
+            f"{name} is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
             f"{settings.get('format', 'no format')}); only fp8, mxfp4 and the float8 formats of "
             f"compressed-tensors are dequantized while loading.\n"
             f"Fix: use the model's bfloat16 or float32 weights"

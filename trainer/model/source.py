@@ -182,8 +182,7 @@ def _asking(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"model.partial_pretrain={name} is neither a directory here nor whole in the Hub's "
             f"cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"

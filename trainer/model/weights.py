@@ -171,17 +171,16 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     )
 
 
-def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
+def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
     """Return the class that writes checkpoints of this configuration, on meta; None for a plain
     language model.
 
-    Raise `ConfigError` if no part can be trained; the message continues after the name of the
-    checkpoint.
+    Raise `ConfigError`, which begins with the `name` of the checkpoint, if no part can be trained.
     """
     text = config.get_text_config()
     if text is config:
         return None
-    kind = f"is a '{config.model_type}' of several parts, and"
+    kind = f"{name} is a '{config.model_type}' of several parts, and"
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(text) not in mapping:
         with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone

@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config import Config
 from trainer.data.batch import PackedBatch
 from trainer.model import assemble, attention, cpu_attention, load, parallelize
+from trainer.model.assemble import Design
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import decoder_layers
-from trainer.model.pretrained import ModelSource
 from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 from trainer.tools.plan import live_storage
@@ -59,10 +59,9 @@ class Job:
     """A configuration with every setting resolved that depends on the machine."""
 
     config: Config
-    source: ModelSource
+    design: Design
     num_ranks: int
     is_cuda: bool
-    is_packed: bool
     workload: Workload
 
     @property
@@ -91,11 +90,13 @@ def measure(job: Job, num_layers: int) -> Measured:
     cpu_attention._mask.cache_clear()
     try:
         with _fake_world(job) as world:
-            model = on_meta(job)
+            is_packed = job.design.reason is None
+            model = assemble.on_meta(job.config.model, job.design.source, is_packed=is_packed)
             _keep_layers(model, num_layers)
-            attention.register("cuda" if job.is_cuda else None)
             parallelize.parallelize(model, job.config.model, world)
             if job.is_cuda:
+                attend = partial(attention.packed_attention, device_type="cuda")
+                AttentionInterface.register(attention.PACKED, attend)
                 fuse_norms(model)
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
             with FakeTensorMode(allow_non_fake_inputs=True):
@@ -219,11 +220,6 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
         seqlens=seqlens,
         sample_ids=tuple(range(len(seqlens))),
     )
-
-
-def on_meta(job: Job) -> PreTrainedModel:
-    """Build the model without memory."""
-    return assemble.on_meta(job.config.model, job.source, is_packed=job.is_packed)
 
 
 def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:

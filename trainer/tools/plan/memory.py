@@ -30,7 +30,6 @@ from trainer.tools.plan.fake_step import (
     Measured,
     Workload,
     measure,
-    on_meta,
 )
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
@@ -146,7 +145,7 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     """
     job = _job(config, num_ranks)
     try:
-        model = on_meta(job)
+        model = job.design.model
         layers = decoder_layers(model)
         measured = [len(layers)]
         if len(layers) > FEWEST_LAYERS + 1 and _are_alike(model, layers):
@@ -228,7 +227,7 @@ def _plan(
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
         saved_bytes=saved,
-        model_dir=job.source.path,
+        model_dir=job.design.source.path,
     )
 
 
@@ -265,16 +264,15 @@ def _job(config: Config, num_ranks: int) -> Job:
     source = source_of(config)
     max_length = config.data.max_length
     require_divided(num_ranks, model.ulysses_sequence_parallel_size)
-    reason = assemble.design_model(config.model, source, max_length=max_length).reason
+    design = assemble.design_model(config.model, source, max_length=max_length)
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(
         config=config,
-        source=source,
+        design=design,
         num_ranks=num_ranks,
         is_cuda=is_cuda,
-        is_packed=reason is None,
-        workload=heaviest_workload(data, num_data_ranks, is_packed=reason is None),
+        workload=heaviest_workload(data, num_data_ranks, is_packed=design.reason is None),
     )
 
 
