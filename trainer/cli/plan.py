@@ -37,10 +37,10 @@ def main(argv: list[str]) -> int:
     print("\n".join(memory_lines(now, config)))
     for found in architecture(Launch(config, num_ranks), source_of(config)):
         print(found.line("architecture"))
-    for found in check_disk(config, now):
-        # the run may be planned for another machine
-        level = "warn" if found.level == "fail" else found.level
-        print(replace(found, level=level).line("disk"))
+    found = check_disk(config, now)
+    # the run may be planned for another machine
+    level = "warn" if found.level == "fail" else found.level
+    print(replace(found, level=level).line("disk"))
     fix = ""
     if now.needed_gib > limit_gib:
         change = smallest_change(config, plan, now, limit_gib)

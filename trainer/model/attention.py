@@ -153,10 +153,7 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
     """Return the running documents, their cumulative lengths on the device, and the longest length.
     Layers that receive no bounds need them.
     """
-    if _running is None:
-        raise ConfigError(
-            "packed attention needs document bounds.\nFix: model.attention=per_document"
-        )
+    assert _running is not None  # `run_plain` sets it
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
 

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -190,15 +188,10 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
             f"{kind} transformers has no language model alone for its text part "
             f"('{text.model_type}')"
         )
-    known = [*(config.architectures or ())]
-    found: Any = getattr(transformers, known[0], None) if known else None
-    for classes in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
-        if not known and type(config) in classes:
-            found = found or classes[type(config)]
+    known, *_ = config.architectures or ("none is named",)
+    found: Any = getattr(transformers, known, None)
     if found is None:
-        raise ConfigError(
-            f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own"
-        )
+        raise ConfigError(f"{kind} its class ({known}) is none of transformers' own")
     try:
         with torch.device("meta"):
             model: PreTrainedModel = found(copy.deepcopy(config))
