@@ -117,7 +117,7 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._experts, self._device = experts_of(model), device
+        self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # layers that differ have no common distribution
         self._recorded = list(_recorded_routers(model))
@@ -193,7 +193,7 @@ class Routers:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self._experts:
-            self._fractions_E = state_dict["fractions"].to(self._device)
+            self._fractions_E = state_dict["fractions"].to(self._fractions_E.device)
 
 
 def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:

@@ -60,13 +60,8 @@ class Loss:
     def __call__(
         self, logits_CV: "Tensor", labels_C: "Tensor"
     ) -> tuple["Tensor", "Tensor", "Tensor"]:
-        if self.fused is None or self.terms:
-            return self._differentiated(logits_CV, labels_C)
-        return self.fused(logits_CV, labels_C)
-
-    def _differentiated(
-        self, logits_CV: "Tensor", labels_C: "Tensor"
-    ) -> tuple["Tensor", "Tensor", "Tensor"]:
+        if self.fused is not None and not self.terms:
+            return self.fused(logits_CV, labels_C)
         import torch
 
         with torch.enable_grad():

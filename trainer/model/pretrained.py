@@ -146,14 +146,10 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         )
     found = source.weights
     others = {name: found.files[name] for name in sorted(found.others)}
+    text_names: tuple[str, ...] = ()
     if source.whole is not None:
         found.require_all_of(source.text)
-        logger.info(
-            "the text part is trained; exports of the whole model carry %d other tensors unchanged",
-            len(others),
-        )
         text_names = tuple(name for group in found.groups for name in group.stored)
-        return WholeCheckpoint(source.whole, text_names, others)
     for name, kept in found.aliases.items():
         logger.info("%s and %s are the same weight (tied): exports hold it once", kept, name)
     if not others:
@@ -165,7 +161,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         type(source.text).__name__,
         next(iter(others)),
     )
-    return WholeCheckpoint(None, (), others)
+    return WholeCheckpoint(source.whole, text_names, others)
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -41,16 +41,10 @@ def weights_in(directory: Path) -> dict[str, StoredTensor]:
     for file in weight_files(directory):
         stored |= sorted(stored_in(file).items())
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    settings = quantization_of(config)
-    return stored if settings is None else dequantized(stored, _block_size(settings))
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the settings of the quantization in a config.json; None for full precision."""
     for part in (config, config.get("text_config") or {}):
         if settings := part.get(QUANTIZATION_CONFIG):
-            return dict(settings)
-    return None
+            return dequantized(stored, _block_size(settings))
+    return stored
 
 
 def require_supported(settings: Mapping[str, Any], name: str) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -188,10 +189,13 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
             f"{kind} transformers has no language model alone for its text part "
             f"('{text.model_type}')"
         )
-    known, *_ = config.architectures or ("none is named",)
-    found: Any = getattr(transformers, known, None)
+    known, *_ = config.architectures or ("",)
+    nameless: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING
+    found: Any = getattr(transformers, known, None) if known else nameless.get(type(config), None)
     if found is None:
-        raise ConfigError(f"{kind} its class ({known}) is none of transformers' own")
+        raise ConfigError(
+            f"{kind} its class ({known or 'none is named'}) is none of transformers' own"
+        )
     try:
         with torch.device("meta"):
             model: PreTrainedModel = found(copy.deepcopy(config))
@@ -272,18 +276,27 @@ def _kept_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def base_name_of(model: PreTrainedModel) -> str:
+    """Return the name of the part that holds the embeddings; "" if there is none."""
+    embeddings = model.get_input_embeddings()
+    return next(
+        (
+            name
+            for name, child in model.named_children()
+            if isinstance(child, PreTrainedModel) and embeddings in child.modules()
+        ),
+        "",
+    )
+
+
 def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
     """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`;
     none without a whole. Raise `ConfigError` unless each has one place there.
     """
     if whole is None:
         return {}
-    embeddings, head = text.get_input_embeddings(), text.get_output_embeddings()
-    base_name, base = next(
-        (name, child)
-        for name, child in text.named_children()
-        if isinstance(child, PreTrainedModel) and embeddings in child.modules()
-    )
+    base_name, head = base_name_of(text), text.get_output_embeddings()
+    base = text.get_submodule(base_name)
     head_name = next(name for name, module in text.named_modules() if module is head)
     modules = dict(whole.named_modules())
     found = {

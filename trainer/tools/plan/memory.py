@@ -254,9 +254,8 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
-    max_length = config.data.max_length
     require_divided(num_ranks, model.ulysses_sequence_parallel_size)
-    design = assemble.design_model(config.model, source, max_length=max_length)
+    design = assemble.design_model(config.model, source, max_length=config.data.max_length)
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(
