@@ -10,17 +10,34 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from trainer.tools.plan.fused_norm import FusedNorm
-
-NUM_KERNELS = {"planner::rms_norm": 1, "planner::rms_norm_backward": 2}
+NUM_KERNELS = {"fakecuda::norm": 1, "fakecuda::norm_backward": 2}
 
 
 def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
     assert hidden.device.type == weight.device.type == "cuda"
     assert hidden.dtype == weight.dtype, "torch would compute it in pieces"
     assert weight.shape == hidden.shape[-1:]
-    result: Tensor = FusedNorm.apply(hidden, weight)
-    return result
+    return _norm(hidden, weight)
+
+
+@torch.library.custom_op("fakecuda::norm", mutates_args=())
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    raise AssertionError("only its shape is asked for")
+
+
+@torch.library.custom_op("fakecuda::norm_backward", mutates_args=())
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    raise AssertionError("only its shape is asked for")
+
+
+_norm.register_fake(lambda x, weight: torch.empty_like(x))
+_norm_backward.register_fake(
+    lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight))
+)
+_norm.register_autograd(
+    lambda ctx, grad: _norm_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @torch.library.custom_op("fakecuda::silu", mutates_args=())

@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "quantized": (quantized, ["quantization_config"]),
     "several parts": (of_several_parts, ["qwen3_vl", "several parts"]),
-    "no weights": (without_weights, ["cannot be loaded"]),
+    "no weights": (without_weights, ["lacks weights"]),
 }
 """{fault: (what writes such a model, what the message must name)}."""
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.config import AUTO, Config, ConfigError
-from trainer.launch.checks import OF_CONFIG, Launch, architecture
+from trainer.launch.checks import Launch, architecture
 from trainer.launch.ranks import Arguments, choose_num_ranks, gpus_for_run
 from trainer.model.source import find_architecture
 from trainer.runtime.environment import uncollected
@@ -34,15 +34,12 @@ def main(argv: list[str]) -> int:
     plan = planner(config)
     now = plan(Change(num_ranks))
     print("\n".join(memory_lines(now, config)))
-    launch = Launch(config, num_ranks)
-    for found in OF_CONFIG["adapters"](launch):
-        print(found.line("adapters"))
-    for found in architecture(launch, source_of(config)):
+    for found in architecture(Launch(config, num_ranks), source_of(config)):
         print(found.line("architecture"))
-    for found in check_disk(config, now):
-        # the run may be planned for another machine
-        level = "warn" if found.level == "fail" else found.level
-        print(replace(found, level=level).line("disk"))
+    found = check_disk(config, now)
+    # the run may be planned for another machine
+    level = "warn" if found.level == "fail" else found.level
+    print(replace(found, level=level).line("disk"))
     fix = ""
     if now.needed_gib > limit_gib:
         change = smallest_change(config, plan, now, limit_gib)

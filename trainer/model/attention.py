@@ -4,7 +4,6 @@ Shape suffixes: N query heads, T packed tokens, K head size; transformers passes
 heads, T, K].
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -102,19 +101,11 @@ def _computed_again(
         yield
 
 
-def register(device_type: str | None = None) -> None:
+def register() -> None:
     """Make `attn_implementation="packed"` known. No mask is registered for the name, so
     transformers builds none: causality and document bounds come from the lengths alone.
-
-    `device_type` stands in for that of the tensors: a memory plan for a GPU runs on fake CPU
-    tensors.
     """
-    attend = (
-        packed_attention
-        if device_type is None
-        else partial(packed_attention, device_type=device_type)
-    )
-    AttentionInterface.register(PACKED, attend)
+    AttentionInterface.register(PACKED, packed_attention)
 
 
 def packed_attention(
@@ -137,7 +128,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention inside each document. Return [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. Raise `ConfigError` for
+    `sliding_window` W counts the token itself, as in transformers. `device_type` stands in for that
+    of the tensors: a memory plan for a GPU runs on fake CPU tensors. Raise `ConfigError` for
     arguments that packing does not support.
     """
     if attention_mask is not None:
@@ -161,10 +153,7 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
     """Return the running documents, their cumulative lengths on the device, and the longest length.
     Layers that receive no bounds need them.
     """
-    if _running is None:
-        raise ConfigError(
-            "packed attention needs document bounds.\nFix: model.attention=per_document"
-        )
+    assert _running is not None  # `run_plain` sets it
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
 
@@ -218,20 +207,6 @@ def _widened(heads: Tensor, head_size: int) -> Tensor:
 def _kernel_head_size(query: Tensor, value: Tensor) -> int:
     """Return the smallest head size that holds both and that the kernel accepts."""
     return -(-max(query.shape[-1], value.shape[-1]) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
-
-
-def require_kernel() -> None:
-    """Raise `ConfigError` if torch's packed kernel does not accept the arguments of `_varlen`."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        names = ("scale", "window_size", "enable_gqa")
-        inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
-    except (ImportError, TypeError) as error:
-        raise ConfigError(
-            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
-            f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
-        ) from error
 
 
 def choose_kernel() -> None:

@@ -13,7 +13,6 @@ expert, E experts, H hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from trainer.config import ConfigError
 
 
-@dataclass(frozen=True)
-class Route:
-    """Number of rows sent to each rank of the group, and received from each."""
-
-    num_sent: list[int]
-    num_received: list[int]
-
-
 class ExpertExchange:
     """Send tokens to the ranks of their experts, and results back."""
 
@@ -44,9 +35,11 @@ class ExpertExchange:
         self.group = mesh.get_group("expert")
         self.size = mesh["expert"].size()
 
-    def send(self, rows_SH: Tensor, tokens_E: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def send(
+        self, rows_SH: Tensor, tokens_E: Tensor
+    ) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Return the rows whose experts this rank holds, the number of the expert of each row among
-        those, and the way back. Collective.
+        those, and how many rows were sent to each rank and received from each. Collective.
 
         `rows_SH`: sorted by expert. `tokens_E`: rows for each expert.
         """
@@ -55,19 +48,16 @@ class ExpertExchange:
         num_sent, num_received = torch.stack(
             [each.view(self.size, -1).sum(1) for each in (tokens_E, counts)]
         ).tolist()
-        route = Route(num_sent, num_received)
-        rows_RH = self._exchange(rows_SH, num_received, num_sent)
+        rows_RH = self.exchange(rows_SH, num_received, num_sent)
         num_own = len(tokens_E) // self.size
         own_ids = torch.arange(num_own, device=counts.device).repeat(self.size)
         ids_R = own_ids.repeat_interleave(counts, output_size=sum(num_received))
-        return rows_RH, ids_R, route
+        return rows_RH, ids_R, num_sent, num_received
 
-    def send_back(self, rows_RH: Tensor, route: Route) -> Tensor:
-        """Return the results to the ranks of their tokens, in the order of `send`. Collective."""
-        return self._exchange(rows_RH, route.num_sent, route.num_received)
-
-    def _exchange(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
-        """Send rows to the ranks of the group; the gradient goes back the way the rows came."""
+    def exchange(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+        """Send rows to the ranks of the group; the gradient goes back the way the rows came.
+        Collective.
+        """
         return all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
 
     def gather(self, parameter: nn.Parameter) -> Tensor:

@@ -25,11 +25,6 @@ COUNTED = "counted_grouped_mm"
 logger = logging.getLogger(__name__)
 
 
-def register() -> None:
-    """Make `experts_implementation=COUNTED` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
-
-
 def counted_grouped_mm(
     experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
@@ -51,6 +46,9 @@ def counted_grouped_mm(
     return result
 
 
+ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
+
+
 def _exchanged_grouped_mm(
     experts: Any,
     exchange: ExpertExchange,
@@ -64,7 +62,7 @@ def _exchanged_grouped_mm(
     applied to what comes back.
     """
     order_S = index_TK.flatten().argsort(stable=True)  # by expert, and so by the rank that has it
-    rows_RH, expert_ids_R, route = exchange.send(
+    rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )
     own = copy.copy(experts)
@@ -75,7 +73,8 @@ def _exchanged_grouped_mm(
     }
     ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
     made_RH = grouped_mm_experts_forward(own, rows_RH, expert_ids_R[:, None], ones_R1)
-    made_SH = exchange.send_back(made_RH, route)
+    # back to the ranks of their tokens, in the order of `send`
+    made_SH = exchange.exchange(made_RH, num_sent, num_received)
     made_TKH = made_SH[order_S.argsort()].view(*index_TK.shape, hidden_TH.shape[1])
     return (made_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
 
@@ -118,7 +117,7 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._experts, self._device = experts_of(model), device
+        self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # layers that differ have no common distribution
         self._recorded = list(_recorded_routers(model))
@@ -194,7 +193,7 @@ class Routers:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self._experts:
-            self._fractions_E = state_dict["fractions"].to(self._device)
+            self._fractions_E = state_dict["fractions"].to(self._fractions_E.device)
 
 
 def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:

@@ -39,12 +39,8 @@ class LossHead(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, loss: Loss) -> "LossHead":
         """Take over the parameters of `linear` (tied ones stay tied)."""
-        head = cls(1, 1, bias=False, device="meta")
-        head.in_features, head.out_features = linear.in_features, linear.out_features
-        head.loss = loss
-        head.weight = linear.weight
-        if linear.bias is not None:
-            head.bias = linear.bias
+        head = cls.__new__(cls)
+        vars(head).update(vars(linear), loss=loss)
         return head
 
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
@@ -106,7 +102,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy [S] and the float64 sums [K] of further terms, from what was
-    measured chunk by chunk [1 + K, C]. Nothing is measured where the losses are cross-entropy.
+    measured chunk by chunk [1 + K, C]: in no chunk, if no position is supervised.
     """
     measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
     return measured_KS[0], measured_KS[1:].sum(dim=1, dtype=torch.float64)
@@ -119,7 +115,7 @@ class _LossOfLogits(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         losses_S, grad_logits_SV, measured = loss(logits_SV, labels_S)
         hits_S = likeliest(logits_SV, labels_S)
-        cross_entropy_S, terms_K = _shown(losses_S, [] if measured is None else [measured])
+        cross_entropy_S, terms_K = _shown(losses_S, [measured])
         ctx.save_for_backward(grad_logits_SV)
         ctx.mark_non_differentiable(cross_entropy_S, hits_S, terms_K)
         return losses_S.sum(dtype=torch.float64), cross_entropy_S, hits_S, terms_K
@@ -155,7 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
-        measured: list[Tensor] = []  # by chunk, if another loss is trained
+        measured: list[Tensor] = []  # by chunk
         block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
@@ -170,8 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 found_C, grad_logits_CV, measured_KC = loss(logits_CV, labels_C)
                 losses_C.copy_(found_C)
                 logits_CV.copy_(grad_logits_CV)
-                if measured_KC is not None:
-                    measured.append(measured_KC)
+                measured.append(measured_KC)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_BV.sum(0, dtype=torch.float32)
             grad_hidden_SH[block] = grad_logits_BV @ weight_VH

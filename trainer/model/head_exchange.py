@@ -25,11 +25,11 @@ from trainer.model.cpu_attention import Scoring
 def require_divisible(num_query_heads: int, size: int) -> None:
     """Raise `ConfigError` if the ranks cannot hold equal shares of the heads."""
     if num_query_heads % size:
-        possible = [n for n in range(2, num_query_heads + 1) if num_query_heads % n == 0]
+        possible = [n for n in range(1, num_query_heads + 1) if num_query_heads % n == 0]
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} "
             f"attention heads of this model.\n"
-            f"Fix: {f'one of {possible}' if possible else 'model.ulysses_sequence_parallel_size=1'}"
+            f"Fix: one of {possible}"
         )
 
 

@@ -7,7 +7,7 @@ each layer.
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from trainer.model.attention import checkpoint_contexts
-
-T = TypeVar("T")
 
 
 class HostCopy:
@@ -83,15 +81,12 @@ class HostInputs:
         """The last copied tensor; None once it is no longer needed."""
         return None if self._newest is None else self._newest()
 
-    def checkpoint(self, function: Callable[..., T], *args: object) -> T:
+    def checkpoint(self, function: Callable[..., Any], *args: object) -> Any:
         """Call `function`, keep only copies of its arguments, and call it again in the backward
         pass.
         """
         with saved_tensors_hooks(self._put_away, HostCopy.get):
-            result: T = checkpoint(
-                function, *args, use_reentrant=False, context_fn=checkpoint_contexts
-            )
-        return result
+            return checkpoint(function, *args, use_reentrant=False, context_fn=checkpoint_contexts)
 
     def _put_away(self, tensor: Tensor) -> HostCopy:
         if tensor.device.type == "cuda" and self._stream is None:

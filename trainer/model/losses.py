@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 Formula = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logits [C, V] in float32 or wider, labels int64 [C]) -> values [C], differentiable by torch."""
-LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor | None"]]
+LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
 """(logits, labels) -> (trained losses float32 [C], gradient of their sum by the logits, in their
-dtype [C, V], what else is measured float32 [1 + K, C]: cross-entropy and the K further terms; None
-where the losses are cross-entropy).
+dtype [C, V], what is shown float32 [1 + K, C]: cross-entropy and the K further terms).
 """
 
 
@@ -60,25 +59,18 @@ class Loss:
 
     def __call__(
         self, logits_CV: "Tensor", labels_C: "Tensor"
-    ) -> tuple["Tensor", "Tensor", "Tensor | None"]:
-        if self.fused is None or self.terms:
-            return self._differentiated(logits_CV, labels_C)
-        return self.fused(logits_CV, labels_C)
-
-    def _differentiated(
-        self, logits_CV: "Tensor", labels_C: "Tensor"
-    ) -> tuple["Tensor", "Tensor", "Tensor | None"]:
+    ) -> tuple["Tensor", "Tensor", "Tensor"]:
+        if self.fused is not None and not self.terms:
+            return self.fused(logits_CV, labels_C)
         import torch
 
         with torch.enable_grad():
             leaf_CV = logits_CV.detach().float().requires_grad_()
             losses_C = self.formula(leaf_CV, labels_C)
             (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf_CV)
-        measured = None
-        if not self.is_cross_entropy:
-            formulas = [cross_entropy, *(term.formula for term in self.terms.values())]
-            plain_CV = logits_CV.detach().float()
-            measured = torch.stack([formula(plain_CV, labels_C) for formula in formulas])
+        formulas = [cross_entropy, *(term.formula for term in self.terms.values())]
+        plain_CV = logits_CV.detach().float()
+        measured = torch.stack([formula(plain_CV, labels_C) for formula in formulas])
         return losses_C.detach(), grad_CV.to(logits_CV.dtype), measured
 
 
@@ -100,9 +92,9 @@ def dft(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
 
 def _fused_cross_entropy(
     logits_CV: "Tensor", labels_C: "Tensor"
-) -> tuple["Tensor", "Tensor", None]:
+) -> tuple["Tensor", "Tensor", "Tensor"]:
     losses_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
-    return losses_C, grad_CV.to(logits_CV.dtype), None
+    return losses_C, grad_CV.to(logits_CV.dtype), losses_C[None]
 
 
 def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", "Tensor"]:

@@ -43,9 +43,7 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
             f"added there: make it with "
             f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
         ) from error
-    known = {
-        token: number for token in tokens if (number := tokenizer.token_to_id(token)) is not None
-    }
+    known = [token for token in tokens if tokenizer.token_to_id(token) is not None]
     if known:
         logger.warning(
             "model.new_tokens: the tokenizer has %s already: not added", ", ".join(map(repr, known))

@@ -27,6 +27,7 @@ from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
 from trainer.model.losses import LOSSES, Loss
 from trainer.model.pretrained import ModelSource
+from trainer.model.weights import base_name_of
 
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 
@@ -74,7 +75,8 @@ def build_on_meta(
     """
     model: Any = _empty_model(source)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
-    _find_base_model(model)
+    if model.base_model is model:  # some classes give a name that is not there
+        model.base_model_prefix = base_name_of(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
     model.attends_packed = is_packed and state_mixers.loop_over_documents(model)
@@ -95,38 +97,20 @@ def build_on_meta(
 
 def _empty_model(source: ModelSource) -> PreTrainedModel:
     """Build transformers' own model without memory for its parameters."""
-    experts.register()
     config = copy.deepcopy(source.config)  # the model writes to it
-    # fused attention leaves out soft caps without a warning
+    # fused attention leaves out soft caps without a warning; None chooses fused where it is known
     is_capped = getattr(config, "attn_logit_softcapping", None)
-    implementations = ["eager"] if is_capped else ["sdpa", "eager"]
-    for implementation in implementations:
-        try:
-            with init_empty_weights(include_buffers=False):
-                return AutoModelForCausalLM.from_config(
-                    config,
-                    attn_implementation=implementation,
-                    experts_implementation=experts.COUNTED,
-                    dtype=torch.float32,
-                    trust_remote_code=source.trust_remote_code,
-                )
-        except ValueError as error:
-            if implementation == implementations[-1] or "attention" not in str(error).lower():
-                raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
-    raise AssertionError("one implementation is always tried last")
-
-
-def _find_base_model(model: PreTrainedModel) -> None:
-    """Set `base_model_prefix` to the module that holds the embeddings, where a class gives another
-    name.
-    """
-    if model.base_model is model:
-        for name, child in model.named_children():
-            if (
-                isinstance(child, PreTrainedModel)
-                and model.get_input_embeddings() in child.modules()
-            ):
-                model.base_model_prefix = name
+    try:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager" if is_capped else None,
+                experts_implementation=experts.COUNTED,
+                dtype=torch.float32,
+                trust_remote_code=source.trust_remote_code,
+            )
+    except ValueError as error:
+        raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:

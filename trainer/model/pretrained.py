@@ -3,6 +3,7 @@ hold.
 """
 
 import logging
+import re
 from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,12 +13,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer.config import ConfigError
 from trainer.model import quantized, weights
 from trainer.model.adapter_names import Places, base_name, is_adapter
-from trainer.model.weight_files import INDEX, SINGLE_FILE
 from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,7 @@ class ModelSource:
         """Return the class that wrote the files, on meta, if the language model is one part of
         several.
         """
-        try:
-            return weights.whole_model(self._stored_config)
-        except ConfigError as error:
-            raise ConfigError(f"model.partial_pretrain={self.path} {error}") from error
+        return weights.whole_model(self._stored_config, f"model.partial_pretrain={self.path}")
 
     @cached_property
     def text(self) -> PreTrainedModel:
@@ -65,12 +61,12 @@ class ModelSource:
     @cached_property
     def places(self) -> Places:
         """Return where the language model is in the whole."""
-        return {} if self.whole is None else weights.places_of(self.text, self.whole)
+        return weights.places_of(self.text, self.whole)
 
     @cached_property
     def weights(self) -> "SourceWeights":
         """Return the tensors of the files. Raise `ConfigError` if they do not make the model."""
-        files = _stored_files(Path(self.path))
+        files = quantized.weights_in(Path(self.path))
         try:
             groups, others = weights.match(self.text, self.whole, files)
         except ConfigError as error:
@@ -87,10 +83,7 @@ class ModelSource:
         for part in (config, config.get_text_config()):
             settings = vars(part).pop(quantized.QUANTIZATION_CONFIG, None)
             if settings is not None:
-                try:
-                    quantized.require_supported(settings)
-                except ConfigError as error:
-                    raise ConfigError(f"{name} {error}") from error
+                quantized.require_supported(settings, name)
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
                 f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
@@ -153,14 +146,10 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         )
     found = source.weights
     others = {name: found.files[name] for name in sorted(found.others)}
+    text_names: tuple[str, ...] = ()
     if source.whole is not None:
         found.require_all_of(source.text)
-        logger.info(
-            "the text part is trained; exports of the whole model carry %d other tensors unchanged",
-            len(others),
-        )
         text_names = tuple(name for group in found.groups for name in group.stored)
-        return WholeCheckpoint(source.whole, text_names, others)
     for name, kept in found.aliases.items():
         logger.info("%s and %s are the same weight (tied): exports hold it once", kept, name)
     if not others:
@@ -172,7 +161,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         type(source.text).__name__,
         next(iter(others)),
     )
-    return WholeCheckpoint(None, (), others)
+    return WholeCheckpoint(source.whole, text_names, others)
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -188,27 +177,14 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
-    """Return the missing names that transformers would report, and every missing parameter."""
-    report = LoadStateDictInfo(
-        missing_keys=set(missing),
-        unexpected_keys=set(),
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
+    """Return every missing parameter, and the missing buffers that transformers does not ignore."""
+    parameters = dict(model.named_parameters())
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    return sorted(
+        name
+        for name in missing
+        if name in parameters or not any(re.search(pattern, name) for pattern in ignored)
     )
-    model._adjust_missing_and_unexpected_keys(report)
-    return sorted(report.missing_keys | (missing & dict(model.named_parameters()).keys()))
-
-
-def _stored_files(path: Path) -> dict[str, StoredTensor]:
-    stored = quantized.weights_in(path)
-    if not stored:
-        raise ConfigError(
-            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} "
-            f"or {INDEX}"
-        )
-    return stored
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -35,34 +35,21 @@ _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale
 def weights_in(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a model directory, quantized ones as bfloat16.
 
-    Raises `ConfigError` for files that cannot be read, and for a quantization that is not
-    supported.
+    Raises `ConfigError` for files that cannot be read. The quantization is a supported one.
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
         stored |= sorted(stored_in(file).items())
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error}") from error
-    settings = quantization_of(config)
-    if settings is None:
-        return stored
-    require_supported(settings)
-    return dequantized(stored, _block_size(settings))
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the settings of the quantization in a config.json; None for full precision."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for part in (config, config.get("text_config") or {}):
         if settings := part.get(QUANTIZATION_CONFIG):
-            return dict(settings)
-    return None
+            return dequantized(stored, _block_size(settings))
+    return stored
 
 
-def require_supported(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless the weights can be dequantized. The message goes on after the name
-    of the checkpoint.
+def require_supported(settings: Mapping[str, Any], name: str) -> None:
+    """Raise `ConfigError`, which begins with the `name` of the checkpoint, unless the weights can be
+    dequantized.
     """
     method = settings.get("quant_method")
     is_supported = method in ("fp8", "mxfp4")
@@ -73,7 +60,7 @@ def require_supported(settings: Mapping[str, Any]) -> None:
         )
     if not is_supported:
         raise ConfigError(
-            f"is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
+            f"{name} is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
             f"{settings.get('format', 'no format')}); only fp8, mxfp4 and the float8 formats of "
             f"compressed-tensors are dequantized while loading.\n"
             f"Fix: use the model's bfloat16 or float32 weights"

@@ -34,10 +34,8 @@ def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = l
         for path in files:
             try:
                 _add_file(digest, path, pool)
-            except OSError as error:
-                raise ConfigError(
-                    f"weights cannot be read from '{path}': {error.strerror}"
-                ) from error
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ConfigError(f"weights cannot be read from '{path}': {error}") from error
             progress()
     return digest.hexdigest()
 
@@ -56,24 +54,17 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
 
 
 def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header of a safetensors file, and where each tensor begins and ends in the file.
-
-    The loader reports a broken header; here such a file is sampled as one piece.
+    """Return the header of a safetensors file, and where each tensor begins and ends in the file. A
+    broken header raises some error.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if length > min(size, MAX_HEADER_BYTES):
-        return b"", [(0, size)]
-    header = os.pread(descriptor, length, 8)
-    try:
-        offsets = [
-            entry["data_offsets"]
-            for name, entry in json.loads(header).items()
-            if name != "__metadata__"
-        ]
-        spans = [(8 + length + int(begin), 8 + length + int(end)) for begin, end in offsets]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return b"", [(0, size)]
-    return header, spans
+    header = os.pread(descriptor, min(length, size, MAX_HEADER_BYTES), 8)
+    offsets = [
+        entry["data_offsets"]
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    ]
+    return header, [(8 + length + int(begin), 8 + length + int(end)) for begin, end in offsets]
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -48,7 +48,7 @@ class Errors(NamedTuple):
     loss: float
     gradients: dict[str, float]
     """{kind of parameter, its name without the numbers of layers: relative difference}."""
-    foresight: float = 0.0
+    foresight: float
     """Relative change of logits when a later token is another."""
 
 

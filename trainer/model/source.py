@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.config import QUICKSTART, ConfigError, ModelConfig
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.model.weight_files import INDEX, SINGLE_FILE, read_index
+from trainer.model.weight_files import INDEX, SINGLE_FILE, weight_files
 from trainer.quickstart import MODEL_DIR
 
 HUB_TIMEOUT_S = 10.0
@@ -94,12 +94,11 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
         return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
     if random_weights or path == MODEL_DIR:
         return None
-    if (path / INDEX).exists() and not (path / SINGLE_FILE).exists():
-        try:
-            read_index(path)
-        except ConfigError as error:
-            return f"lacks weights: {error}"
-    elif not (path / SINGLE_FILE).exists():
+    try:
+        files = weight_files(path)
+    except ConfigError as error:
+        return f"lacks weights: {error}"
+    if not files:
         return (
             f"has no weights ({SINGLE_FILE} or {INDEX}). Fix: write a pytorch_model.bin anew with "
             f"transformers' save_pretrained, or start from random weights with "
@@ -186,8 +185,7 @@ def _asking(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"model.partial_pretrain={name} is neither a directory here nor whole in the Hub's "
             f"cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"

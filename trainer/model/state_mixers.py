@@ -102,8 +102,7 @@ def _forward(
     inside, run one by one. Outputs without a row for each token are those of the last call.
     """
     lengths = attention.running()
-    if lengths is None:
-        raise RuntimeError(f"{type(self).__name__} runs outside of attention.documents")
+    assert lengths is not None  # `run_plain` sets it
     seqlens, num_tokens = lengths.seqlens, sum(lengths.seqlens)
     kept = {name: value for name, value in kwargs.items() if name not in BOUNDS}
     leaves, tree = tree_flatten((args, kept))

@@ -23,7 +23,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -38,7 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.config import ConfigError
-from trainer.model.adapter_names import Places
+from trainer.model.adapter_names import Places, placed
 
 
 @dataclass(frozen=True)
@@ -171,17 +170,16 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     )
 
 
-def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
+def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
     """Return the class that writes checkpoints of this configuration, on meta; None for a plain
     language model.
 
-    Raise `ConfigError` if no part can be trained; the message continues after the name of the
-    checkpoint.
+    Raise `ConfigError`, which begins with the `name` of the checkpoint, if no part can be trained.
     """
     text = config.get_text_config()
     if text is config:
         return None
-    kind = f"is a '{config.model_type}' of several parts, and"
+    kind = f"{name} is a '{config.model_type}' of several parts, and"
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(text) not in mapping:
         with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone
@@ -191,14 +189,12 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
             f"{kind} transformers has no language model alone for its text part "
             f"('{text.model_type}')"
         )
-    known = [*(config.architectures or ())]
-    found: Any = getattr(transformers, known[0], None) if known else None
-    for classes in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
-        if not known and type(config) in classes:
-            found = found or classes[type(config)]
+    known, *_ = config.architectures or ("",)
+    nameless: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING
+    found: Any = getattr(transformers, known, None) if known else nameless.get(type(config), None)
     if found is None:
         raise ConfigError(
-            f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own"
+            f"{kind} its class ({known or 'none is named'}) is none of transformers' own"
         )
     try:
         with torch.device("meta"):
@@ -235,7 +231,9 @@ def match(
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    state, own, kept = model.state_dict(), _text_names(text, whole), _kept_names(text)
+    places = places_of(text, whole)
+    own = {placed(name, places): name for name in text.state_dict()}
+    state, kept = model.state_dict(), _kept_names(text)
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
@@ -278,47 +276,38 @@ def _kept_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def places_of(text: PreTrainedModel, whole: PreTrainedModel) -> Places:
-    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`."""
-    places = {}
-    for name, own in _text_names(text, whole).items():
-        prefix, _, rest = own.partition(".")
-        places[f"{prefix}."] = name.removesuffix(rest)
-    return places
-
-
-def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:
-    """Return {name in the whole model: name in its text part}. Raise `ConfigError` unless every
-    text tensor is there.
-    """
-    own = text.state_dict()
-    if whole is None:
-        return {name: name for name in own}
-    embeddings, head = text.get_input_embeddings(), text.get_output_embeddings()
-    base_name, base = next(
-        (name, child)
-        for name, child in text.named_children()
-        if isinstance(child, PreTrainedModel) and embeddings in child.modules()
+def base_name_of(model: PreTrainedModel) -> str:
+    """Return the name of the part that holds the embeddings; "" if there is none."""
+    embeddings = model.get_input_embeddings()
+    return next(
+        (
+            name
+            for name, child in model.named_children()
+            if isinstance(child, PreTrainedModel) and embeddings in child.modules()
+        ),
+        "",
     )
+
+
+def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
+    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`;
+    none without a whole. Raise `ConfigError` unless each has one place there.
+    """
+    if whole is None:
+        return {}
+    base_name, head = base_name_of(text), text.get_output_embeddings()
+    base = text.get_submodule(base_name)
     head_name = next(name for name, module in text.named_modules() if module is head)
     modules = dict(whole.named_modules())
-    places = {
-        f"{base_name}.": [name for name, module in modules.items() if type(module) is type(base)],
-        f"{head_name}.": [
+    found = {
+        base_name: [name for name, module in modules.items() if type(module) is type(base)],
+        head_name: [
             name for name, module in modules.items() if module is whole.get_output_embeddings()
         ],
     }
-    state, names = whole.state_dict(), {}
-    for name, tensor in own.items():
-        prefixes = [prefix for prefix in places if name.startswith(prefix)]
-        found = [
-            f"{place}.{name.removeprefix(prefix)}"
-            for prefix in prefixes
-            for place in places[prefix]
-        ]
-        if len(found) != 1 or found[0] not in state or state[found[0]].shape != tensor.shape:
+    for name, places in found.items():
+        if len(places) != 1:
             raise ConfigError(
                 f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
             )
-        names[found[0]] = name
-    return names
+    return {f"{name}.": f"{place}." for name, (place,) in found.items()}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
 CHUNK_NUMEL = 2**24
 """Elements updated at once: float32 copies of a whole parameter would take the memory that bfloat16
@@ -51,13 +51,12 @@ def shard_starts(shape: torch.Size, num_shards: int) -> list[int]:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index in the whole tensor of the first element of this rank's shard."""
+    """Return the index in the whole tensor of the first element of this rank's shard: rows along the
+    last dimension of the mesh, as `parallelize` shards.
+    """
     if not isinstance(tensor, DTensor):
         return 0
     mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
-    assert tensor.placements[last] == Shard(0) and all(
-        map(Placement.is_replicate, tensor.placements[:last])
-    )
     return shard_starts(tensor.shape, mesh.size(last))[mesh.get_local_rank(last)]
 
 

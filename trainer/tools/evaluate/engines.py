@@ -66,7 +66,7 @@ def load_model(
     `dtype="auto"` keeps the dtype of the files.
     """
     path, rank = model_of(export)
-    whole = whole_model(_from_files(transformers.AutoConfig, path))
+    whole = whole_model(_from_files(transformers.AutoConfig, path), str(path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
     model: Any = _from_files(loader, path, dtype=dtype)
     if rank and has_adapter:

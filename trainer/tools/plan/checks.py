@@ -28,7 +28,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
         yield Checked(
             "fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines"
         )
-    yield from check_disk(config, plan)
+    yield check_disk(config, plan)
 
 
 def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
@@ -40,29 +40,23 @@ def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
     return Checked("fail", what, fix)
 
 
-def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
-    """Check the space for checkpoints and prepared tokens in the directories they go to."""
+def check_disk(config: Config, plan: MemoryPlan) -> Checked:
+    """Check the space for checkpoints: warn if not all have room, fail if not one has."""
     disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes
-    number = disk.num_to_come(len(layout.committed(run_dir)))
+    number = max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
     kept = (
         "all are kept"
         if disk.num_checkpoints is None
         else f"at most {disk.num_checkpoints} at a time"
     )
-    what = f"checkpoints of {readable(one_bytes)} ({readable(disk.export_bytes)} of it huggingface/), {kept}"
-    yield _room(run_dir, what, least_bytes=one_bytes, most_bytes=number * one_bytes)
-    if disk.token_bytes:
-        what = f"up to {readable(disk.token_bytes)} of prepared tokens (estimate)"
-        yield _room(Path(config.data.cache_dir), what, least_bytes=0, most_bytes=disk.token_bytes)
-
-
-def _room(directory: Path, what: str, *, least_bytes: int, most_bytes: int) -> Checked:
-    """Check the free space of a directory: warn below `most_bytes`, fail below `least_bytes`."""
-    free_bytes = fsio.free_bytes(existing_parent(directory))
-    what = f"{directory}: {what}; {readable(most_bytes)} to come, {readable(free_bytes)} free"
-    if free_bytes >= most_bytes * SPARE:
+    free_bytes = fsio.free_bytes(existing_parent(run_dir))
+    what = (
+        f"{run_dir}: checkpoints of {readable(one_bytes)} ({readable(disk.export_bytes)} of it "
+        f"huggingface/), {kept}; {readable(number * one_bytes)} to come, {readable(free_bytes)} free"
+    )
+    if free_bytes >= number * one_bytes * SPARE:
         return Checked("ok", what)
     fix = f"free some space, choose another disk, or {KEEP_FEWER}"
-    return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)
+    return Checked("fail" if free_bytes < one_bytes * SPARE else "warn", what, fix)

@@ -1,4 +1,4 @@
-"""Plan the disk of a run: checkpoints and prepared tokens."""
+"""Plan the disk of a run: its checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,41 +7,30 @@ import torch
 
 from trainer.checkpoint.model_files import companion_files
 from trainer.config import Config
-from trainer.errors import DataError
 from trainer.tools.plan.memory import MemoryPlan
-from trainer.train.start.preflight import find_files
 
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Disk that a run needs. `num_checkpoints` is the largest number that exist at a time, or None if
-    a run of unknown length keeps all. `token_bytes` is None without the data files.
+    """Disk that a run needs. `export_bytes` are part of `checkpoint_bytes`. `num_checkpoints` is the
+    largest number that exist at a time, or None if a run of unknown length keeps all.
     """
 
-    shard_bytes: int
+    checkpoint_bytes: int
     export_bytes: int
     num_checkpoints: int | None
-    token_bytes: int | None
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self.shard_bytes + self.export_bytes
-
-    def num_to_come(self, num_here: int) -> int:
-        """Return the number of checkpoints to write beyond the `num_here` that exist, at least one."""
-        return max(1, (self.num_checkpoints or 1) - num_here)
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """Plan checkpoints and prepared tokens without reading weights.
+    """Plan checkpoints without reading weights.
 
     Tensors that pass through untrained, and copies in the run directory, are not counted.
     """
+    export_bytes = _export_bytes(config, plan)
     return DiskPlan(
-        shard_bytes=plan.saved_bytes * plan.num_ranks,
-        export_bytes=_export_bytes(config, plan),
+        checkpoint_bytes=plan.saved_bytes * plan.num_ranks + export_bytes,
+        export_bytes=export_bytes,
         num_checkpoints=_num_checkpoints(config),
-        token_bytes=_token_bytes(config),
     )
 
 
@@ -72,15 +61,3 @@ def _num_checkpoints(config: Config) -> int | None:
     elif trainer.total_training_steps is not None:
         limits.append(-(-trainer.total_training_steps // trainer.save_freq))
     return min(limits, default=None)
-
-
-def _token_bytes(config: Config) -> int | None:
-    """Estimate prepared tokens: four bytes of text become about one token of four bytes."""
-    if "hf://" in f"{config.data.train_files} {config.data.val_files}":
-        return None
-    try:
-        found = find_files(config)
-    except DataError:
-        return None
-    paths = {path for _, files in (*found.train, *found.validation) for path in files}
-    return sum(path.stat().st_size for path in paths)

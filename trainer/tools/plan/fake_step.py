@@ -5,7 +5,7 @@ GPU's kernel allocates.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config import Config
 from trainer.data.batch import PackedBatch
 from trainer.model import assemble, attention, cpu_attention, load, parallelize
+from trainer.model.assemble import Design
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import decoder_layers
-from trainer.model.pretrained import ModelSource
 from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 from trainer.tools.plan import live_storage
@@ -59,10 +59,9 @@ class Job:
     """A configuration with every setting resolved that depends on the machine."""
 
     config: Config
-    source: ModelSource
+    design: Design
     num_ranks: int
     is_cuda: bool
-    is_packed: bool
     workload: Workload
 
     @property
@@ -91,11 +90,13 @@ def measure(job: Job, num_layers: int) -> Measured:
     cpu_attention._mask.cache_clear()
     try:
         with _fake_world(job) as world:
-            model = on_meta(job)
+            is_packed = job.design.reason is None
+            model = assemble.on_meta(job.config.model, job.design.source, is_packed=is_packed)
             _keep_layers(model, num_layers)
-            attention.register("cuda" if job.is_cuda else None)
             parallelize.parallelize(model, job.config.model, world)
             if job.is_cuda:
+                attend = partial(attention.packed_attention, device_type="cuda")
+                AttentionInterface.register(attention.PACKED, attend)
                 fuse_norms(model)
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
             with FakeTensorMode(allow_non_fake_inputs=True):
@@ -104,8 +105,8 @@ def measure(job: Job, num_layers: int) -> Measured:
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [batch.to(world.device)] * num_run
                 with live:
-                    update_begins = follow(model, optimizer, live)
-                    run_step(model, routers, optimizer, batches, update_begins=update_begins)
+                    follow(model, optimizer, live)
+                    run_step(model, routers, optimizer, batches)
     finally:
         attention.register()
         cpu_attention._mask.cache_clear()
@@ -137,15 +138,12 @@ def _grouped_product(
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-def follow(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages
-) -> Callable[[], None]:
+def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
     """Hook `live` into a step, so that it knows the phase and the category of each tensor.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
     between the first and last two are -3. A layer that is recomputed in the backward pass belongs
-    to that pass. Returns a function to call after the last backward pass; without that call the
-    update begins with the optimizer's step.
+    to that pass. The update begins with the optimizer's step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     live.mark([*trained, *model.buffers()], live_storage.PARAMETERS)
@@ -173,8 +171,6 @@ def follow(
             live.enter(live.phase[0], "head", default=live_storage.HEAD)
 
     def update_begins(*_: Any) -> None:
-        if live.phase[1] == "update":  # torch's step, inside ours, calls the hooks again
-            return
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         live.mark(gradients, live_storage.SHARDED_GRADIENTS)
         live.enter(0, "update")
@@ -189,7 +185,6 @@ def follow(
             module.register_forward_pre_hook(
                 lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED)
             )
-    return update_begins
 
 
 def run_step(
@@ -197,8 +192,6 @@ def run_step(
     routers: Routers,
     optimizer: clip.Optimizer,
     batches: Sequence[PackedBatch],
-    *,
-    update_begins: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a training step as `trainer.train.step` does, without the reduction over ranks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -208,7 +201,6 @@ def run_step(
         loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum
-    update_begins()
     total_norm = clip.local_square_sum(parameters).sqrt()
     never = total_norm < 0
     clip.clipped_step(
@@ -228,11 +220,6 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
         seqlens=seqlens,
         sample_ids=tuple(range(len(seqlens))),
     )
-
-
-def on_meta(job: Job) -> PreTrainedModel:
-    """Build the model without memory."""
-    return assemble.on_meta(job.config.model, job.source, is_packed=job.is_packed)
 
 
 def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:

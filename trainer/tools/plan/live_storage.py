@@ -54,18 +54,16 @@ class LiveStorages(TorchDispatchMode):
         self._default = ACTIVATIONS
         self._events: list[tuple[int, int, Phase]] = []
         self._categories: list[str] = []
-        self._living: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
-        self._is_open = False
+        self._living: dict[int, tuple[int, int]] = {}
 
     def __enter__(self) -> "LiveStorages":
-        self._is_open, self._resize = True, torch.UntypedStorage.resize_
+        self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._watched(self._resize)  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
-        self._is_open = False
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
@@ -120,22 +118,20 @@ class LiveStorages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._living:
-            self._living[key] = (
-                len(self._categories),
-                0,
-                weakref.ref(storage, lambda _: self._resized(key, 0)),
-            )
+            self._living[key] = len(self._categories), 0
+            weakref.finalize(storage, self._freed, key).atexit = False
             self._categories.append(self._default)
             self._resized(key, storage.nbytes())
         return self._living[key][0]
 
     def _resized(self, key: int, size_bytes: int) -> None:
-        index, before_bytes, reference = self._living[key]
-        if self._is_open and size_bytes != before_bytes:
-            self._events.append((index, size_bytes - before_bytes, self.phase))
-        self._living[key] = index, size_bytes, reference
-        if reference() is None:
-            del self._living[key]
+        index, before_bytes = self._living[key]
+        self._events.append((index, size_bytes - before_bytes, self.phase))
+        self._living[key] = index, size_bytes
+
+    def _freed(self, key: int) -> None:
+        self._resized(key, 0)
+        del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `resize_`, which FSDP frees and refills gathered parameters with: no dispatch mode

@@ -30,7 +30,6 @@ from trainer.tools.plan.fake_step import (
     Measured,
     Workload,
     measure,
-    on_meta,
 )
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
@@ -91,7 +90,6 @@ class MemoryPlan:
     num_parameters: int
     num_trained: int
     num_layers: int
-    num_measured_layers: tuple[int, ...]
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     saved_bytes: int
@@ -146,14 +144,14 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     """
     job = _job(config, num_ranks)
     try:
-        model = on_meta(job)
+        model = job.design.model
         layers = decoder_layers(model)
         measured = [len(layers)]
         if len(layers) > FEWEST_LAYERS + 1 and _are_alike(model, layers):
             measured = [FEWEST_LAYERS, FEWEST_LAYERS + 1]
         steps = [measure(job, num_layers) for num_layers in measured]
         step = extrapolated(steps[0], steps[-1], len(layers) - measured[0])
-        return _plan(job, model, step, len(layers), tuple(measured))
+        return _plan(job, step, len(layers))
     except ConfigError:
         raise
     except Exception as error:  # a model's code may fail in any way on fake tensors
@@ -197,13 +195,7 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
     return Workload(seqlens, num_micro_batches)
 
 
-def _plan(
-    job: Job,
-    model: PreTrainedModel,
-    measured: Measured,
-    num_layers: int,
-    num_measured_layers: tuple[int, ...],
-) -> MemoryPlan:
+def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
     """Collect the fullest moment on the device and the host memory of a measured step."""
     device = max(measured[DEVICE].values(), key=lambda held: held.total())
     always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
@@ -214,9 +206,9 @@ def _plan(
     host = {name: _most(measured[HOST], name) for name in NAMES if name in job.elsewhere}
     host = {name: size_bytes for name, size_bytes in host.items() if size_bytes}
     if SHARDED_GRADIENTS in host:
-        host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job, model)
+        host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job)
     host[SAVE_COPY] = saved if job.config.trainer.checkpoint.async_save else 0
-    parameters = list(model.parameters())
+    parameters = list(job.design.model.parameters())
     return MemoryPlan(
         num_ranks=job.num_ranks,
         is_cuda=job.is_cuda,
@@ -224,11 +216,10 @@ def _plan(
         num_parameters=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_layers=num_layers,
-        num_measured_layers=num_measured_layers,
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
         saved_bytes=saved,
-        model_dir=job.source.path,
+        model_dir=job.design.source.path,
     )
 
 
@@ -236,13 +227,13 @@ def _most(peaks: Peaks, name: str) -> int:
     return max(held[name] for held in peaks.values())
 
 
-def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
+def _pinned_gradient_bytes(job: Job) -> int:
     """Return the bytes of the float32 gradients that FSDP copies to page-locked memory, each in its
     own block; in the fake step they are parts of one tensor for each layer.
     """
     fsdp_size = job.config.model.fsdp_config.fsdp_size
     num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
-    trained = (parameter.shape for parameter in model.parameters() if parameter.requires_grad)
+    trained = [p.shape for p in job.design.model.parameters() if p.requires_grad]
     return sum(
         pinned_bytes(4 * math.ceil(shape[0] / num_shards) * math.prod(shape[1:]))
         for shape in trained
@@ -263,18 +254,16 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
-    max_length = config.data.max_length
     require_divided(num_ranks, model.ulysses_sequence_parallel_size)
-    reason = assemble.design_model(config.model, source, max_length=max_length).reason
+    design = assemble.design_model(config.model, source, max_length=config.data.max_length)
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(
         config=config,
-        source=source,
+        design=design,
         num_ranks=num_ranks,
         is_cuda=is_cuda,
-        is_packed=reason is None,
-        workload=heaviest_workload(data, num_data_ranks, is_packed=reason is None),
+        workload=heaviest_workload(data, num_data_ranks, is_packed=design.reason is None),
     )
 
 
@@ -302,7 +291,7 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
     """
     if config.trainer.device == "cpu":
         return host_memory_bytes() / num_ranks / GIB
-    num_cards = min(num_ranks, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    num_cards = min(num_ranks, torch.cuda.device_count())
     cards = [torch.cuda.get_device_properties(number) for number in range(num_cards)]
     return min((card.total_memory / GIB for card in cards), default=DEFAULT_GPU_GIB)
 

@@ -13,10 +13,9 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
     num_parameters = f"{plan.num_parameters / 1e9:.3g} B parameters"
     if plan.num_trained < plan.num_parameters:
         num_parameters += f", {plan.num_trained / 1e9:.3g} B trained"
-    measured = " and ".join(map(str, plan.num_measured_layers))
     yield (
-        f"{config.model.partial_pretrain}: {num_parameters}, {plan.num_layers} layers "
-        f"(a step measured on {measured}), {plan.num_ranks} ranks"
+        f"{config.model.partial_pretrain}: {num_parameters}, {plan.num_layers} layers, "
+        f"{plan.num_ranks} ranks"
     )
     load = plan.workload
     yield (

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
