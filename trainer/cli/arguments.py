@@ -73,9 +73,7 @@ Main = Callable[[list[str]], int]
 """A command takes its arguments and returns its exit code."""
 
 
-def as_command(
-    codes: dict[type[Exception], int] | None = None, *, interrupted: str = "interrupted"
-) -> Callable[[Main], Main]:
+def as_command(codes: dict[type[Exception], int] | None = None) -> Callable[[Main], Main]:
     """Print an error that has an exit code on stderr, and return the code.
 
     `codes` extend the exit codes of a run.
@@ -88,7 +86,7 @@ def as_command(
             try:
                 return command(argv)
             except KeyboardInterrupt:
-                print(interrupted, file=sys.stderr)
+                print("interrupted", file=sys.stderr)
                 return EXIT_INTERRUPTED
             except tuple(known) as error:
                 print(f"ERROR: {error}", file=sys.stderr)

@@ -28,11 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
     parser.add_argument("--json", action="store_true", help="stats: print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
-    asked, config = read_words(arguments.words)
-    if asked.num_ranks is not None:
-        parser.error(
-            f"the data does not depend on the number of ranks: leave out {asked.num_ranks}"
-        )
+    _, config = read_words(arguments.words)
 
     from trainer.data import show
     from trainer.train.start.inputs import prepare_data_alone

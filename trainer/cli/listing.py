@@ -175,7 +175,6 @@ def prove(path: Path) -> list[str]:
     except (OSError, ManifestError):
         return [info.reason]
     with ThreadPoolExecutor(count) as pool:
-        shares = [(index, count) for index in range(count)]
-        found = pool.map(lambda share: verify_files(path, manifest, share=share), shares)
+        found = pool.map(lambda i: verify_files(path, manifest, share=(i, count)), range(count))
         problems = [problem for share in found for problem in share]
     return problems or ([info.reason] if info.reason else [])

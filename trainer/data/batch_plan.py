@@ -17,7 +17,6 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.config import ConfigError
 from trainer.runtime import seeding
 from trainer.runtime.progress import Position
 
@@ -247,15 +246,13 @@ class RankPlan:
         `lengths` [samples] are token counts. Returns, for each data rank, the same number of
         micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
         costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times
-        `squared_length(n, w)`. Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
+        `squared_length(n, w)`.
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
-        if lengths.size and lengths.max() > max_tokens:
-            raise ConfigError(
-                f"a sample of {int(lengths.max())} tokens exceeds "
-                f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
-            )
+        assert (lengths <= max_tokens).all(), (
+            "the configuration was checked, and long rows were cut"
+        )
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
             costs += cost * squared_length(lengths, window)

@@ -5,7 +5,7 @@ Supervision is decided on characters, as spans that end with the end-of-turn tok
 to the tokens that start inside.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,59 +23,6 @@ from trainer.errors import DataError
 BATCH_CHARS = 300_000
 BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
-
-
-class TextEncoder:
-    """Puts the tokenizer's beginning before a text and its end token after it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_in_content: str) -> None:
-        """Raises `DataError` for a tokenizer without an end token."""
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
-            )
-        self._tokenizer, self._special_in_content = tokenizer, special_in_content
-        self.end_id = int(tokenizer.eos_token_id)
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = TokenTexts({token.content for token in added if token.special})
-        [first, *_] = tokenizer.encode("a", add_special_tokens=False)
-        with_all = tokenizer.encode("a")
-        self._lead = with_all[: with_all.index(first)]
-
-    def marked(self, item: Continuation) -> MarkedText:
-        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
-        text = item.text.removesuffix(str(self._tokenizer.eos_token))
-        if not text.strip():
-            raise UnusableError("empty text: there is nothing to supervise")
-        whole = item.prompt + text
-        require_unicode(whole)
-        if self._special_in_content == "error":
-            self._special.require_none({"the text": whole})
-        return MarkedText(whole, [(len(item.prompt), len(whole))], prompt=item.prompt)
-
-    def encoded(
-        self, item: MarkedText, ids: np.ndarray, num_prompt: int, finder: TokenFinder
-    ) -> Encoded:
-        """Take `ids` of the whole text, `num_prompt` of them before the span.
-
-        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
-        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
-        that changes the text.
-        """
-        prompt, whole = finder.ids(item.prompt or ""), ids.tolist()
-        if whole[:num_prompt] != prompt:
-            apart = prompt + finder.ids(item.text[item.spans[0][0] :])
-            if self._decoded(apart) != self._decoded(whole):
-                raise UnusableError(
-                    "split token: one token holds the end of the prompt and the begin of the text"
-                )
-            whole = apart
-        lead = [] if whole[: len(self._lead)] == self._lead else self._lead
-        input_ids = np.array([*lead, *whole, self.end_id], dtype=np.int32)
-        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 class ChatEncoder:
@@ -106,7 +53,7 @@ class ChatEncoder:
 
     def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
         """Yield in order the samples of each item, or the reason why it has none."""
-        batch: list[list[MarkedText] | Encoded | UnusableError] = []
+        batch: list[Sequence[MarkedText] | Encoded | UnusableError] = []
         num_chars = 0
         for item in items:
             try:
@@ -126,7 +73,7 @@ class ChatEncoder:
         yield from self._encoded_batch(batch)
 
     def _encoded_batch(
-        self, batch: list[list[MarkedText] | Encoded | UnusableError]
+        self, batch: list[Sequence[MarkedText] | Encoded | UnusableError]
     ) -> Iterator[list[Encoded] | UnusableError]:
         texts = [item for samples in batch if isinstance(samples, list) for item in samples]
         located = iter(self._finder.find(texts))
@@ -143,9 +90,9 @@ class ChatEncoder:
                 except UnusableError as error:
                     yield error
 
-    def _marked(self, item: Conversation | Continuation) -> list[MarkedText]:
+    def _marked(self, item: Conversation | Continuation) -> Sequence[MarkedText]:
         if isinstance(item, Continuation):
-            return [self._texts.marked(item)]
+            return [self._marked_text(item)]
         tools = item.tools
         template = self._template(tools)
         messages = [template.with_arguments(message) for message in item.messages]
@@ -163,7 +110,7 @@ class ChatEncoder:
             self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
             self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
-        return [part.marked for part in parts]
+        return parts
 
     def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
@@ -177,14 +124,38 @@ class ChatEncoder:
             self._templates[source] = ChatTemplate(source, self.tokenizer, variables)
         return self._templates[source]
 
+    def _marked_text(self, item: Continuation) -> MarkedText:
+        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
+        text = item.text.removesuffix(str(self.tokenizer.eos_token))
+        if not text.strip():
+            raise UnusableError("empty text: there is nothing to supervise")
+        whole = item.prompt + text
+        require_unicode(whole)
+        if self._options.special_in_content == "error":
+            self._special.require_none({"the text": whole})
+        return MarkedText(whole, [(len(item.prompt), len(whole))], prompt=item.prompt)
+
     @cached_property
-    def _texts(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer, self._options.special_in_content)
+    def _special(self) -> TokenTexts:
+        return TokenTexts({token.content for token in self._added_tokens.values() if token.special})
+
+    @cached_property
+    def _text_ends(self) -> tuple[list[int], int]:
+        """The tokenizer's beginning, which goes before a text, and its end token, which goes after it.
+        Raises `DataError` for a tokenizer without an end token.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
+            )
+        [first, *_] = tokenizer.encode("a", add_special_tokens=False)
+        with_all = tokenizer.encode("a")
+        return with_all[: with_all.index(first)], int(tokenizer.eos_token_id)
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
         if item.prompt is not None:
-            self.seen.end_token_ids.add(self._texts.end_id)
-            return self._texts.encoded(item, input_ids, bounds[0][0], self._finder)
+            return self._encoded_text(item, input_ids, bounds[0][0])
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1])
@@ -196,6 +167,31 @@ class ChatEncoder:
             loss_mask[first:last] = True
             self.seen.end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)
+
+    def _encoded_text(self, item: MarkedText, ids: np.ndarray, num_prompt: int) -> Encoded:
+        """Take `ids` of the whole text, `num_prompt` of them before the span.
+
+        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
+        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
+        that changes the text.
+        """
+        lead, end_id = self._text_ends
+        self.seen.end_token_ids.add(end_id)
+        prompt, whole = self._finder.ids(item.prompt or ""), ids.tolist()
+        if whole[:num_prompt] != prompt:
+            apart = prompt + self._finder.ids(item.text[item.spans[0][0] :])
+            if self._decoded(apart) != self._decoded(whole):
+                raise UnusableError(
+                    "split token: one token holds the end of the prompt and the begin of the text"
+                )
+            whole = apart
+        if whole[: len(lead)] == lead:
+            lead = []
+        input_ids = np.array([*lead, *whole, end_id], dtype=np.int32)
+        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
         """Remember the special tokens that end supervised stretches of a row of tokens."""

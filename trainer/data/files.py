@@ -29,16 +29,10 @@ NUM_NAMED = 20
 def resolve_files(spec: str | list[str]) -> list[Path]:
     """Return the files of each path, glob or address of the Hub in turn; matches are sorted.
 
-    Raises `DataError` for an empty match, a missing file, anything but a regular file, or an
-    unsupported suffix.
+    Raises `DataError` for a missing file, anything but a regular file, or an unsupported suffix.
     """
-    entries = [spec] if isinstance(spec, str) else list(spec)
-    if not entries:
-        raise DataError("no data files given: set a path, a glob or a list of both")
-    files = [path for entry in entries for path in _resolve_one(entry)]
-    if not any(path.stat().st_size for path in files):
-        raise DataError(f"no row to train on: '{files[0]}' is empty")
-    return files
+    entries = [spec] if isinstance(spec, str) else spec
+    return [path for entry in entries for path in _resolve_one(entry)]
 
 
 def _resolve_one(entry: str) -> list[Path]:

@@ -59,10 +59,9 @@ def build_step(
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = plan.deal(lengths)
     micro_batches = tuple(
-        pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank]
+        pack(samples, [int(ids[i]) for i in members]).share(*plan.share)
+        for members in dealt[plan.data_rank]
     )
-    if plan.share != (0, 1):
-        micro_batches = tuple(batch.share(*plan.share) for batch in micro_batches)
     return StepBatch(
         step=step,
         epoch=epoch,

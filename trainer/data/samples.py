@@ -190,15 +190,13 @@ class Samples:
         parts = [[source.fingerprint, source.repeat] for source in self.sources]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that close the assistant turns of any source: what generation must stop at."""
-        found = (source.dataset.summary.end_token_ids for source in self.sources)
-        return tuple(sorted(set().union(*found)))
-
-    def total(self, count: str) -> int:
-        """Return a count of `Summary` over all sources."""
-        return sum(getattr(source.dataset.summary, count) for source in self.sources)
+    @cached_property
+    def summary(self) -> Summary:
+        """Counts of the rows of all sources."""
+        total = Summary()
+        for source in self.sources:
+            total.add(source.dataset.summary)
+        return total
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return ids of the samples of rows (int64 ids), in their order."""
