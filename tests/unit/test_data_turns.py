@@ -19,7 +19,7 @@ from prepared import run_rows
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.prepare import RowEncoder
+from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions, Row
 from trainer.data.tokens import Encoded
 

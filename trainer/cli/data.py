@@ -10,7 +10,7 @@ import sys
 
 import yaml
 
-from trainer.cli.arguments import Parser, as_command, at_least, read_words
+from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.errors import EXIT_DONE
 
 ABOUT = """Show what is trained.
@@ -23,7 +23,7 @@ stats: tokens, supervised share, lengths, what was left out, exact duplicates"""
 def main(argv: list[str]) -> int:
     parser = Parser("data", description=ABOUT)
     parser.add_argument("command", choices=("preview", "stats"))
-    parser.add_argument("words", nargs="*", metavar="key=value", help="the overrides of the run")
+    add_words(parser)
     about = "preview: of each kind: longest, least supervised, random (default: %(default)s)"
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
     parser.add_argument("--json", action="store_true", help="stats: print one JSON object")

@@ -1,4 +1,4 @@
-"""Items to samples: conversations are rendered by the chat template, plain text is taken as it is,
+"""Rows to samples: conversations are rendered by the chat template, plain text is taken as it is,
 and both are tokenized in batches.
 
 Supervision is decided on characters, as spans that end with the end-of-turn token, and carried over
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.formats import Continuation, Conversation, Item
-from trainer.data.masks import REASONING_KEYS, Renderings, count_missing_reasoning
-from trainer.data.rows import TOO_DEEP, PrepareOptions, Summary, UnusableError
+from trainer.data.formats import Continuation, Conversation, RowParser
+from trainer.data.masks import REASONING_KEYS, Part, Renderings, count_missing_reasoning
+from trainer.data.rows import TOO_DEEP, PrepareOptions, Row, Summary, UnusableError
 from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
@@ -25,39 +25,40 @@ BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 
-class ChatEncoder:
-    """Encodes items with a tokenizer and its chat template.
+Result = list[Encoded] | UnusableError
+
+
+class RowEncoder:
+    """Turns rows into samples, with a tokenizer and its chat template.
 
     Raises `DataError` for a slow tokenizer, and where it has to render without a chat template or
     with a broken one.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: PrepareOptions,
-        seen: Summary,
-    ) -> None:
-        """`seen` counts what the items hold."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
             raise DataError(
                 f"{name} is a slow tokenizer without character offsets.\n"
                 f"Fix: use a model with a tokenizer.json"
             )
-        self.tokenizer, self._options, self.seen = tokenizer, options, seen
+        self.tokenizer, self.options = tokenizer, options
+        self.seen = Summary()
+        """Counts of what the rows hold."""
+        self._parser = RowParser(options.keys, tokenizer, self.seen)
         self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, which share its memory
         self._finder = TokenFinder(tokenizer)
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
 
-    def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
-        """Yield in order the samples of each item, or the reason why it has none."""
+    def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
+        """Yield in order the samples of each row, or the reason why it has none."""
         batch: list[Sequence[MarkedText] | Encoded | UnusableError] = []
         num_chars = 0
-        for item in items:
+        for row in rows:
             try:
-                if isinstance(item, UnusableError | Encoded):
+                item = self._parser.parse(row)
+                if isinstance(item, Encoded):
                     batch.append(item)
                 else:
                     marked = self._marked(item)
@@ -74,7 +75,7 @@ class ChatEncoder:
 
     def _encoded_batch(
         self, batch: list[Sequence[MarkedText] | Encoded | UnusableError]
-    ) -> Iterator[list[Encoded] | UnusableError]:
+    ) -> Iterator[Result]:
         texts = [item for samples in batch if isinstance(samples, list) for item in samples]
         located = iter(self._finder.find(texts))
         for samples in batch:
@@ -96,16 +97,16 @@ class ChatEncoder:
         tools = item.tools
         template = self._template(tools)
         messages = [template.with_arguments(message) for message in item.messages]
-        if self._options.special_in_content == "error":
+        if self.options.special_in_content == "error":
             named: dict[str, Any] = {
                 f"message {number} ({message['role']})": message
                 for number, message in enumerate(messages, start=1)
             }
             template.structural_tokens.require_none({**named, "a tool definition": tools})
         renderings = Renderings(template, messages, tools)
-        asked = renderings.turns[-1:] if self._options.train_on == "last" else renderings.turns
+        asked = renderings.turns[-1:] if self.options.train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
-        parts = renderings.divide(trained, self._options.turns, self.seen)
+        parts = renderings.divide(trained, self.options.turns, self.seen)
         for part in parts:
             self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
@@ -120,7 +121,7 @@ class ChatEncoder:
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
-            variables = self._options.template_kwargs
+            variables = self.options.template_kwargs
             self._templates[source] = ChatTemplate(source, self.tokenizer, variables)
         return self._templates[source]
 
@@ -131,9 +132,9 @@ class ChatEncoder:
             raise UnusableError("empty text: there is nothing to supervise")
         whole = item.prompt + text
         require_unicode(whole)
-        if self._options.special_in_content == "error":
+        if self.options.special_in_content == "error":
             self._special.require_none({"the text": whole})
-        return MarkedText(whole, [(len(item.prompt), len(whole))], prompt=item.prompt)
+        return MarkedText(whole, [(len(item.prompt), len(whole))])
 
     @cached_property
     def _special(self) -> TokenTexts:
@@ -154,7 +155,7 @@ class ChatEncoder:
         return with_all[: with_all.index(first)], int(tokenizer.eos_token_id)
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
-        if item.prompt is not None:
+        if not isinstance(item, Part):
             return self._encoded_text(item, input_ids, bounds[0][0])
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
@@ -177,9 +178,10 @@ class ChatEncoder:
         """
         lead, end_id = self._text_ends
         self.seen.end_token_ids.add(end_id)
-        prompt, whole = self._finder.ids(item.prompt or ""), ids.tolist()
+        ((start, _),) = item.spans
+        prompt, whole = self._finder.ids(item.text[:start]), ids.tolist()
         if whole[:num_prompt] != prompt:
-            apart = prompt + self._finder.ids(item.text[item.spans[0][0] :])
+            apart = prompt + self._finder.ids(item.text[start:])
             if self._decoded(apart) != self._decoded(whole):
                 raise UnusableError(
                     "split token: one token holds the end of the prompt and the begin of the text"

@@ -32,7 +32,10 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
     Raises `DataError` for a missing file, anything but a regular file, or an unsupported suffix.
     """
     entries = [spec] if isinstance(spec, str) else spec
-    return [path for entry in entries for path in _resolve_one(entry)]
+    files = [path for entry in entries for path in _resolve_one(entry)]
+    if not any(path.stat().st_size for path in files):
+        raise DataError(f"no row to train on: '{files[0]}' is empty")
+    return files
 
 
 def _resolve_one(entry: str) -> list[Path]:

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Summary, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, Summary, UnusableError
 from trainer.data.tokens import Encoded
 
 Message = dict[str, Any]
@@ -60,7 +60,7 @@ class Continuation:
     text: str
 
 
-Item = Conversation | Continuation | Encoded | UnusableError
+Item = Conversation | Continuation | Encoded
 Recognised = tuple[str, Iterable[str], Item]
 """Name of the format, the columns it reads, and the item."""
 
@@ -90,14 +90,10 @@ class RowParser:
         self._keys, self._tokenizer, self._seen = keys, tokenizer, seen
 
     def parse(self, row: Row) -> Item:
+        """Raises `UnusableError`, and `RecursionError` for a deeply nested row."""
         if row.problem is not None:
-            return row.problem
-        try:
-            name, columns, item = self._recognised(row)
-        except UnusableError as error:
-            return error
-        except RecursionError:
-            return UnusableError(TOO_DEEP)
+            raise row.problem
+        name, columns, item = self._recognised(row)
         self._seen.rows_by_shape[name] += 1
         read = {outer for column in columns for outer in (column, column.partition(".")[0])}
         # empty values may be there for the sake of other rows

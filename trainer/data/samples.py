@@ -109,8 +109,10 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     return TokenDataset(directory, files, summary, tokens, rows, bounds, mapped)
 
 
-def _samples_of(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
     """Return the samples of `rows`, those of a row side by side."""
+    if bounds is None:
+        return rows
     counts = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(counts)
     return np.arange(counts.sum()) + np.repeat(bounds[rows] - ends + counts, counts)
@@ -139,8 +141,7 @@ class SourceSamples:
     @cached_property
     def samples(self) -> np.ndarray:
         """Their numbers in the dataset, int64."""
-        bounds = self.dataset.bounds
-        return self.indices if bounds is None else _samples_of(self.indices, bounds)
+        return _samples_of(self.indices, self.dataset.bounds)
 
     @property
     def row_sizes(self) -> np.ndarray:
@@ -200,7 +201,7 @@ class Samples:
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return ids of the samples of rows (int64 ids), in their order."""
-        return rows if self._row_bounds is None else _samples_of(rows, self._row_bounds)
+        return _samples_of(rows, self._row_bounds)
 
     @property
     def row_lengths(self) -> np.ndarray:

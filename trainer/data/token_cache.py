@@ -20,7 +20,8 @@ from pathlib import Path
 import tokenizers
 import transformers
 
-from trainer.data.prepare import BAD_ROWS, ROW, ROWS, RowEncoder, write_samples
+from trainer.data.chat import RowEncoder
+from trainer.data.prepare import BAD_ROWS, ROW, ROWS, write_samples
 from trainer.data.rows import PrepareOptions, Summary, location
 from trainer.data.samples import CHECKSUMS, SUMMARY, TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError

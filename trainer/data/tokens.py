@@ -32,8 +32,6 @@ class MarkedText:
 
     text: str
     spans: list[Span]
-    prompt: str | None = None
-    """The unsupervised beginning of a plain text; None for a conversation."""
 
 
 def require_unicode(text: str) -> None:

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.batch_plan import Schedule
+from trainer.data.chat import Result, RowEncoder
 from trainer.data.formats import columns_of
-from trainer.data.prepare import Result, RowEncoder
 from trainer.data.readers import iter_rows
 from trainer.data.rows import PrepareOptions, Row
 from trainer.data.samples import Samples, SourceSamples
