@@ -8,15 +8,13 @@ cannot write, 130 interrupted.
 import json
 import sys
 
-import yaml
-
 from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.errors import EXIT_DONE
 
 ABOUT = """Show what is trained.
 
 preview: samples as the model sees them, the supervised part marked
-stats: tokens, supervised share, lengths, what was left out, exact duplicates"""
+stats: tokens, supervised share, lengths, what was left out, exact duplicates; as JSON"""
 
 
 @as_command()
@@ -26,7 +24,6 @@ def main(argv: list[str]) -> int:
     add_words(parser)
     about = "preview: of each kind: longest, least supervised, random (default: %(default)s)"
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
-    parser.add_argument("--json", action="store_true", help="stats: print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     _, config = read_words(arguments.words)
 
@@ -35,10 +32,8 @@ def main(argv: list[str]) -> int:
 
     data = prepare_data_alone(config)
     if arguments.command == "stats":
-        tree = show.stats(data.train, data.validation)
-        as_json = json.dumps(tree, indent=1)
-        # YAML escapes characters that drive a terminal, as JSON does
-        print(as_json if arguments.json else yaml.safe_dump(json.loads(as_json), sort_keys=False))
+        # JSON escapes characters that drive a terminal
+        print(json.dumps(show.stats(data.train, data.validation), indent=1))
     else:
         number, seed = arguments.samples, config.trainer.seed
         for line in show.shown(data.train, data.tokenizer, num_each=number, seed=seed):

@@ -181,12 +181,6 @@ class Schedule:
             + (num_epochs - 1) * self.steps_per_epoch
         )
 
-    def times_until(self, step: int) -> list[float]:
-        """Return how often the run has trained a row of each source by the end of `step`, on average."""
-        end = self.position(max(step, self.start.step))
-        num_epochs = end.epoch + end.samples_consumed / self.num_samples
-        return [num_epochs * share.num_samples / share.num_rows for share in self.shares]
-
     def rows(self, step: int) -> np.ndarray:
         """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -423,17 +424,15 @@ def _integers(record: Record, key: str, length: int | None = None) -> np.ndarray
     """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
     values = record[key]
     try:
-        found = np.asarray(values if isinstance(values, list) else None)
-    except (ValueError, OverflowError):  # lists of different lengths, or integers above 64 bits
-        found = np.asarray(None)
-    is_list = found.ndim == 1 and (not found.size or found.dtype.kind in "biu")
-    if not is_list or not np.array_equal(found, found.astype(np.int32)):
-        raise UnusableError(f"bad tokens: '{key}' is not a list of integers of 32 bits")
+        found = array("i", values if isinstance(values, list) else [None])
+    except (TypeError, OverflowError) as error:
+        reason = f"bad tokens: '{key}' is not a list of integers of 32 bits"
+        raise UnusableError(reason) from error
     if length not in (None, len(found)):
         raise UnusableError(
             f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
         )
-    return found.astype(np.int32)
+    return np.array(found)
 
 
 def _require(key: str, values: np.ndarray, is_known: np.ndarray, known: str) -> None:

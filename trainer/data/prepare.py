@@ -66,8 +66,8 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     """Encode a block, and cut, drop or list as bad the rows that do not fit."""
     bad: list[dict[str, object]] = []
     over_long: list[dict[str, object]] = []
-    kept: list[Encoded] = []
-    lines: list[int] = []
+    found: list[tuple[int, ...]] = []
+    tokens = [np.zeros(0, dtype=TOKEN)]
     rows, seen = list(block.rows()), encoder.seen
     for row, result in zip(rows, encoder.encode(rows), strict=True):
         place = {"file": str(row.file), "line": row.line}
@@ -79,23 +79,17 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
             continue
         if action:
             over_long.append(place | {"num_tokens": num_tokens, "action": action})
-        kept += samples
-        lines += [row.line] * len(samples)
-    found = np.zeros(len(kept), dtype=ROW)
-    found["file"], found["line"] = file_index, lines
-    found["num_tokens"] = [len(sample.input_ids) for sample in kept]
-    found["num_loss_tokens"] = [_num_labels(sample) for sample in kept]
-    found["end"] = np.cumsum(found["num_tokens"], dtype=np.int64)
-    nothing = Encoded(np.zeros(0, dtype=TOKEN), np.zeros(0, dtype=bool))
-    ids = np.concatenate([sample.input_ids for sample in (nothing, *kept)], dtype=TOKEN)
-    mask = np.concatenate([sample.loss_mask for sample in (nothing, *kept)])
+        for sample in samples:
+            tokens.append(sample.input_ids | sample.loss_mask * SUPERVISED)
+            found.append((file_index, row.line, len(sample.input_ids), _num_labels(sample), 0))
+    kept = np.array(found, dtype=ROW)
+    kept["end"] = np.cumsum(kept["num_tokens"], dtype=np.int64)
     seen.num_rows += len(rows)
     seen.num_bad_rows += len(bad)
     seen.num_samples += len(kept)
-    seen.num_tokens += len(ids)
-    seen.num_loss_tokens += int(found["num_loss_tokens"].sum())
-    tokens = np.where(mask, ids | SUPERVISED, ids)
-    return PreparedRows(tokens, found, bad, over_long, seen.take())
+    seen.num_tokens += int(kept["num_tokens"].sum())
+    seen.num_loss_tokens += int(kept["num_loss_tokens"].sum())
+    return PreparedRows(np.concatenate(tokens), kept, bad, over_long, seen.take())
 
 
 def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
@@ -126,8 +120,7 @@ def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, s
     if action:
         encoder.seen.num_truncated += 1
         encoder.seen.num_cut_tokens += sum(
-            len(before.input_ids) - len(after.input_ids)
-            for before, after in zip(samples, fitting, strict=True)
+            max(0, len(sample.input_ids) - max_length) for sample in samples
         )
     return trained, num_tokens, action
 

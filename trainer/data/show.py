@@ -179,14 +179,13 @@ def announce(
         f"{held_out}",
     )
     if len(train.sources) > 1 or train.sources[0].repeat != 1:
-        all_times = schedule.times_until(total_steps)
-        for (name, facts), times in zip(counts["sources"].items(), all_times, strict=True):
+        for name, facts in counts["sources"].items():
             share = facts["supervised_tokens"] / facts["tokens"]
             repeat = facts["rows_per_epoch"] / facts["rows"]
             _log(
                 "source",
                 f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {share:.1%} "
-                f"supervised; each row {times:.3g} times in the run (repeat {repeat:.3g})",
+                f"supervised; each row {repeat:.3g} times in an epoch",
             )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
