@@ -137,10 +137,11 @@ def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str
         return value
     (item_kind,) = (get_args(kind)[0] for kind in kinds if get_origin(kind) is list)
     item_kinds = item_kind, *get_args(item_kind)
+    group = item_kinds[-1]  # in a union the text comes first
     found = []
     for number, item in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(item, Mapping) and (groups := [*filter(is_dataclass, item_kinds)]):
-            found.append(_entry(groups[0], item, f"{dotted}[{number}].", problems))
+        if isinstance(item, Mapping) and is_dataclass(group):
+            found.append(_entry(group, item, f"{dotted}[{number}].", problems))
         elif type(item) in item_kinds:
             found.append(item)
         else:

@@ -10,7 +10,6 @@ from trainer.data.rows import Summary, UnusableError
 from trainer.data.template import ChatTemplate, Tools, with_function
 from trainer.data.tokens import MarkedText, Span
 
-TOGETHER, AUTO = "together", "auto"
 MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
 NEVER_ENDS = (
@@ -47,10 +46,10 @@ class Renderings:
         seen.num_conversations += 1
         if not trained:
             return [Part(self._whole, [], messages=self._messages, turns=[])]
-        if mode == TOGETHER:
+        if mode == "together":
             return [self._together(trained)]
         together, problem = None, None
-        if mode == AUTO:
+        if mode == "auto":
             self._whole  # noqa: B018  a row that the template refuses as a whole is refused
             try:
                 together = self._together(trained)

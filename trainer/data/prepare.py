@@ -101,16 +101,17 @@ def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, s
     max_length, truncation = encoder.options.max_length, encoder.options.truncation
     num_tokens = max(len(sample.input_ids) for sample in samples)
     fitting, action = samples, ""
-    if num_tokens > max_length and truncation == "drop":
-        encoder.seen.num_dropped += 1
-        return [], num_tokens, "dropped"
-    if num_tokens > max_length and truncation in ("left", "right"):
-        part = slice(-max_length, None) if truncation == "left" else slice(max_length)
-        fitting, action = [_part(sample, part) for sample in samples], "cut"
-    elif num_tokens > max_length:
-        if truncation != "split" or encoder.options.keys.text_key is None:
+    if num_tokens > max_length:
+        if truncation == "drop":
+            encoder.seen.num_dropped += 1
+            return [], num_tokens, "dropped"
+        if truncation in ("left", "right"):
+            part = slice(-max_length, None) if truncation == "left" else slice(max_length)
+            fitting, action = [_part(sample, part) for sample in samples], "cut"
+        elif truncation == "split" and encoder.options.keys.text_key is not None:
+            fitting = _pieces(samples[0], max_length)
+        else:
             raise UnusableError(f"over-long: {num_tokens} tokens > data.max_length {max_length}")
-        fitting = _pieces(samples[0], max_length)
     trained = [sample for sample in fitting if _num_labels(sample)]
     if not trained:
         raise UnusableError(
@@ -202,7 +203,7 @@ def write_samples(
     encoder: RowEncoder,
     files: list[Path],
     options: PrepareOptions,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None],
 ) -> Summary:
     """Prepare every row of `files` in order, and append samples and lists of bad and over-long rows
     to files of `directory`; `progress` is called after each block.

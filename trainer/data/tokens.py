@@ -95,14 +95,15 @@ def _is_normalized(text: str) -> bool:
 
 
 def _located(item: MarkedText, encoding: Encoding) -> Located:
-    def first_token(position: int) -> int:
-        return bisect_left(range(len(encoding)), position, key=start)
-
     def start(token: int) -> int:
         first, _ = encoding.token_to_chars(token) or (0, 0)
         return first
 
-    bounds = [(first_token(first), first_token(end)) for first, end in item.spans]
+    places = range(len(encoding))
+    bounds = [
+        (bisect_left(places, first, key=start), bisect_left(places, end, key=start))
+        for first, end in item.spans
+    ]
     return np.array(encoding.ids, dtype=np.int32), bounds
 
 
