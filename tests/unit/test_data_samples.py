@@ -50,7 +50,6 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
         summary=SimpleNamespace(fingerprint=changes.get("fingerprint", name)),
         rows=np.array(sizes, dtype=[("num_tokens", "i4"), ("num_loss_tokens", "i4")]),
         bounds=bounds,
-        num_rows=count if bounds is None else len(bounds) - 1,
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
         location=lambda index: f"{name}{index + 1}",
     )

@@ -42,7 +42,7 @@ def _resolve_one(entry: str) -> list[Path]:
     if entry.startswith("hf://"):
         return dataset_files(entry)
     path = Path(entry).expanduser()
-    paths = [path] if entry and path.exists() else []
+    paths = [path] if path.exists() else []
     if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     if not paths:

@@ -71,15 +71,10 @@ class TokenDataset:
     """Index of the first sample of each kept row, int64, with the end of the last; None: each row is
     one sample.
     """
-    mapped: tuple[MappedFile, ...] = ()
+    mapped: tuple[MappedFile, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of kept rows: each has one sample or more."""
-        return len(self) if self.bounds is None else len(self.bounds) - 1
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids (int32) and loss mask (bool) of one sample."""
@@ -94,7 +89,7 @@ class TokenDataset:
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """Return all samples, as a source."""
-        return SourceSamples(name, self, np.arange(self.num_rows), repeat)
+        return SourceSamples(name, self, np.arange(self.summary.num_kept_rows), repeat)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
@@ -160,7 +155,7 @@ class SourceSamples:
 
     def split(self, val_ratio: float, *, seed: int) -> tuple["SourceSamples", "SourceSamples"]:
         """Return (training, validation samples) of a whole dataset, in their order."""
-        held_out = held_out_rows(self.dataset.num_rows, val_ratio, seed=seed)
+        held_out = held_out_rows(len(self.indices), val_ratio, seed=seed)
         train = replace(self, indices=np.delete(self.indices, held_out))
         return train, replace(self, indices=held_out, repeat=1.0)
 
@@ -220,7 +215,7 @@ class Samples:
         found = np.empty((2, len(ids)), dtype=np.int64)
         numbers = self.source_of(ids)
         for number, source in enumerate(self.sources):
-            own = np.flatnonzero(numbers == number)
+            own = numbers == number
             indices, rows = source.samples[ids[own] - self._bounds[number]], source.dataset.rows
             found[:, own] = rows["num_tokens"][indices], rows["num_loss_tokens"][indices]
         return found[0], found[1]
