@@ -252,9 +252,14 @@ class RankPlan:
             costs += cost * squared_length(lengths, window)
         least = max(lengths.sum() / max_tokens, len(lengths) / max_samples, 1)
         num_bins = math.ceil(math.ceil(least) / self.num_data_ranks) * self.num_data_ranks
-        while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
+        while (filled := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
             num_bins += self.num_data_ranks
-        return _deal(bins, costs, self.num_data_ranks)
+        bins = [sorted(members) for members in filled]
+        load = np.array([costs[members].sum() for members in bins])
+        num_each = len(bins) // self.num_data_ranks
+        dealt = _fill(load, load, self.num_data_ranks, math.inf, num_each)
+        assert dealt is not None, "every rank gets the same number"
+        return [[bins[index] for index in members] for members in dealt]
 
 
 def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
@@ -268,34 +273,21 @@ def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
 
 
 def _fill(
-    lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: float, max_samples: float
+    sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_size: float, max_count: float
 ) -> list[list[int]] | None:
-    """Put samples, longest first, into the cheapest bin with room; None when one finds none."""
+    """Put items, largest first, into the cheapest bin with room; None when one finds none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    tokens, counts, load = np.zeros((3, num_bins))
-    for index in np.argsort(-lengths, kind="stable"):
-        fits = (tokens + lengths[index] <= max_tokens) & (counts < max_samples)
+    filled, counts, load = np.zeros((3, num_bins))
+    for index in np.argsort(-sizes, kind="stable"):
+        fits = (filled + sizes[index] <= max_size) & (counts < max_count)
         if not fits.any():
             return None
         target = int(np.argmin(np.where(fits, load, np.inf)))
         bins[target].append(int(index))
-        tokens[target] += lengths[index]
+        filled[target] += sizes[index]
         counts[target] += 1
         load[target] += costs[index]
-    return [sorted(members) for members in bins]
-
-
-def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
-    """Deal bins, costliest first, to the least loaded rank; every rank gets the same number."""
-    load = [float(costs[members].sum()) for members in bins]
-    ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
-    totals = [0.0] * num_data_ranks
-    for index in sorted(range(len(bins)), key=lambda i: (-load[i], i)):
-        has_room = [len(rank) < len(bins) // num_data_ranks for rank in ranks]
-        target = int(np.argmin(np.where(has_room, totals, np.inf)))
-        ranks[target].append(bins[index])
-        totals[target] += load[index]
-    return ranks
+    return bins
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
@@ -322,7 +314,7 @@ def deal_facts(
     micro-batches, each a list of indices.
     """
     num_tokens = int(lengths.sum())
-    tokens_by_rank = [sum(int(lengths[index]) for part in rank for index in part) for rank in dealt]
+    tokens_by_rank = [sum(int(lengths[part].sum()) for part in rank) for rank in dealt]
     num_full = sum(bool(part) for rank in dealt for part in rank)
     num_empty = sum(map(len, dealt)) - num_full
     facts = {
