@@ -38,8 +38,8 @@ SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 MIN_DIST_TIMEOUT_S = 60
 ALWAYS_SAVED = ("model", "optimizer", "extra")
-EXPORTS = {"hf_model": "adapter", "merged_model": "merged"}
-"""Values of `save_contents` that export weights, and what an export of LoRA contains."""
+EXPORTS = ("hf_model", "merged_model")
+"""Values of `save_contents` that export weights; of LoRA, the adapter or the merged model."""
 _RATIO = within("[0, 1]")
 
 

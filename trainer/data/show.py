@@ -187,7 +187,7 @@ def announce(
                 f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {share:.1%} "
                 f"supervised; each row {repeat:.3g} times in an epoch",
             )
-    sources = [*train.sources, *(validation.sources if validation is not None else ())]
+    sources = [*train.sources, *(validation.sources if validation else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         _log_rows(dataset, tokenizer)
     _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")

@@ -15,7 +15,6 @@ from trainer.data.rows import UnusableError
 
 Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]
-_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,8 @@ def _is_byte_level(state: dict[str, Any]) -> bool:
         for step in steps
     )
     model = state["model"]
-    adds_bytes |= any(map(model.get, ("unk_token", *_AFFIXES)))
+    affixes = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    adds_bytes |= any(map(model.get, affixes))
     return model["type"] == "BPE" and not adds_bytes
 
 
