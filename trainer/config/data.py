@@ -204,8 +204,7 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     if max_samples is None:
         max_samples = data.train_max_samples if name == "train_files" else -1
     # A source that names columns does not use those that `data` names for other formats.
-    has_own = given.messages_key or given.prompt_key or given.text_key
-    columns = given if has_own else data
+    has_own = bool(given.messages_key or given.prompt_key or given.text_key)
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
@@ -215,9 +214,9 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         keys=RowKeys(
             messages_key=given.messages_key or data.messages_key,
             tools_key=given.tools_key or data.tools_key,
-            prompt_key=columns.prompt_key,
-            response_key=columns.response_key,
-            text_key=columns.text_key,
+            prompt_key=given.prompt_key if has_own else data.prompt_key,
+            response_key=given.response_key if has_own else data.response_key,
+            text_key=given.text_key if has_own else data.text_key,
         ),
     )
 
