@@ -59,7 +59,8 @@ def build_step(
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = plan.deal(lengths)
     micro_batches = tuple(
-        pack(samples, ids[members].tolist()).share(*plan.share) for members in dealt[plan.data_rank]
+        pack(samples, [int(ids[i]) for i in members]).share(*plan.share)
+        for members in dealt[plan.data_rank]
     )
     return StepBatch(
         step=step,
@@ -68,8 +69,8 @@ def build_step(
         num_loss_tokens=int(num_loss_tokens.sum()),
         num_tokens=int(lengths.sum()),
         num_samples=len(ids),
-        lengths=tuple(lengths.tolist()),
-        sample_ids=tuple(ids.tolist()),
+        lengths=tuple(int(length) for length in lengths),
+        sample_ids=tuple(int(i) for i in ids),
         loss_tokens_by=_by_source(samples, ids, num_loss_tokens),
         length_facts=length_facts(lengths, num_loss_tokens),
         deal_facts=deal_facts(lengths, num_loss_tokens, dealt, plan.limits),
