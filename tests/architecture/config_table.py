@@ -16,8 +16,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trainer.config import Config, OptimGroup, SourceConfig, known_keys
-from trainer.config.keys import declared, keys_of
+from trainer.config import Config, OptimGroup, SourceConfig, keys_of
+from trainer.config.keys import declared
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
@@ -151,7 +151,7 @@ def keys_named_in(markdown: str) -> set[str]:
     """Every `section.key` a text mentions, but for what is only the name of a module; two are
     files.
     """
-    keys = known_keys()
+    keys = keys_of(Config)
     return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {
         "data.pt",
         "data.md",

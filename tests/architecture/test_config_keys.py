@@ -20,7 +20,7 @@ from config_table import (
 )
 from test_floors import python_files
 
-from trainer.config import Config, TrainerConfig, known_keys
+from trainer.config import Config, TrainerConfig, keys_of
 from trainer.train.start.compose import load_config
 
 README = REPOSITORY / "README.md"
@@ -69,7 +69,7 @@ def test_no_key_is_dead():
         text for path, text in python_files("trainer").items() if path != "trainer/config/schema.py"
     ]
     # `sources_of` reads these two by their names
-    assert dead_keys(known_keys(), sources) == ["data.train_files", "data.val_files"]
+    assert dead_keys(keys_of(Config), sources) == ["data.train_files", "data.val_files"]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -79,7 +79,7 @@ def test_a_page_names_only_keys_that_exist(path):
         text = "\n".join(
             line.split("|")[1] if line.startswith("|") else line for line in text.splitlines()
         )
-    assert sorted(keys_named_in(text) - set(known_keys())) == []
+    assert sorted(keys_named_in(text) - set(keys_of(Config))) == []
 
 
 def test_the_table_of_the_documentation_is_up_to_date():

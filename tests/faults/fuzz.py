@@ -64,8 +64,8 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         from trainer.checkpoint.model_files import companion_files
         from trainer.checkpoint.storage import Storage, StorageError
         from trainer.config import CheckpointConfig, ConfigError, RowKeys, TrainerConfig
+        from trainer.data.chat import RowEncoder
         from trainer.data.formats import columns_of
-        from trainer.data.prepare import RowEncoder
         from trainer.data.readers import iter_rows
         from trainer.data.rows import PrepareOptions
         from trainer.errors import CannotWriteError, DataError, ResumableError

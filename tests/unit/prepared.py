@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
+from trainer.data.chat import RowEncoder
 from trainer.data.formats import Conversation, Item, RowParser
-from trainer.data.prepare import RowEncoder
 from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError
 from trainer.data.samples import Samples, TokenDataset
 from trainer.data.show import announce, preview
@@ -118,10 +118,14 @@ def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> 
     return [part.partition("]]")[0] for text in texts for part in text.split("[[")[1:]] or texts
 
 
-def parsed(row: Any, keys: RowKeys = CHATS) -> Item:
-    """What is recognised in a row, given as JSON text or an object."""
+def parsed(row: Any, keys: RowKeys = CHATS) -> Item | UnusableError:
+    """What is recognised in a row, given as JSON text, an object or as it was read."""
     record = json.loads(row) if isinstance(row, str) else row
-    return RowParser(keys, make_tokenizer(None), Summary()).parse(Row(Path("a.jsonl"), 7, record))
+    read = row if isinstance(row, Row) else Row(Path("a.jsonl"), 7, record)
+    try:
+        return RowParser(keys, make_tokenizer(None), Summary()).parse(read)
+    except UnusableError as error:
+        return error
 
 
 def messages_of(row: Any, keys: RowKeys = CHATS) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ difference is shown.
 import pytest
 
 from trainer.checkpoint.lineage import REFUSED, WARNED, compare, describe_run
-from trainer.config import RESUME_ALLOW, ConfigError, known_keys
+from trainer.config import RESUME_ALLOW, Config, ConfigError, keys_of
 from trainer.train.start.compose import load_config
 
 VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1"}
@@ -18,7 +18,7 @@ def fingerprints(*overrides: str, **values: object) -> dict[str, str]:
 
 def test_what_can_be_allowed_is_what_is_refused():
     assert set(RESUME_ALLOW) == set(REFUSED)
-    assert {key for key in WARNED if "." in key} <= set(known_keys())
+    assert {key for key in WARNED if "." in key} <= set(keys_of(Config))
 
 
 @pytest.mark.covers("S3.30")

@@ -29,7 +29,7 @@ def append(path: Path, *pairs: tuple[str, str]) -> None:
 
 
 def stats(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
-    assert main(["stats", "--json", *given]) == 0
+    assert main(["stats", *given]) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -6,12 +6,13 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import (
+    Config,
     ConfigError,
     GuardRule,
     OptimGroup,
     RowKeys,
     Source,
-    known_keys,
+    keys_of,
     parse_recorded,
     sources_of,
 )
@@ -30,7 +31,7 @@ def test_all_wrong_overrides_are_named_at_once():
         assert f"'{word.partition('=')[0]}'" in line
 
 
-@pytest.mark.parametrize("key", known_keys())
+@pytest.mark.parametrize("key", keys_of(Config))
 def test_a_value_of_a_wrong_shape_is_refused_by_name(key):
     if key != "data.apply_chat_template_kwargs":  # the template's variables are the user's
         assert key in error_of(f"{key}={{a: 1}}")

@@ -2,6 +2,7 @@
 end token.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder
-from trainer.data.formats import Conversation
-from trainer.data.prepare import RowEncoder
-from trainer.data.rows import PrepareOptions, Summary
+from trainer.data.chat import RowEncoder
+from trainer.data.rows import PrepareOptions, Row
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
@@ -34,10 +33,6 @@ def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str
     found, _ = encoded(messages, make_tokenizer(template), turns="together", **options)
     assert isinstance(found, str)
     return found
-
-
-def chat_encoder(template: str) -> ChatEncoder:
-    return ChatEncoder(make_tokenizer(template), PrepareOptions(RowKeys(), 64), Summary())
 
 
 CHATML_LIKE = {
@@ -91,9 +86,10 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused():
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
-    encoder = chat_encoder(fixtures.GEMMA)
-    rows = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
-    first, *bad, last = encoder.encode([Conversation(row, None) for row in rows])
+    encoder = RowEncoder(make_tokenizer(fixtures.GEMMA), PrepareOptions(RowKeys(), 64))
+    chats = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
+    rows = [Row(Path("a.jsonl"), 1, {"messages": messages}) for messages in chats]
+    first, *bad, last = encoder.encode(rows)
     assert isinstance(first, list) and isinstance(last, list)
     assert [str(reason) for reason in bad] == [
         "chat template: refuses the conversation: TemplateError: Conversation roles must alternate "

@@ -56,7 +56,7 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
     ids, _ = split(tmp_path, {"text": LONG}, max_length=512).sample(0)
     dataset = split(tmp_path, {"text": LONG}, {"text": "short"})
     pieces = [dataset.sample(number)[0] for number in range(len(dataset) - 1)]
-    assert dataset.num_rows == 2 and {len(piece) for piece in pieces[:-1]} == {16}
+    assert dataset.summary.num_kept_rows == 2 and {len(piece) for piece in pieces[:-1]} == {16}
     labels = np.concatenate([piece[1:] for piece in pieces])
     assert labels.tolist() == ids[1:].tolist()
     assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0

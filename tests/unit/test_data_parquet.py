@@ -7,13 +7,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepared import CHATS
-from tokenizer_fixtures import make_tokenizer
+from prepared import CHATS, parsed
 
 from trainer.config import RowKeys
-from trainer.data.formats import Conversation, Item, RowParser, columns_of
+from trainer.data.formats import Conversation, columns_of
 from trainer.data.readers import iter_rows
-from trainer.data.rows import Summary
 from trainer.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -25,13 +23,12 @@ NO_TEXT = pa.StringArray.from_buffers(2, BYTES.buffers()[1], BYTES.buffers()[2])
 PAIR = RowKeys(prompt_key="q", response_key="a")
 
 
-def read(path: Path, table: pa.Table, keys: RowKeys = CHATS) -> Iterator[Item]:
+def read(path: Path, table: pa.Table, keys: RowKeys = CHATS) -> Iterator[object]:
     pq.write_table(table, path)
-    parser = RowParser(keys, make_tokenizer(None), Summary())
-    return map(parser.parse, iter_rows(path, columns_of(keys)))
+    return (parsed(row, keys) for row in iter_rows(path, columns_of(keys)))
 
 
-def messages(item: Item) -> list[dict[str, Any]]:
+def messages(item: object) -> list[dict[str, Any]]:
     assert isinstance(item, Conversation), item
     return item.messages
 

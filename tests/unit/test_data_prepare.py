@@ -16,7 +16,8 @@ from prepared import OPTIONS, run, write_rows
 
 from trainer.config import RowKeys
 from trainer.data import readers
-from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, RowEncoder, prepare_blocks
+from trainer.data.chat import RowEncoder
+from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, prepare_blocks
 from trainer.data.readers import RowBlock
 
 TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)

@@ -12,7 +12,7 @@ import pytest
 from prepared import good_rows, run, run_rows, write_rows
 from rank_server import CONTEXT
 
-from trainer.data.chat import ChatEncoder
+from trainer.data.chat import RowEncoder
 from trainer.errors import DataError
 
 
@@ -62,13 +62,13 @@ def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
 
 
 def test_whoever_waited_for_the_lock_does_not_prepare_again(tmp_path, monkeypatch):
-    encode, num_encodings = ChatEncoder.encode, []
+    encode, num_encodings = RowEncoder.encode, []
 
-    def counted(self: ChatEncoder, conversations: Any) -> Any:
+    def counted(self: RowEncoder, conversations: Any) -> Any:
         num_encodings.append(1)
         return encode(self, conversations)
 
-    monkeypatch.setattr(ChatEncoder, "encode", counted)
+    monkeypatch.setattr(RowEncoder, "encode", counted)
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
     threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in "12"]
     for thread in threads:

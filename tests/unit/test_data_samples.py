@@ -42,15 +42,6 @@ def test_rows_come_as_often_as_asked_and_over_epochs_equally_often(shares):
             assert own.max() - own.min() <= 1
 
 
-def test_totals_by_source_count_what_the_whole_run_trains():
-    samples = Samples([source("a", 20, 1.5), source("b", 16, 2.0)])
-    schedule = Schedule(samples.shares, 4, seed=3)
-    last = schedule.steps_until(3)
-    rows = np.concatenate([schedule.rows(step) for step in range(1, last + 1)])
-    trained = np.bincount(rows, minlength=36)
-    assert schedule.times_until(last) == pytest.approx([trained[:20].mean(), trained[20:].mean()])
-
-
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
     """Samples without tokens: lengths and ids tell them apart."""
     bounds = changes.get("bounds")
@@ -59,7 +50,6 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
         summary=SimpleNamespace(fingerprint=changes.get("fingerprint", name)),
         rows=np.array(sizes, dtype=[("num_tokens", "i4"), ("num_loss_tokens", "i4")]),
         bounds=bounds,
-        num_rows=count if bounds is None else len(bounds) - 1,
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
         location=lambda index: f"{name}{index + 1}",
     )

@@ -11,7 +11,6 @@ from prepared import OPTIONS, good_rows, run, run_rows, write_rows
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, readers
-from trainer.data.prepare import RowEncoder
 from trainer.errors import DataError
 from trainer.runtime.files import locked
 
@@ -38,7 +37,7 @@ def test_second_call_does_not_tokenize(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(3))
     first = run(path, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "moved.jsonl")
-    monkeypatch.setattr(RowEncoder, "prepare", None)
+    monkeypatch.setattr("trainer.data.prepare.prepare_rows", None)
     second = run(moved, cache=tmp_path / "cache")
     assert (first.directory, first.summary) == (second.directory, second.summary)
     assert second.location(0) == f"{moved}:1"

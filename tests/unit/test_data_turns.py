@@ -19,7 +19,7 @@ from prepared import run_rows
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.prepare import RowEncoder
+from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions, Row
 from trainer.data.tokens import Encoded
 
@@ -193,5 +193,5 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(tmp_path,
     dataset = run_rows(tmp_path, *rows, **options)
     summary = dataset.summary
     assert (len(dataset), summary.num_truncated, summary.num_dropped) == found
-    assert dataset.num_rows == 2 - summary.num_dropped
+    assert summary.num_kept_rows == 2 - summary.num_dropped
     assert dataset.location(len(dataset) - 1).endswith("rows.jsonl:2")

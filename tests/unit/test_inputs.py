@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
 
-from trainer.data.chat import ChatEncoder
+from trainer.data.chat import RowEncoder
 from trainer.train.start import main
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import Inputs, prepare_inputs
@@ -42,10 +42,10 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files)
 
 
 def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):
-    made: list[ChatEncoder] = []
-    init = ChatEncoder.__init__
+    made: list[RowEncoder] = []
+    init = RowEncoder.__init__
     monkeypatch.setattr(
-        ChatEncoder,
+        RowEncoder,
         "__init__",
         lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1],
     )

@@ -8,7 +8,7 @@ import pytest
 from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
-from trainer.config import known_keys
+from trainer.config import Config, keys_of
 from trainer.tools.report.advice import ADVICE, advise
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.analysed_run import AnalysedRun
@@ -35,7 +35,7 @@ def remedies() -> tuple[str, ...]:
 
 def test_every_key_and_value_advised_is_one_of_the_trainer():
     assert len(remedies()) > 40
-    unknown = {key for text in remedies() for key in KEY.findall(text)} - set(known_keys())
+    unknown = {key for text in remedies() for key in KEY.findall(text)} - set(keys_of(Config))
     assert unknown == set()
     for key, value in sorted({pair for text in remedies() for pair in OVERRIDE.findall(text)}):
         load_config([f"{key}={value}"])

@@ -43,18 +43,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-class CommandParser(Parser):
-    """The parser of a subcommand. It refuses unknown arguments, which argparse would leave to the
-    parser above.
-    """
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
-
-
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
     """Add the arguments of a start as `words`. `ranks` says what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
@@ -82,9 +70,7 @@ Main = Callable[[list[str]], int]
 """A command takes its arguments and returns its exit code."""
 
 
-def as_command(
-    codes: dict[type[Exception], int] | None = None, *, interrupted: str = "interrupted"
-) -> Callable[[Main], Main]:
+def as_command(codes: dict[type[Exception], int] | None = None) -> Callable[[Main], Main]:
     """Print an error that has an exit code on stderr, and return the code.
 
     `codes` extend the exit codes of a run.
@@ -97,7 +83,7 @@ def as_command(
             try:
                 return command(argv)
             except KeyboardInterrupt:
-                print(interrupted, file=sys.stderr)
+                print("interrupted", file=sys.stderr)
                 return EXIT_INTERRUPTED
             except tuple(known) as error:
                 print(f"ERROR: {error}", file=sys.stderr)

@@ -8,41 +8,32 @@ cannot write, 130 interrupted.
 import json
 import sys
 
-import yaml
-
-from trainer.cli.arguments import Parser, as_command, at_least, read_words
+from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.errors import EXIT_DONE
 
 ABOUT = """Show what is trained.
 
 preview: samples as the model sees them, the supervised part marked
-stats: tokens, supervised share, lengths, what was left out, exact duplicates"""
+stats: tokens, supervised share, lengths, what was left out, exact duplicates; as JSON"""
 
 
 @as_command()
 def main(argv: list[str]) -> int:
     parser = Parser("data", description=ABOUT)
     parser.add_argument("command", choices=("preview", "stats"))
-    parser.add_argument("words", nargs="*", metavar="key=value", help="the overrides of the run")
+    add_words(parser)
     about = "preview: of each kind: longest, least supervised, random (default: %(default)s)"
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
-    parser.add_argument("--json", action="store_true", help="stats: print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
-    asked, config = read_words(arguments.words)
-    if asked.num_ranks is not None:
-        parser.error(
-            f"the data does not depend on the number of ranks: leave out {asked.num_ranks}"
-        )
+    _, config = read_words(arguments.words)
 
     from trainer.data import show
     from trainer.train.start.inputs import prepare_data_alone
 
     data = prepare_data_alone(config)
     if arguments.command == "stats":
-        tree = show.stats(data.train, data.validation)
-        as_json = json.dumps(tree, indent=1)
-        # YAML escapes characters that drive a terminal, as JSON does
-        print(as_json if arguments.json else yaml.safe_dump(json.loads(as_json), sort_keys=False))
+        # JSON escapes characters that drive a terminal
+        print(json.dumps(show.stats(data.train, data.validation), indent=1))
     else:
         number, seed = arguments.samples, config.trainer.seed
         for line in show.shown(data.train, data.tokenizer, num_each=number, seed=seed):

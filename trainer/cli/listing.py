@@ -141,11 +141,13 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         size, ranks = readable(found["size_bytes"]), found["world_size"] or "-"
         loss = "-" if found["loss"] is None else f"{found['loss']:.4f}"
         created = (found["created_utc"] or "-")[:19]
-        marks = [found["reason"]] if found["reason"] else []
-        marks += ["pointer"] if found["pointer"] else []
-        marks += ["resume takes it"] if found["resume"] else []
+        marks = {
+            found["reason"]: found["reason"],
+            "pointer": found["pointer"],
+            "resume takes it": found["resume"],
+        }
         row = f"{found['step']:9}  {found['status']:10}  {size:>9}  {ranks:>5}  {loss:>8}"
-        yield f"{row}  {created:19}  {', '.join(marks)}".rstrip()
+        yield f"{row}  {created:19}  {', '.join(filter(marks.get, marks))}".rstrip()
     if run["mirror"]:
         yield mirror_line(run["mirror"])
     for left in run["leftovers"]:
@@ -175,7 +177,6 @@ def prove(path: Path) -> list[str]:
     except (OSError, ManifestError):
         return [info.reason]
     with ThreadPoolExecutor(count) as pool:
-        shares = [(index, count) for index in range(count)]
-        found = pool.map(lambda share: verify_files(path, manifest, share=share), shares)
+        found = pool.map(lambda i: verify_files(path, manifest, share=(i, count)), range(count))
         problems = [problem for share in found for problem in share]
     return problems or ([info.reason] if info.reason else [])

@@ -4,8 +4,8 @@ Nothing here imports torch, so a mistyped key fails before anything slow starts.
 """
 
 from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of
-from trainer.config.keys import ConfigError, did_you_mean, names_matching, parse_duration_s
-from trainer.config.parse import assign, default_tree, known_keys, parse_recorded, to_config
+from trainer.config.keys import ConfigError, did_you_mean, keys_of, names_matching, parse_duration_s
+from trainer.config.parse import assign, default_tree, parse_recorded, to_config
 from trainer.config.schema import (
     AUTO,
     DTYPES,

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.keys import (
     ConfigError,
     at_least,
+    count_or_all,
     key,
     not_empty,
     one_of,
@@ -17,7 +18,6 @@ from trainer.config.keys import (
 
 QUICKSTART, AUTO = "quickstart", "auto"
 NAME = r"\w[\w.-]*"
-_COUNT_OR_ALL = at_least(1, special=-1)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SourceConfig:
         "other half in the next epoch; must be 1 for validation",
         within("(0, 1000]"),
     )
-    max_samples: int | None = key(None, "use only the first rows; -1 = all", _COUNT_OR_ALL)
+    max_samples: int | None = key(None, "use only the first rows; -1 = all", count_or_all)
     chat_template: str | None = key(
         None, "template for its rows: chatml | llama3 | plain or a path"
     )
@@ -129,7 +129,7 @@ class DataConfig:
         one_of("error", "parse"),
     )
     train_max_samples: int = key(
-        -1, "use only the first rows (of each training source); -1 = all", _COUNT_OR_ALL
+        -1, "use only the first rows (of each training source); -1 = all", count_or_all
     )
     on_bad_row: str = key(
         "error",

@@ -132,6 +132,7 @@ def parse_duration_s(text: str | None) -> float:
 
 
 not_negative, positive = at_least(0), within("(0, inf)")
+count_or_all = at_least(1, special=-1)
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 duration = where(parse_duration_s, "must be a duration such as 3h30m, 90m or 45s; got '{}'")
 inside_checkpoints = where(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, is_dataclass
 from functools import cache
 from operator import attrgetter
-from types import NoneType
 from typing import Any, get_args, get_origin
 
 import omegaconf
@@ -77,10 +76,8 @@ def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterat
         value = int(value)  # OmegaConf makes it a float again if the key is one
     elif get_origin(own.type) is list and not isinstance(value, list):
         value = [value]
-    elif get_origin(own.type) is dict and isinstance(value, Mapping):
-        value = OmegaConf.merge(tree[own.name], value)
     try:
-        tree[own.name] = value
+        OmegaConf.update(tree, own.name, value, merge=get_origin(own.type) is dict)
     except (OmegaConfBaseException, ValueError) as error:
         yield f"'{dotted}': {str(error).splitlines()[0]}"
 
@@ -135,15 +132,16 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
 
 def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str]) -> Any:
     """Return the value of a key with entries: a text, or a list whose mappings become groups."""
-    kinds = {own.type, *get_args(own.type)}
-    if type(value) in kinds or (value is None and NoneType in kinds):
+    kinds = own.type, *get_args(own.type)
+    if type(value) in kinds:
         return value
     (item_kind,) = (get_args(kind)[0] for kind in kinds if get_origin(kind) is list)
-    item_kinds = {item_kind, *get_args(item_kind)}
+    item_kinds = item_kind, *get_args(item_kind)
+    group = item_kinds[-1]  # in a union the text comes first
     found = []
     for number, item in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(item, Mapping) and (groups := [*filter(is_dataclass, item_kinds)]):
-            found.append(_entry(groups[0], item, f"{dotted}[{number}].", problems))
+        if isinstance(item, Mapping) and is_dataclass(group):
+            found.append(_entry(group, item, f"{dotted}[{number}].", problems))
         elif type(item) in item_kinds:
             found.append(item)
         else:
@@ -167,11 +165,6 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
     tree = default_tree()
     assign(tree, values)
     return to_config(tree)
-
-
-def known_keys() -> list[str]:
-    """Return all dotted keys, in the order of the schema."""
-    return list(keys_of(Config))
 
 
 def contradictions(config: Config) -> Iterator[str]:

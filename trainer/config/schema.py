@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config.data import AUTO, QUICKSTART, DataConfig
 from trainer.config.keys import (
     at_least,
+    count_or_all,
     duration,
     group,
     inside_checkpoints,
@@ -37,10 +38,9 @@ SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 MIN_DIST_TIMEOUT_S = 60
 ALWAYS_SAVED = ("model", "optimizer", "extra")
-EXPORTS = {"hf_model": "adapter", "merged_model": "merged"}
-"""Values of `save_contents` that export weights, and what an export of LoRA contains."""
+EXPORTS = ("hf_model", "merged_model")
+"""Values of `save_contents` that export weights; of LoRA, the adapter or the merged model."""
 _RATIO = within("[0, 1]")
-_STEPS_OR_END = at_least(1, special=-1)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FsdpConfig:
     fsdp_size: int = key(
         -1,
         "ranks that share one copy of the parameters; smaller = HSDP; -1 = all",
-        at_least(1, special=-1),
+        count_or_all,
     )
 
 
@@ -346,13 +346,13 @@ class TrainerConfig:
     total_epochs: int = key(2, "passes over the training samples", at_least(1))
     total_training_steps: int | None = key(None, "overrides total_epochs", at_least(1))
     save_freq: int = key(
-        100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END
+        100, "checkpoint every N steps and at the end; -1 = only at the end", count_or_all
     )
     save_every: str | None = key(
         None, "checkpoint also when this time has passed since the last one: 30m, 2h", duration
     )
     test_freq: int = key(
-        50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END
+        50, "validate every N steps and at the end; -1 = only at the end", count_or_all
     )
     max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", at_least(1))
     resume_mode: str = key(

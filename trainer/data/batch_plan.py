@@ -17,7 +17,6 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.config import ConfigError
 from trainer.runtime import seeding
 from trainer.runtime.progress import Position
 
@@ -182,12 +181,6 @@ class Schedule:
             + (num_epochs - 1) * self.steps_per_epoch
         )
 
-    def times_until(self, step: int) -> list[float]:
-        """Return how often the run has trained a row of each source by the end of `step`, on average."""
-        end = self.position(max(step, self.start.step))
-        num_epochs = end.epoch + end.samples_consumed / self.num_samples
-        return [num_epochs * share.num_samples / share.num_rows for share in self.shares]
-
     def rows(self, step: int) -> np.ndarray:
         """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)
@@ -247,23 +240,26 @@ class RankPlan:
         `lengths` [samples] are token counts. Returns, for each data rank, the same number of
         micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
         costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times
-        `squared_length(n, w)`. Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
+        `squared_length(n, w)`.
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
-        if lengths.size and lengths.max() > max_tokens:
-            raise ConfigError(
-                f"a sample of {int(lengths.max())} tokens exceeds "
-                f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
-            )
+        assert (lengths <= max_tokens).all(), (
+            "the configuration was checked, and long rows were cut"
+        )
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
             costs += cost * squared_length(lengths, window)
         least = max(lengths.sum() / max_tokens, len(lengths) / max_samples, 1)
         num_bins = math.ceil(math.ceil(least) / self.num_data_ranks) * self.num_data_ranks
-        while (bins := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
+        while (filled := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:
             num_bins += self.num_data_ranks
-        return _deal(bins, costs, self.num_data_ranks)
+        bins = [sorted(members) for members in filled]
+        load = np.array([costs[members].sum() for members in bins])
+        num_each = len(bins) // self.num_data_ranks
+        dealt = _fill(load, load, self.num_data_ranks, math.inf, num_each)
+        assert dealt is not None, "every rank gets the same number"
+        return [[bins[index] for index in members] for members in dealt]
 
 
 def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
@@ -277,34 +273,21 @@ def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
 
 
 def _fill(
-    lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: float, max_samples: float
+    sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_size: float, max_count: float
 ) -> list[list[int]] | None:
-    """Put samples, longest first, into the cheapest bin with room; None when one finds none."""
+    """Put items, largest first, into the cheapest bin with room; None when one finds none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    tokens, counts, load = np.zeros((3, num_bins))
-    for index in np.argsort(-lengths, kind="stable"):
-        fits = (tokens + lengths[index] <= max_tokens) & (counts < max_samples)
+    filled, counts, load = np.zeros((3, num_bins))
+    for index in np.argsort(-sizes, kind="stable"):
+        fits = (filled + sizes[index] <= max_size) & (counts < max_count)
         if not fits.any():
             return None
         target = int(np.argmin(np.where(fits, load, np.inf)))
         bins[target].append(int(index))
-        tokens[target] += lengths[index]
+        filled[target] += sizes[index]
         counts[target] += 1
         load[target] += costs[index]
-    return [sorted(members) for members in bins]
-
-
-def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
-    """Deal bins, costliest first, to the least loaded rank; every rank gets the same number."""
-    load = [float(costs[members].sum()) for members in bins]
-    ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
-    totals = [0.0] * num_data_ranks
-    for index in sorted(range(len(bins)), key=lambda i: (-load[i], i)):
-        has_room = [len(rank) < len(bins) // num_data_ranks for rank in ranks]
-        target = int(np.argmin(np.where(has_room, totals, np.inf)))
-        ranks[target].append(bins[index])
-        totals[target] += load[index]
-    return ranks
+    return bins
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
@@ -331,7 +314,7 @@ def deal_facts(
     micro-batches, each a list of indices.
     """
     num_tokens = int(lengths.sum())
-    tokens_by_rank = [sum(int(lengths[index]) for part in rank for index in part) for rank in dealt]
+    tokens_by_rank = [sum(int(lengths[part].sum()) for part in rank) for rank in dealt]
     num_full = sum(bool(part) for rank in dealt for part in rank)
     num_empty = sum(map(len, dealt)) - num_full
     facts = {

@@ -1,20 +1,20 @@
-"""Items to samples: conversations are rendered by the chat template, plain text is taken as it is,
+"""Rows to samples: conversations are rendered by the chat template, plain text is taken as it is,
 and both are tokenized in batches.
 
 Supervision is decided on characters, as spans that end with the end-of-turn token, and carried over
 to the tokens that start inside.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.formats import Continuation, Conversation, Item
-from trainer.data.masks import REASONING_KEYS, Renderings, count_missing_reasoning
-from trainer.data.rows import TOO_DEEP, PrepareOptions, Summary, UnusableError
+from trainer.data.formats import Continuation, Conversation, RowParser
+from trainer.data.masks import REASONING_KEYS, Part, Renderings, count_missing_reasoning
+from trainer.data.rows import TOO_DEEP, PrepareOptions, Row, Summary, UnusableError
 from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
@@ -25,92 +25,40 @@ BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 
-class TextEncoder:
-    """Puts the tokenizer's beginning before a text and its end token after it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_in_content: str) -> None:
-        """Raises `DataError` for a tokenizer without an end token."""
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
-            )
-        self._tokenizer, self._special_in_content = tokenizer, special_in_content
-        self.end_id = int(tokenizer.eos_token_id)
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = TokenTexts({token.content for token in added if token.special})
-        [first, *_] = tokenizer.encode("a", add_special_tokens=False)
-        with_all = tokenizer.encode("a")
-        self._lead = with_all[: with_all.index(first)]
-
-    def marked(self, item: Continuation) -> MarkedText:
-        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
-        text = item.text.removesuffix(str(self._tokenizer.eos_token))
-        if not text.strip():
-            raise UnusableError("empty text: there is nothing to supervise")
-        whole = item.prompt + text
-        require_unicode(whole)
-        if self._special_in_content == "error":
-            self._special.require_none({"the text": whole})
-        return MarkedText(whole, [(len(item.prompt), len(whole))], prompt=item.prompt)
-
-    def encoded(
-        self, item: MarkedText, ids: np.ndarray, num_prompt: int, finder: TokenFinder
-    ) -> Encoded:
-        """Take `ids` of the whole text, `num_prompt` of them before the span.
-
-        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
-        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
-        that changes the text.
-        """
-        prompt, whole = finder.ids(item.prompt or ""), ids.tolist()
-        if whole[:num_prompt] != prompt:
-            apart = prompt + finder.ids(item.text[item.spans[0][0] :])
-            if self._decoded(apart) != self._decoded(whole):
-                raise UnusableError(
-                    "split token: one token holds the end of the prompt and the begin of the text"
-                )
-            whole = apart
-        lead = [] if whole[: len(self._lead)] == self._lead else self._lead
-        input_ids = np.array([*lead, *whole, self.end_id], dtype=np.int32)
-        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+Result = list[Encoded] | UnusableError
 
 
-class ChatEncoder:
-    """Encodes items with a tokenizer and its chat template.
+class RowEncoder:
+    """Turns rows into samples, with a tokenizer and its chat template.
 
     Raises `DataError` for a slow tokenizer, and where it has to render without a chat template or
     with a broken one.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: PrepareOptions,
-        seen: Summary,
-    ) -> None:
-        """`seen` counts what the items hold."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
             raise DataError(
                 f"{name} is a slow tokenizer without character offsets.\n"
                 f"Fix: use a model with a tokenizer.json"
             )
-        self.tokenizer, self._options, self.seen = tokenizer, options, seen
+        self.tokenizer, self.options = tokenizer, options
+        self.seen = Summary()
+        """Counts of what the rows hold."""
+        self._parser = RowParser(options.keys, tokenizer, self.seen)
         self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, which share its memory
         self._finder = TokenFinder(tokenizer)
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
 
-    def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
-        """Yield in order the samples of each item, or the reason why it has none."""
-        batch: list[list[MarkedText] | Encoded | UnusableError] = []
+    def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
+        """Yield in order the samples of each row, or the reason why it has none."""
+        batch: list[Sequence[MarkedText] | Encoded | UnusableError] = []
         num_chars = 0
-        for item in items:
+        for row in rows:
             try:
-                if isinstance(item, UnusableError | Encoded):
+                item = self._parser.parse(row)
+                if isinstance(item, Encoded):
                     batch.append(item)
                 else:
                     marked = self._marked(item)
@@ -126,8 +74,8 @@ class ChatEncoder:
         yield from self._encoded_batch(batch)
 
     def _encoded_batch(
-        self, batch: list[list[MarkedText] | Encoded | UnusableError]
-    ) -> Iterator[list[Encoded] | UnusableError]:
+        self, batch: list[Sequence[MarkedText] | Encoded | UnusableError]
+    ) -> Iterator[Result]:
         texts = [item for samples in batch if isinstance(samples, list) for item in samples]
         located = iter(self._finder.find(texts))
         for samples in batch:
@@ -143,27 +91,27 @@ class ChatEncoder:
                 except UnusableError as error:
                     yield error
 
-    def _marked(self, item: Conversation | Continuation) -> list[MarkedText]:
+    def _marked(self, item: Conversation | Continuation) -> Sequence[MarkedText]:
         if isinstance(item, Continuation):
-            return [self._texts.marked(item)]
+            return [self._marked_text(item)]
         tools = item.tools
         template = self._template(tools)
         messages = [template.with_arguments(message) for message in item.messages]
-        if self._options.special_in_content == "error":
+        if self.options.special_in_content == "error":
             named: dict[str, Any] = {
                 f"message {number} ({message['role']})": message
                 for number, message in enumerate(messages, start=1)
             }
             template.structural_tokens.require_none({**named, "a tool definition": tools})
         renderings = Renderings(template, messages, tools)
-        asked = renderings.turns[-1:] if self._options.train_on == "last" else renderings.turns
+        asked = renderings.turns[-1:] if self.options.train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
-        parts = renderings.divide(trained, self._options.turns, self.seen)
+        parts = renderings.divide(trained, self.options.turns, self.seen)
         for part in parts:
             self.seen.num_without_reasoning += count_missing_reasoning(template, part, tools)
         for message in messages:
             self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
-        return [part.marked for part in parts]
+        return parts
 
     def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
@@ -173,18 +121,42 @@ class ChatEncoder:
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
-            variables = self._options.template_kwargs
+            variables = self.options.template_kwargs
             self._templates[source] = ChatTemplate(source, self.tokenizer, variables)
         return self._templates[source]
 
+    def _marked_text(self, item: Continuation) -> MarkedText:
+        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
+        text = item.text.removesuffix(str(self.tokenizer.eos_token))
+        if not text.strip():
+            raise UnusableError("empty text: there is nothing to supervise")
+        whole = item.prompt + text
+        require_unicode(whole)
+        if self.options.special_in_content == "error":
+            self._special.require_none({"the text": whole})
+        return MarkedText(whole, [(len(item.prompt), len(whole))])
+
     @cached_property
-    def _texts(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer, self._options.special_in_content)
+    def _special(self) -> TokenTexts:
+        return TokenTexts({token.content for token in self._added_tokens.values() if token.special})
+
+    @cached_property
+    def _text_ends(self) -> tuple[list[int], int]:
+        """The tokenizer's beginning, which goes before a text, and its end token, which goes after it.
+        Raises `DataError` for a tokenizer without an end token.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
+            )
+        [first, *_] = tokenizer.encode("a", add_special_tokens=False)
+        with_all = tokenizer.encode("a")
+        return with_all[: with_all.index(first)], int(tokenizer.eos_token_id)
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
-        if item.prompt is not None:
-            self.seen.end_token_ids.add(self._texts.end_id)
-            return self._texts.encoded(item, input_ids, bounds[0][0], self._finder)
+        if not isinstance(item, Part):
+            return self._encoded_text(item, input_ids, bounds[0][0])
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1])
@@ -196,6 +168,32 @@ class ChatEncoder:
             loss_mask[first:last] = True
             self.seen.end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)
+
+    def _encoded_text(self, item: MarkedText, ids: np.ndarray, num_prompt: int) -> Encoded:
+        """Take `ids` of the whole text, `num_prompt` of them before the span.
+
+        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
+        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
+        that changes the text.
+        """
+        lead, end_id = self._text_ends
+        self.seen.end_token_ids.add(end_id)
+        ((start, _),) = item.spans
+        prompt, whole = self._finder.ids(item.text[:start]), ids.tolist()
+        if whole[:num_prompt] != prompt:
+            apart = prompt + self._finder.ids(item.text[start:])
+            if self._decoded(apart) != self._decoded(whole):
+                raise UnusableError(
+                    "split token: one token holds the end of the prompt and the begin of the text"
+                )
+            whole = apart
+        if whole[: len(lead)] == lead:
+            lead = []
+        input_ids = np.array([*lead, *whole, end_id], dtype=np.int32)
+        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
         """Remember the special tokens that end supervised stretches of a row of tokens."""

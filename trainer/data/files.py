@@ -29,12 +29,9 @@ NUM_NAMED = 20
 def resolve_files(spec: str | list[str]) -> list[Path]:
     """Return the files of each path, glob or address of the Hub in turn; matches are sorted.
 
-    Raises `DataError` for an empty match, a missing file, anything but a regular file, or an
-    unsupported suffix.
+    Raises `DataError` for a missing file, anything but a regular file, or an unsupported suffix.
     """
-    entries = [spec] if isinstance(spec, str) else list(spec)
-    if not entries:
-        raise DataError("no data files given: set a path, a glob or a list of both")
+    entries = [spec] if isinstance(spec, str) else spec
     files = [path for entry in entries for path in _resolve_one(entry)]
     if not any(path.stat().st_size for path in files):
         raise DataError(f"no row to train on: '{files[0]}' is empty")
@@ -45,7 +42,7 @@ def _resolve_one(entry: str) -> list[Path]:
     if entry.startswith("hf://"):
         return dataset_files(entry)
     path = Path(entry).expanduser()
-    paths = [path] if entry and path.exists() else []
+    paths = [path] if path.exists() else []
     if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     if not paths:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Summary, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, Summary, UnusableError
 from trainer.data.tokens import Encoded
 
 Message = dict[str, Any]
@@ -60,7 +61,7 @@ class Continuation:
     text: str
 
 
-Item = Conversation | Continuation | Encoded | UnusableError
+Item = Conversation | Continuation | Encoded
 Recognised = tuple[str, Iterable[str], Item]
 """Name of the format, the columns it reads, and the item."""
 
@@ -90,14 +91,10 @@ class RowParser:
         self._keys, self._tokenizer, self._seen = keys, tokenizer, seen
 
     def parse(self, row: Row) -> Item:
+        """Raises `UnusableError`, and `RecursionError` for a deeply nested row."""
         if row.problem is not None:
-            return row.problem
-        try:
-            name, columns, item = self._recognised(row)
-        except UnusableError as error:
-            return error
-        except RecursionError:
-            return UnusableError(TOO_DEEP)
+            raise row.problem
+        name, columns, item = self._recognised(row)
         self._seen.rows_by_shape[name] += 1
         read = {outer for column in columns for outer in (column, column.partition(".")[0])}
         # empty values may be there for the sake of other rows
@@ -427,17 +424,15 @@ def _integers(record: Record, key: str, length: int | None = None) -> np.ndarray
     """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
     values = record[key]
     try:
-        found = np.asarray(values if isinstance(values, list) else None)
-    except (ValueError, OverflowError):  # lists of different lengths, or integers above 64 bits
-        found = np.asarray(None)
-    is_list = found.ndim == 1 and (not found.size or found.dtype.kind in "biu")
-    if not is_list or not np.array_equal(found, found.astype(np.int32)):
-        raise UnusableError(f"bad tokens: '{key}' is not a list of integers of 32 bits")
+        found = array("i", values if isinstance(values, list) else [None])
+    except (TypeError, OverflowError) as error:
+        reason = f"bad tokens: '{key}' is not a list of integers of 32 bits"
+        raise UnusableError(reason) from error
     if length not in (None, len(found)):
         raise UnusableError(
             f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
         )
-    return found.astype(np.int32)
+    return np.array(found)
 
 
 def _require(key: str, values: np.ndarray, is_known: np.ndarray, known: str) -> None:

@@ -34,17 +34,17 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
     else:
         parts = [samples.sample(index) for index in indices]
     ids_T = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
+    mask_T = np.concatenate([mask for _, mask in parts])
+    seqlens = tuple(len(ids) for ids, _ in parts)
+    mask_T[np.cumsum(seqlens)[:-1]] = False  # nothing predicts the first token of a document
+    supervised_S = np.flatnonzero(mask_T[1:])
     labels_T = np.full(len(ids_T), IGNORE_INDEX, dtype=np.int64)
-    start = 0
-    for ids, mask in parts:
-        shifted = np.where(mask[1:], ids[1:], IGNORE_INDEX)
-        labels_T[start : start + len(shifted)] = shifted
-        start += len(ids)
+    labels_T[supervised_S] = ids_T[supervised_S + 1]
     return PackedBatch.of(
         torch.from_numpy(ids_T),
         torch.from_numpy(labels_T),
-        torch.from_numpy(np.flatnonzero(labels_T != IGNORE_INDEX)),
-        seqlens=tuple(len(ids) for ids, _ in parts),
+        torch.from_numpy(supervised_S),
+        seqlens=seqlens,
         sample_ids=tuple(indices),
         sources_D=torch.from_numpy(samples.source_of(indices)) if indices else None,
     )
@@ -59,10 +59,9 @@ def build_step(
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = plan.deal(lengths)
     micro_batches = tuple(
-        pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank]
+        pack(samples, [int(ids[i]) for i in members]).share(*plan.share)
+        for members in dealt[plan.data_rank]
     )
-    if plan.share != (0, 1):
-        micro_batches = tuple(batch.share(*plan.share) for batch in micro_batches)
     return StepBatch(
         step=step,
         epoch=epoch,
@@ -81,10 +80,11 @@ def build_step(
 def _by_source(samples: Samples, ids: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, int]:
     if len(samples.names) == 1:
         return {}
-    counts = np.bincount(
-        samples.source_of(ids), weights=num_loss_tokens, minlength=len(samples.names)
-    )
-    return {name: int(count) for name, count in zip(samples.names, counts, strict=True)}
+    sources = samples.source_of(ids)
+    return {
+        name: int(num_loss_tokens[sources == number].sum())
+        for number, name in enumerate(samples.names)
+    }
 
 
 class _StepDataset(Dataset[StepBatch]):

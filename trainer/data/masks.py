@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from trainer.data.formats import Message
@@ -11,7 +10,6 @@ from trainer.data.rows import Summary, UnusableError
 from trainer.data.template import ChatTemplate, Tools, with_function
 from trainer.data.tokens import MarkedText, Span
 
-TOGETHER, AUTO = "together", "auto"
 MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
 NEVER_ENDS = (
@@ -20,13 +18,12 @@ NEVER_ENDS = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
-    """One sample of a conversation: its messages, the supervised turns among them, its text."""
+@dataclass(frozen=True, kw_only=True)
+class Part(MarkedText):
+    """One sample of a conversation: its text, its messages, the supervised turns among them."""
 
     messages: list[Message]
     turns: list[int]
-    marked: MarkedText
 
 
 class Renderings:
@@ -37,7 +34,7 @@ class Renderings:
         self.turns = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        self._made: dict[tuple[int, bool], str] = {}
+        self._made: dict[tuple[int, bool], tuple[str, list[Span]]] = {}
 
     def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
         """Return the samples that supervise the turns `trained`; `mode` is `data.turns`.
@@ -48,11 +45,11 @@ class Renderings:
         """
         seen.num_conversations += 1
         if not trained:
-            return [Part(self._messages, [], MarkedText(self._whole[0], []))]
-        if mode == TOGETHER:
+            return [Part(self._whole, [], messages=self._messages, turns=[])]
+        if mode == "together":
             return [self._together(trained)]
         together, problem = None, None
-        if mode == AUTO:
+        if mode == "auto":
             self._whole  # noqa: B018  a row that the template refuses as a whole is refused
             try:
                 together = self._together(trained)
@@ -62,8 +59,8 @@ class Renderings:
                 problem = error
         parts = []
         for index in trained:
-            if (marked := self._served(index)) is not None:
-                parts.append(Part(self._messages[: index + 1], [index], marked))
+            if (part := self._served(index)) is not None:
+                parts.append(part)
             elif together is None:
                 raise problem or UnusableError(
                     f"chat template: message {index + 1} (assistant) is not rendered as its "
@@ -79,27 +76,26 @@ class Renderings:
 
     # Renderings
 
-    @cached_property
-    def _whole(self) -> tuple[str, list[Span]]:
-        """The text, and what the template's generation tags enclose."""
-        text, tagged = self._template.render(self._messages, self._tools)
-        return text + self._open_end(len(self._messages)), tagged
-
-    def _upto(self, num_messages: int, *, prompt: bool = False) -> str:
-        """Render the first messages; with `prompt` as a server does for the model to go on."""
-        if num_messages == len(self._messages) and not prompt:
-            return self._whole[0]
+    def _rendered(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
+        """Render the first messages; with `prompt` as a server does for the model to go on. Return the
+        text, and what the template's generation tags enclose.
+        """
         key = num_messages, prompt
         if key not in self._made:
             messages = self._messages[:num_messages]
-            text, _ = self._template.render(messages, self._tools, prompt=prompt)
-            self._made[key] = text if prompt else text + self._open_end(num_messages)
+            text, tagged = self._template.render(messages, self._tools, prompt=prompt)
+            if num_messages - 1 in self.turns and not prompt:
+                text += self._template.end_behind(messages[-1])
+            self._made[key] = text, tagged
         return self._made[key]
 
-    def _open_end(self, num_messages: int) -> str:
-        """Return the end of a last assistant message that the template has not written yet."""
-        is_turn = num_messages - 1 in self.turns
-        return self._template.end_behind(self._messages[num_messages - 1]) if is_turn else ""
+    def _upto(self, num_messages: int, *, prompt: bool = False) -> str:
+        text, _ = self._rendered(num_messages, prompt=prompt)
+        return text
+
+    @property
+    def _whole(self) -> str:
+        return self._upto(len(self._messages))
 
     def _closed(self, index: int) -> str:
         """Return the rendering that ends with the end token of a turn."""
@@ -112,7 +108,7 @@ class Renderings:
 
     def _together(self, trained: list[int]) -> Part:
         """Mark the turns in the whole rendering, each up to and with its end token."""
-        text, tagged = self._whole
+        text, tagged = self._rendered(len(self._messages))
         has_tags = self._template.has_generation_tags
         spans = list(self._tagged_spans(text, tagged) if has_tags else self._prefix_spans())
         if trained != self.turns:
@@ -125,7 +121,7 @@ class Renderings:
             spans = [
                 span for index, span in zip(self.turns, spans, strict=True) if index in trained
             ]
-        return Part(self._messages, trained, MarkedText(text, spans))
+        return Part(text, spans, messages=self._messages, turns=trained)
 
     def _tagged_spans(self, text: str, tagged: list[Span]) -> Iterator[Span]:
         """Yield generation tags, with the end token where it follows the tag directly."""
@@ -152,7 +148,7 @@ class Renderings:
 
     def _prefix_spans(self) -> Iterator[Span]:
         """Yield what each turn adds to the rendering of the messages before it."""
-        text = self._whole[0]
+        text = self._whole
         starts = [self._turn_start(index) for index in self.turns]
         limits = [*starts[1:], len(text)]
         for index, start, limit in zip(self.turns, starts, limits, strict=True):
@@ -163,7 +159,7 @@ class Renderings:
             yield start, end
 
     def _turn_start(self, index: int) -> int:
-        text, prompt = self._whole[0], self._upto(index, prompt=True)
+        text, prompt = self._whole, self._upto(index, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
         # The generation prompt may hold more than the turn's header, such as an empty thinking
@@ -181,7 +177,7 @@ class Renderings:
 
     def _turn_end(self, index: int, start: int, limit: int) -> int:
         """Return where the rendering up to this turn ends in the whole; -1 if it does not."""
-        text, closed = self._whole[0], self._closed(index)
+        text, closed = self._whole, self._closed(index)
         if text.startswith(closed):
             return len(closed)
         # the template rewrites the turn when others follow: it still ends with its token
@@ -211,19 +207,17 @@ class Renderings:
 
     def _is_as_served(self, part: Part) -> bool:
         """Return whether the whole rendering shows each supervised turn as `_served` does."""
-        text, spans = part.marked.text, part.marked.spans
-        if len(spans) != len(part.turns):
+        text = part.text
+        if len(part.spans) != len(part.turns):
             return False
-        for index, (start, end) in zip(part.turns, spans, strict=True):
+        for index, (start, end) in zip(part.turns, part.spans, strict=True):
             prompt = self._upto(index, prompt=True)
-            is_generated = start == len(prompt) or (
-                self._template.has_generation_tags and start > len(prompt)
-            )
-            if not (is_generated and text.startswith(prompt) and text[:end] == self._closed(index)):
+            is_generated = text.startswith(prompt) and len(prompt) <= start
+            if not (is_generated and text[:end] == self._closed(index)):
                 return False
         return True
 
-    def _served(self, index: int) -> MarkedText | None:
+    def _served(self, index: int) -> Part | None:
         """Return the prompt that a server renders, and what the turn adds to the messages before
         it. None where the turn is not rendered as the prompt's end begins.
         """
@@ -232,15 +226,18 @@ class Renderings:
         if start is None:
             return None
         if self._template.has_generation_tags:
-            _, tagged = self._template.render(self._messages[: index + 1], self._tools)
+            _, tagged = self._rendered(index + 1)
             own = [(max(first, start), end) for first, end in tagged if end > start]
             spans = list(self._tagged_spans(head, own))
         else:
             spans = [(start, len(self._closed(index)))]
             self._check_no_header(head, start, index)
         shift = len(prompt) - start
-        return MarkedText(
-            prompt + head[start:], [(first + shift, end + shift) for first, end in spans]
+        return Part(
+            prompt + head[start:],
+            [(first + shift, end + shift) for first, end in spans],
+            messages=self._messages[: index + 1],
+            turns=[index],
         )
 
     def _header_end(self, index: int) -> int | None:
@@ -278,11 +275,11 @@ def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) ->
     Raises `UnusableError` for a turn without its text or its tool calls. What is not found word for
     word is looked for in a second rendering, in which every part carries a mark.
     """
-    messages, marked, turns, spans = part.messages, part.marked, part.turns, part.marked.spans
+    messages, turns, spans = part.messages, part.turns, part.spans
     if len(spans) != len(turns):
-        spans = [(0, len(marked.text))] * len(turns)
+        spans = [(0, len(part.text))] * len(turns)
     if all(
-        _is_plainly_there(messages[index], marked.text, span)
+        _is_plainly_there(messages[index], part.text, span)
         for index, span in zip(turns, spans, strict=True)
     ):
         return 0
@@ -297,7 +294,7 @@ def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) ->
         return 0
     missing = {place for mark, place in marks.items() if mark not in text}
     for index in turns:
-        if found := [part for part in (TEXT, CALLS) if (index, part) in missing]:
+        if found := [kind for kind in (TEXT, CALLS) if (index, kind) in missing]:
             raise UnusableError(
                 f"left out by the template: message {index + 1} (assistant) is rendered without "
                 f"its {' and '.join(found)}; use a template that renders them (data.chat_template)"

@@ -17,12 +17,11 @@ from multiprocessing import current_process, get_context
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import ChatEncoder
-from trainer.data.formats import RowParser, columns_of
+from trainer.data.chat import Result, RowEncoder
+from trainer.data.formats import columns_of
 from trainer.data.readers import RowBlock, iter_blocks
-from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError
+from trainer.data.rows import PrepareOptions, Summary, UnusableError
 from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
@@ -46,7 +45,6 @@ ROW = np.dtype(
 never is: nothing predicts it), where it ends."""
 NUM_BLOCKS_AHEAD = 2  # for each process
 
-Result = list[Encoded] | UnusableError
 Located = tuple[int, RowBlock]
 """Index of a file, and rows of it."""
 
@@ -64,87 +62,68 @@ class PreparedRows:
     summary: Summary
 
 
-class RowEncoder:
-    """Turns rows into samples. Raises `DataError` as `ChatEncoder` does."""
+def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> PreparedRows:
+    """Encode a block, and cut, drop or list as bad the rows that do not fit."""
+    bad: list[dict[str, object]] = []
+    over_long: list[dict[str, object]] = []
+    found: list[tuple[int, ...]] = []
+    tokens = [np.zeros(0, dtype=TOKEN)]
+    rows, seen = list(block.rows()), encoder.seen
+    for row, result in zip(rows, encoder.encode(rows), strict=True):
+        place = {"file": str(row.file), "line": row.line}
+        try:
+            samples, num_tokens, action = _fitted(encoder, result)
+        except UnusableError as error:
+            bad.append(place | {"reason": str(error), "excerpt": reprlib.repr(row.record)})
+            seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
+            continue
+        if action:
+            over_long.append(place | {"num_tokens": num_tokens, "action": action})
+        for sample in samples:
+            tokens.append(sample.input_ids | sample.loss_mask * SUPERVISED)
+            found.append((file_index, row.line, len(sample.input_ids), _num_labels(sample), 0))
+    kept = np.array(found, dtype=ROW)
+    kept["end"] = np.cumsum(kept["num_tokens"], dtype=np.int64)
+    seen.num_rows += len(rows)
+    seen.num_bad_rows += len(bad)
+    seen.num_samples += len(kept)
+    seen.num_tokens += int(kept["num_tokens"].sum())
+    seen.num_loss_tokens += int(kept["num_loss_tokens"].sum())
+    return PreparedRows(np.concatenate(tokens), kept, bad, over_long, seen.take())
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
-        self._options, self.seen = options, Summary()
-        self._chats = ChatEncoder(tokenizer, options, self.seen)
-        self._parser = RowParser(options.keys, tokenizer, self.seen)
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
-        """Yield in order the samples of each row, or the reason why it has none."""
-        return self._chats.encode(map(self._parser.parse, rows))
-
-    def prepare(self, file_index: int, block: RowBlock) -> PreparedRows:
-        """Encode a block, and cut, drop or list as bad the rows that do not fit."""
-        bad: list[dict[str, object]] = []
-        over_long: list[dict[str, object]] = []
-        kept: list[Encoded] = []
-        lines: list[int] = []
-        rows, seen = list(block.rows()), self.seen
-        for row, result in zip(rows, self.encode(rows), strict=True):
-            place = {"file": str(row.file), "line": row.line}
-            try:
-                samples, num_tokens, action = self._fitted(result)
-            except UnusableError as error:
-                bad.append(place | {"reason": str(error), "excerpt": reprlib.repr(row.record)})
-                seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
-                continue
-            if action:
-                over_long.append(place | {"num_tokens": num_tokens, "action": action})
-            kept += samples
-            lines += [row.line] * len(samples)
-        found = np.zeros(len(kept), dtype=ROW)
-        found["file"], found["line"] = file_index, lines
-        found["num_tokens"] = [len(sample.input_ids) for sample in kept]
-        found["num_loss_tokens"] = [_num_labels(sample) for sample in kept]
-        found["end"] = np.cumsum(found["num_tokens"], dtype=np.int64)
-        nothing = Encoded(np.zeros(0, dtype=TOKEN), np.zeros(0, dtype=bool))
-        ids = np.concatenate([sample.input_ids for sample in (nothing, *kept)], dtype=TOKEN)
-        mask = np.concatenate([sample.loss_mask for sample in (nothing, *kept)])
-        seen.num_rows += len(rows)
-        seen.num_bad_rows += len(bad)
-        seen.num_samples += len(kept)
-        seen.num_tokens += len(ids)
-        seen.num_loss_tokens += int(found["num_loss_tokens"].sum())
-        tokens = np.where(mask, ids | SUPERVISED, ids)
-        return PreparedRows(tokens, found, bad, over_long, seen.take())
-
-    def _fitted(self, samples: Result) -> tuple[list[Encoded], int, str]:
-        """Return samples of at most the longest length, the longest length there was, and what was
-        done to an over-long row. Raises `UnusableError`.
-        """
-        if isinstance(samples, UnusableError):
-            raise samples
-        max_length, truncation = self._options.max_length, self._options.truncation
-        num_tokens = max(len(sample.input_ids) for sample in samples)
-        fitting, action = samples, ""
-        if num_tokens > max_length and truncation == "drop":
-            self.seen.num_dropped += 1
+def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
+    """Return samples of at most the longest length, the longest length there was, and what was
+    done to an over-long row. Raises `UnusableError`.
+    """
+    if isinstance(samples, UnusableError):
+        raise samples
+    max_length, truncation = encoder.options.max_length, encoder.options.truncation
+    num_tokens = max(len(sample.input_ids) for sample in samples)
+    fitting, action = samples, ""
+    if num_tokens > max_length:
+        if truncation == "drop":
+            encoder.seen.num_dropped += 1
             return [], num_tokens, "dropped"
-        if num_tokens > max_length and truncation in ("left", "right"):
+        if truncation in ("left", "right"):
             part = slice(-max_length, None) if truncation == "left" else slice(max_length)
             fitting, action = [_part(sample, part) for sample in samples], "cut"
-        elif num_tokens > max_length:
-            if truncation != "split" or self._options.keys.text_key is None:
-                raise UnusableError(
-                    f"over-long: {num_tokens} tokens > data.max_length {max_length}"
-                )
+        elif truncation == "split" and encoder.options.keys.text_key is not None:
             fitting = _pieces(samples[0], max_length)
-        trained = [sample for sample in fitting if _num_labels(sample)]
-        if not trained:
-            raise UnusableError(
-                f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a label"
-                f"{action and f' after data.truncation={truncation}'}"
-            )
-        if action:
-            self.seen.num_truncated += 1
-            self.seen.num_cut_tokens += sum(
-                len(before.input_ids) - len(after.input_ids)
-                for before, after in zip(samples, fitting, strict=True)
-            )
-        return trained, num_tokens, action
+        else:
+            raise UnusableError(f"over-long: {num_tokens} tokens > data.max_length {max_length}")
+    trained = [sample for sample in fitting if _num_labels(sample)]
+    if not trained:
+        raise UnusableError(
+            f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a label"
+            f"{action and f' after data.truncation={truncation}'}"
+        )
+    if action:
+        encoder.seen.num_truncated += 1
+        encoder.seen.num_cut_tokens += sum(
+            max(0, len(sample.input_ids) - max_length) for sample in samples
+        )
+    return trained, num_tokens, action
 
 
 def _num_labels(sample: Encoded) -> int:
@@ -179,7 +158,7 @@ def prepare_blocks(
     # multiprocessing gives a daemonic process no children
     if len(first) < 2 or num_processes == 1 or current_process().daemon:
         for located in blocks:
-            yield encoder.prepare(*located)
+            yield prepare_rows(encoder, *located)
         return
     # forked processes need no imports; they do not touch a device
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (encoder, os.getpid()))
@@ -213,7 +192,7 @@ def _begin(encoder: RowEncoder, parent_pid: int) -> None:
 
 
 def _prepare(file_index: int, block: RowBlock) -> PreparedRows:
-    return _encoder.prepare(file_index, block)
+    return prepare_rows(_encoder, file_index, block)
 
 
 # Files
@@ -224,7 +203,7 @@ def write_samples(
     encoder: RowEncoder,
     files: list[Path],
     options: PrepareOptions,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None],
 ) -> Summary:
     """Prepare every row of `files` in order, and append samples and lists of bad and over-long rows
     to files of `directory`; `progress` is called after each block.

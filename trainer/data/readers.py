@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,13 +37,21 @@ class RowBlock:
         return replace(self, content=self.content[:count])
 
     def rows(self) -> Iterator[Row]:
-        if isinstance(self.content, pa.RecordBatch):
-            for number, record in enumerate(_records(self.content), start=self.first):
-                yield _row(self.path, number, record, raw="", unread=self.unread)
-        else:
-            for number, item in self.content:
-                record = _parsed(item) if isinstance(item, bytes) else item
-                yield _row(self.path, number, record, raw=item)
+        content: Iterable[tuple[int, Any]] = self.content
+        if isinstance(content, pa.RecordBatch):
+            content = enumerate(_records(content), start=self.first)
+        for number, item in content:
+            record = _parsed(item) if isinstance(item, bytes) else item
+            problem = None
+            if isinstance(record, UnusableError):
+                problem = record
+                record = item if isinstance(item, bytes) else ""
+            elif not isinstance(record, dict):
+                kind = type(record).__name__
+                problem = UnusableError(
+                    f"not an object: the row is a {kind}; a row is one line of a .jsonl file"
+                )
+            yield Row(self.path, number, record, self.unread, problem)
 
 
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
@@ -69,18 +77,6 @@ def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
             content, num_bytes = [], 0
     if content:
         yield RowBlock(path, content)
-
-
-def _row(
-    path: Path, number: int, record: object, *, raw: object, unread: tuple[str, ...] = ()
-) -> Row:
-    if isinstance(record, UnusableError):
-        return Row(path, number, raw, problem=record)
-    if not isinstance(record, dict):
-        kind = type(record).__name__
-        reason = f"not an object: the row is a {kind}; a row is one line of a .jsonl file"
-        return Row(path, number, record, problem=UnusableError(reason))
-    return Row(path, number, record, unread)
 
 
 # Lines and arrays

@@ -71,15 +71,10 @@ class TokenDataset:
     """Index of the first sample of each kept row, int64, with the end of the last; None: each row is
     one sample.
     """
-    mapped: tuple[MappedFile, ...] = ()
+    mapped: tuple[MappedFile, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of kept rows: each has one sample or more."""
-        return len(self) if self.bounds is None else len(self.bounds) - 1
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids (int32) and loss mask (bool) of one sample."""
@@ -94,7 +89,7 @@ class TokenDataset:
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """Return all samples, as a source."""
-        return SourceSamples(name, self, np.arange(self.num_rows), repeat)
+        return SourceSamples(name, self, np.arange(self.summary.num_kept_rows), repeat)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
@@ -109,8 +104,10 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     return TokenDataset(directory, files, summary, tokens, rows, bounds, mapped)
 
 
-def _samples_of(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
     """Return the samples of `rows`, those of a row side by side."""
+    if bounds is None:
+        return rows
     counts = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(counts)
     return np.arange(counts.sum()) + np.repeat(bounds[rows] - ends + counts, counts)
@@ -139,8 +136,7 @@ class SourceSamples:
     @cached_property
     def samples(self) -> np.ndarray:
         """Their numbers in the dataset, int64."""
-        bounds = self.dataset.bounds
-        return self.indices if bounds is None else _samples_of(self.indices, bounds)
+        return _samples_of(self.indices, self.dataset.bounds)
 
     @property
     def row_sizes(self) -> np.ndarray:
@@ -159,7 +155,7 @@ class SourceSamples:
 
     def split(self, val_ratio: float, *, seed: int) -> tuple["SourceSamples", "SourceSamples"]:
         """Return (training, validation samples) of a whole dataset, in their order."""
-        held_out = held_out_rows(self.dataset.num_rows, val_ratio, seed=seed)
+        held_out = held_out_rows(len(self.indices), val_ratio, seed=seed)
         train = replace(self, indices=np.delete(self.indices, held_out))
         return train, replace(self, indices=held_out, repeat=1.0)
 
@@ -190,19 +186,17 @@ class Samples:
         parts = [[source.fingerprint, source.repeat] for source in self.sources]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that close the assistant turns of any source: what generation must stop at."""
-        found = (source.dataset.summary.end_token_ids for source in self.sources)
-        return tuple(sorted(set().union(*found)))
-
-    def total(self, count: str) -> int:
-        """Return a count of `Summary` over all sources."""
-        return sum(getattr(source.dataset.summary, count) for source in self.sources)
+    @cached_property
+    def summary(self) -> Summary:
+        """Counts of the rows of all sources."""
+        total = Summary()
+        for source in self.sources:
+            total.add(source.dataset.summary)
+        return total
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return ids of the samples of rows (int64 ids), in their order."""
-        return rows if self._row_bounds is None else _samples_of(rows, self._row_bounds)
+        return _samples_of(rows, self._row_bounds)
 
     @property
     def row_lengths(self) -> np.ndarray:
@@ -221,7 +215,7 @@ class Samples:
         found = np.empty((2, len(ids)), dtype=np.int64)
         numbers = self.source_of(ids)
         for number, source in enumerate(self.sources):
-            own = np.flatnonzero(numbers == number)
+            own = numbers == number
             indices, rows = source.samples[ids[own] - self._bounds[number]], source.dataset.rows
             found[:, own] = rows["num_tokens"][indices], rows["num_loss_tokens"][indices]
         return found[0], found[1]

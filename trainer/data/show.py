@@ -24,6 +24,12 @@ reading are spelled out."""
 NUM_PLACES = 5
 MAX_PREVIEW = 1600
 """Characters of a sample that the start of a run shows: with the other lines they fill a screen."""
+TURNS = {
+    "num_apart": "conversations are trained turn by turn (data.turns)",
+    "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
+    "num_without_reasoning": "assistant turns are rendered without their reasoning",
+}
+"""What the log says of turns that are not trained as they stand, by their count in `Summary`."""
 Tree = dict[str, Any]
 
 
@@ -163,7 +169,8 @@ def announce(
     the model reads it. Return that sample as plain text, its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
-    total = _counts(train)["total"]
+    counts = _counts(train)
+    total = counts["total"]
     share = total["supervised_tokens"] / total["tokens"]
     held_out = f"; {len(validation):,} validation samples" if validation else ""
     _log(
@@ -172,17 +179,17 @@ def announce(
         f"{held_out}",
     )
     if len(train.sources) > 1 or train.sources[0].repeat != 1:
-        for name, facts in _facts(train, schedule, total_steps).items():
+        for name, facts in counts["sources"].items():
+            share = facts["supervised_tokens"] / facts["tokens"]
+            repeat = facts["rows_per_epoch"] / facts["rows"]
             _log(
                 "source",
-                f"{name}: {facts['rows']:,.0f} rows, {facts['tokens']:,.0f} tokens, "
-                f"{facts['valid_token_frac']:.1%} supervised; each row {facts['times']:.3g} times "
-                f"in the run (repeat {facts['repeat']:.3g})",
+                f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {share:.1%} "
+                f"supervised; each row {repeat:.3g} times in an epoch",
             )
-    sources = [*train.sources, *(validation.sources if validation is not None else ())]
+    sources = [*train.sources, *(validation.sources if validation else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         _log_rows(dataset, tokenizer)
-    _log_turns(train)
     _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")
     if len(train) < schedule.batch_size:
         logger.warning(
@@ -209,6 +216,9 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
     formats = "; ".join(f"{count:,} with {name}" for name, count in summary.rows_by_shape.items())
     ends = tokenizer.convert_ids_to_tokens(sorted(summary.end_token_ids))
     _log("rows", f"{formats}; supervised text ends with {', '.join(map(repr, ends))}")
+    for name, text in TURNS.items():
+        if count := getattr(summary, name):
+            _log("turns", f"{count:,} {text}")
     if summary.unread_columns:
         _log("", f"nothing reads these columns: {_counted(summary.unread_columns)}")
     if summary.num_bad_rows:
@@ -227,30 +237,3 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"'{name}' {count}" for name, count in counts.items())
-
-
-def _log_turns(train: Samples) -> None:
-    """Log the turns of conversations that are not trained as they stand."""
-    texts = {
-        "num_apart": "conversations are trained turn by turn (data.turns)",
-        "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
-        "num_without_reasoning": "assistant turns are rendered without their reasoning",
-    }
-    for name, text in texts.items():
-        if count := train.total(name):
-            _log("turns", f"{count:,} {text}")
-
-
-def _facts(train: Samples, schedule: Schedule, total_steps: int) -> dict[str, dict[str, float]]:
-    """Return numbers of each source by its name."""
-    counts = _counts(train)["sources"].items()
-    return {
-        name: {
-            "rows": found["rows"],
-            "tokens": found["tokens"],
-            "valid_token_frac": found["supervised_tokens"] / max(1, found["tokens"]),
-            "repeat": found["rows_per_epoch"] / max(1, found["rows"]),
-            "times": times,
-        }
-        for (name, found), times in zip(counts, schedule.times_until(total_steps), strict=True)
-    }

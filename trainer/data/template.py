@@ -130,11 +130,12 @@ class ChatTemplate:
         require_unicode(text)
         return text, spans[0] if has_spans else []
 
-    def _try(self, messages: list[Message]) -> str | None:
+    def _try(self, messages: list[Message]) -> str:
+        """Return the text of a probe, or '' for one that the template refuses."""
         try:
             return self.render(messages, None)[0]
         except UnusableError:
-            return None
+            return ""
 
     @cached_property
     def with_arguments(self) -> Callable[[Message], Message]:
@@ -147,7 +148,7 @@ class ChatTemplate:
         for empty in ("", None):
             for change in (_as_object, _as_text):
                 convert = partial(_with_arguments, change, empty)
-                written = self._try(list(map(convert, TOOL))) or ""
+                written = self._try(list(map(convert, TOOL)))
                 if ARGUMENTS["city"] in written and repr(ARGUMENTS) not in written:
                     return convert
         return partial(_with_arguments, _as_object, "")
@@ -169,9 +170,8 @@ class ChatTemplate:
 
     def _next_role(self, probe: list[Message]) -> str:
         head, longer = self._try(probe[:-1]), self._try(probe)
-        if head is None or longer is None or head != head.rstrip() or not longer.startswith(head):
-            return ""
-        if head.endswith((*self._marks_in(head), *self._bounds)):
+        is_whole = head.endswith((*self._marks_in(head), *self._bounds))
+        if is_whole or not head or head != head.rstrip() or not longer.startswith(head):
             return ""
         marks = (token for token in self._marks_in(longer) if longer.startswith(token, len(head)))
         return max(marks, key=len, default="")
@@ -187,10 +187,10 @@ class ChatTemplate:
                 self._try(system + probe)
                 for probe in (PLAIN, self._tool_probe[:2], self._tool_probe)
             )
-            if plain is not None:
+            if plain:
                 break
-        around = self._marks_in(plain or "")
-        if called is not None and answered is not None:
+        around = self._marks_in(plain)
+        if called and answered:
             calls = self._marks_in(called)
             ends = {token for token in calls if called.rstrip().endswith(token)}
             around |= self._marks_in(answered) - calls | ends
@@ -205,7 +205,7 @@ class ChatTemplate:
         after another mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
         turn's end: the model must learn to write it, because a server may stop there alone.
         """
-        ended, continued = self._try(PLAIN[:2]) or "", self._try(PLAIN[:3]) or ""
+        ended, continued = self._try(PLAIN[:2]), self._try(PLAIN[:3])
         answer = ended.rfind(PLAIN[1]["content"])
         places = [(ended.find(token, answer), token) for token in self._marks_in(ended)]
         end = min((at + len(token) for at, token in places if at >= 0), default=len(ended))
@@ -229,10 +229,10 @@ class ChatTemplate:
         return bool(word) and not word.isalnum() and not is_paired
 
 
-def _as_object(arguments: object) -> object:
+def _as_object(arguments: Any) -> object:
     try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        found = json.loads(arguments)
+    except (TypeError, ValueError):  # no text, or no JSON
         return arguments
     return found if isinstance(found, dict) else arguments
 

@@ -15,7 +15,6 @@ from trainer.data.rows import UnusableError
 
 Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]
-_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class MarkedText:
 
     text: str
     spans: list[Span]
-    prompt: str | None = None
-    """The unsupervised beginning of a plain text; None for a conversation."""
 
 
 def require_unicode(text: str) -> None:
@@ -97,14 +94,15 @@ def _is_normalized(text: str) -> bool:
 
 
 def _located(item: MarkedText, encoding: Encoding) -> Located:
-    def first_token(position: int) -> int:
-        return bisect_left(range(len(encoding)), position, key=start)
-
     def start(token: int) -> int:
         first, _ = encoding.token_to_chars(token) or (0, 0)
         return first
 
-    bounds = [(first_token(first), first_token(end)) for first, end in item.spans]
+    places = range(len(encoding))
+    bounds = [
+        (bisect_left(places, first, key=start), bisect_left(places, end, key=start))
+        for first, end in item.spans
+    ]
     return np.array(encoding.ids, dtype=np.int32), bounds
 
 
@@ -121,7 +119,8 @@ def _is_byte_level(state: dict[str, Any]) -> bool:
         for step in steps
     )
     model = state["model"]
-    adds_bytes |= any(map(model.get, ("unk_token", *_AFFIXES)))
+    affixes = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    adds_bytes |= any(map(model.get, affixes))
     return model["type"] == "BPE" and not adds_bytes
 
 

@@ -217,9 +217,8 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
     if config.model.has_adapters:
         settings, base = adapters.settings(parts.model), inputs.source
         whole, adapter = None, Adapter(settings, Path(base.path), base.whole)
-    source = ExportSource(
-        inputs.model_files, inputs.chat_template, inputs.train.end_token_ids, whole, adapter
-    )
+    end_token_ids = tuple(sorted(inputs.train.summary.end_token_ids))
+    source = ExportSource(inputs.model_files, inputs.chat_template, end_token_ids, whole, adapter)
     saver = Saver(
         setup.run_dir,
         parts.model,

@@ -54,11 +54,11 @@ def environment(world: World) -> dict[str, str]:
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
     """Return the meter of the steps, with the facts about the data that every row repeats."""
     trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
-    total = inputs.train.total
+    rows = inputs.train.summary
     facts = {
-        "data/truncated": total("num_truncated"),
-        "data/truncated_frac": total("num_truncated") / max(1, total("num_kept_rows")),
-        "data/dropped": total("num_dropped") + total("num_bad_rows"),
+        "data/truncated": rows.num_truncated,
+        "data/truncated_frac": rows.num_truncated / rows.num_kept_rows,
+        "data/dropped": rows.num_dropped + rows.num_bad_rows,
     }
     return Meter(
         world,
