@@ -212,8 +212,10 @@ class Renderings:
             return False
         for index, (start, end) in zip(part.turns, part.spans, strict=True):
             prompt = self._upto(index, prompt=True)
-            is_generated = text.startswith(prompt) and len(prompt) <= start
-            if not (is_generated and text[:end] == self._closed(index)):
+            is_generated = start == len(prompt) or (
+                self._template.has_generation_tags and start > len(prompt)
+            )
+            if not (is_generated and text.startswith(prompt) and text[:end] == self._closed(index)):
                 return False
         return True
 

@@ -5,6 +5,7 @@ start would raise. Only `architecture` imports torch.
 """
 
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ CORES_PER_GPU_RANK = 4
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
 """NCCL's documentation gives a container this much. Docker's default of 64 MiB is too small."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,14 @@ def shared_memory(launch: Launch) -> Iterator[Checked]:
         yield Checked("warn", what, "start the container with --shm-size=1g or more, or --ipc=host")
 
 
+def limits(launch: Launch) -> Iterator[Checked]:
+    locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    has_rdma = launch.num_gpus > 0 and any(RDMA_DEVICES.glob("*"))
+    if has_rdma and locked_bytes != resource.RLIM_INFINITY:
+        what = f"this process may lock only {readable(locked_bytes)}, and RDMA locks its buffers"
+        yield Checked("warn", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
+
+
 def network(launch: Launch) -> Iterator[Checked]:
     interfaces = list(psutil.net_if_addrs())
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -183,5 +193,6 @@ OF_CONFIG: dict[str, Check] = {
 OF_MACHINE: dict[str, Check] = {
     "cores": cores,
     "/dev/shm": shared_memory,
+    "limits": limits,
     "network": network,
 }

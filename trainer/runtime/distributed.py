@@ -133,7 +133,8 @@ def start(
     """
     rank, size = rank_and_size()
     dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
-    store = None if "RANK" in os.environ else dist.HashStore()  # a single process meets nobody
+    # a single process meets nobody, at a port that the store chooses
+    store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
     backend, card = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
