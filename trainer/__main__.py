@@ -1,7 +1,7 @@
-"""`python -m trainer [overrides]`: one rank. It composes the configuration, runs, and leaves with the
-documented exit code.
+"""`python -m trainer [overrides]`: one rank. It composes the configuration, trains, and exits with the
+documented code.
 
-Nothing here imports torch before the configuration is known to be right.
+Nothing here imports torch before the configuration is validated.
 """
 
 import logging

@@ -85,7 +85,7 @@ def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path):
 def test_tokens_that_exist_are_named_and_not_added(tmp_path, caplog):
     known = json.loads((MODEL_DIR / "tokenizer.json").read_text())["added_tokens"][0]["content"]
     path, ids = new_tokens.extended(str(MODEL_DIR), [known, TURN, TURN], tmp_path)
-    assert list(ids) == [TURN] and f"has '{known}' already: not added" in caplog.text
+    assert list(ids) == [TURN] and f"already has '{known}'; not added again" in caplog.text
     assert new_tokens.extended(str(MODEL_DIR), [known], tmp_path) == (str(MODEL_DIR), {})
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.encode(f"a{TURN}b", add_special_tokens=False)[1:-1] == [ids[TURN]]

@@ -68,7 +68,7 @@ WRONG_USAGE = {
     "prune run": "--keep",
     "prune run/global_step_2 --keep 1": "'run/global_step_2'",
     "verify run/global_step_9": "'run/global_step_9'",
-    "verify other": "'other' is no run directory",
+    "verify other": "'other' is not a run directory",
     "verify new": "'new' has no checkpoint",
     "export run hf --dtype int8": "--dtype",
     "export broken hf": "'broken'",

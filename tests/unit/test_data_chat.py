@@ -68,7 +68,7 @@ NO_END = "does not end with a special token, so the model would never"
     [
         (NEVER_ENDS, NO_END),
         (NEVER_ENDS_TAGGED, NO_END),
-        (NO_PROMPT, "'<|im_start|>assistant\\n' before it would be trained"),
+        (NO_PROMPT, "the loss would include the '<|im_start|>assistant\\n' before it"),
         ("{{ messages | length }}" + fixtures.CHATML, "message 2 cannot be masked"),
     ],
     ids=["never ends", "never ends, with tags", "no generation prompt", "changes its past"],
@@ -82,7 +82,7 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused():
     for message in messages[1::2]:
         message["reasoning_content"] = "hm"
     why = reason(fixtures.QWEN3, messages, special_in_content="parse")
-    assert "message 2 contains '<|im_end|>' and is rewritten" in why
+    assert "message 2 contains '<|im_end|>', and the template rewrites it" in why
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():

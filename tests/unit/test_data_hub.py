@@ -152,7 +152,7 @@ def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(tmp_
     assert "there is no such split" in no_split and "data/train_sft-0.parquet" in no_split
     assert "several subsets have this split" in subsets and "a/test, b/test" in subsets
     assert f"if {endpoint}/datasets/org/name exists" in no_revision and "hf auth" in no_revision
-    assert "is no address" in no_address
+    assert "is not an address" in no_address
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         refusing = f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -100,7 +100,9 @@ def candidates_of(config: TrainerConfig) -> Selection:
         return Selection(own.candidates, (*own.notes, note))
     info = layout.inspect(path)
     if not info.manifest:
-        raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason}")
+        raise ConfigError(
+            f"trainer.resume_from_path={path} is not a usable checkpoint: {info.reason}"
+        )
     return Selection((info,))
 
 

@@ -52,7 +52,7 @@ class UnresolvedSaveError(SaveFailedError):
 
 
 class NoAnswerError(SaveFailedError):
-    """Not all ranks answered in time; the others may or may not know more."""
+    """Some ranks did not answer in time, so this rank does not know the outcome; others may."""
 
 
 class Agreement:

@@ -159,7 +159,7 @@ def copy_slice(
     # A wider dtype loses nothing.
     if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
-            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it.\n"
+            f"'{name}' was saved as {saved[0].dtype}; loading it as {live.dtype} would lose precision.\n"
             f"Fix: {key}=float32, or start a new run from the checkpoint's huggingface/ with "
             f"model.partial_pretrain and another trainer.experiment_name"
         )
@@ -191,7 +191,7 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
         return
     if type(placement) is not Shard or placement.dim != 0:
         raise CorruptShardError(
-            f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known"
+            f"'{name}' has placement {placement}; only Shard(0) and Replicate() are supported"
         )
     chunk, end = -(-shape[0] // len(saved)), shape[0] if end is None else end
     for index, entry in enumerate(saved):

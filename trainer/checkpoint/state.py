@@ -181,9 +181,9 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
     for rank, (digests, found_unfit) in enumerate(reports):
         if found_unfit:
             raise ConfigError(
-                f"the state of the part '{found_unfit[0]}' cannot be saved: a part with sharded "
-                f"tensors (DTensor) must map names to tensors, and nothing else.\n"
-                f"Fix: set is_sharded = True on the class, and keep other values in another part"
+                f"the state of the part '{found_unfit[0]}' cannot be saved: if a part holds sharded "
+                f"tensors (DTensor), its state must map names to tensors, without other values.\n"
+                f"Fix: set is_sharded = True on the class, and keep other values in a second part"
             )
         names = expected.keys() | digests.keys()
         if different := sorted(name for name in names if expected.get(name) != digests.get(name)):

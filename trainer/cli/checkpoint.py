@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    """Resolve `.` and `..`, because the name of a directory tells what it is."""
+    """Resolve `.` and `..`, because a directory is identified by its name."""
     return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
 
 
@@ -225,7 +225,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _require_whole(checkpoint: Path) -> None:
-    """Raise `OSError` for damage, except of the export, which no resume needs."""
+    """Raise `OSError` if anything but the export is damaged; a resume does not need the export."""
     problems = listing.prove(checkpoint)
     if damage := [problem for problem in problems if not layout.is_export(problem)]:
         raise OSError(

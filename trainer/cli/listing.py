@@ -47,7 +47,7 @@ def require_run(path: Path) -> None:
         raise ConfigError(f"'{path}' is a checkpoint. Fix: give the run directory above it")
     if not is_run(fsio.list_dir(path)):
         raise ConfigError(
-            f"'{path}' is no run directory (no checkpoint, no {LOCK}). Fix: `checkpoint ls` lists "
+            f"'{path}' is not a run directory (no checkpoint, no {LOCK}). Fix: `checkpoint ls` lists "
             f"all runs"
         )
 

@@ -195,8 +195,8 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
-            f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row "
-            f"once"
+            f"'{dotted}.repeat' must be 1, got {given.repeat:g}: validation evaluates every row "
+            f"exactly once"
         )
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)

@@ -21,12 +21,12 @@ class PackedBatch:
 
     `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading
     `input_ids_T[:t + 1]` of the same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document
-    bounds, first 0, last T, int32; `seqlens` says the same on the host, so that no kernel launch
+    bounds, first 0, last T, int32; `seqlens` holds the document lengths on the host, so that no kernel launch
     waits for the device. A batch without samples has one token of padding and no label: a rank
     without work runs it to keep collectives matched.
 
-    Of a `share`, what is told by token (T, S, and their counts) is of its own tokens, the documents
-    are all of them.
+    In a `share`, fields by token (T, S, and their counts) cover only this rank's tokens; fields by
+    document cover all documents.
     """
 
     input_ids_T: Tensor

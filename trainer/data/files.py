@@ -82,7 +82,7 @@ def dataset_files(address: str) -> list[Path]:
     """
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(
-            f"'{address}' is no address: write hf://org/name:split or hf://org/name@revision:split"
+            f"'{address}' is not an address: write hf://org/name:split or hf://org/name@revision:split"
         )
     name, revision, split = found.groups()
     root, files = _cached(name, revision, split)
@@ -91,9 +91,9 @@ def dataset_files(address: str) -> list[Path]:
         root, files = _cached(name, revision, split)
         if not files:
             raise DataError(
-                f"'{address}': there is no such split.\nFix: name data files in its place, such as "
-                f"{', '.join(others[:NUM_NAMED]) or 'none'}; the Hub's own parquet files may be "
-                f"there: hf://{name}@refs/convert/parquet:default/train"
+                f"'{address}': there is no such split.\nFix: name data files instead, such as "
+                f"{', '.join(others[:NUM_NAMED]) or 'none'}; or try the Hub's parquet "
+                f"conversion: hf://{name}@refs/convert/parquet:default/train"
             )
     if len(folders := {file.parent for file in files}) > 1:
         subsets = (folder if folder.name == split else folder / split for folder in folders)

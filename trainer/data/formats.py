@@ -389,7 +389,7 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
         return None
     if not _are_objects(tools):
         raise UnusableError(
-            f"broken tools: '{key}' must be a list of objects or that list as JSON, got "
+            f"broken tools: '{key}' must be a list of objects, or such a list as a JSON string, got "
             f"{_type(tools)}"
         )
     return list(tools)

@@ -184,7 +184,7 @@ class Renderings:
         token = self._template.added.last_in(closed) or ""
         if token in json.dumps(self._messages[index], ensure_ascii=False, default=str):
             raise UnusableError(
-                f"chat template: message {index + 1} contains '{token}' and is rewritten; {FIX}"
+                f"chat template: message {index + 1} contains '{token}', and the template rewrites it; {FIX}"
             )
         position = text.find(token, start, limit)
         return position + len(token) if position >= 0 else -1
@@ -199,8 +199,8 @@ class Renderings:
         lead = text[start : max(start, text.find(content, start))]
         if self._template.special.positions(lead):
             raise UnusableError(
-                f"chat template: message {index + 1} cannot be masked: {lead!r} before it would "
-                f"be trained, because the template ignores add_generation_prompt; {FIX}"
+                f"chat template: message {index + 1} cannot be masked: the loss would include the "
+                f"{lead!r} before it, because the template ignores add_generation_prompt; {FIX}"
             )
 
     # Turns as a server has them generated

@@ -84,7 +84,7 @@ def shown(
 
 
 def stats(train: Samples, validation: Samples | None) -> Tree:
-    """Return counts of samples by source, of what was read for them, and of duplicates."""
+    """Return the numbers of samples by source, of rows read for them, and of duplicates."""
     sides = {"train": train}
     if validation:
         sides["validation"] = validation

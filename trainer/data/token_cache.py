@@ -238,8 +238,9 @@ def _require_usable(
         return
     if num_bad == 0:
         raise DataError(
-            f"no row left to train on: {num_rows} rows read, {summary.num_dropped} dropped by "
-            f"data.truncation as longer than data.max_length={options.max_length}.\nFix: raise it"
+            f"no row is left to train on: {num_rows} rows read, {summary.num_dropped} dropped by "
+            f"data.truncation because they are longer than data.max_length={options.max_length}.\n"
+            f"Fix: raise data.max_length"
         )
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)

@@ -39,8 +39,8 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
             atomic_write(record, json.dumps({"step": step, "in_a_row": num_in_a_row}))
     text = (
         f"a rank was aborted before it could report an error, as when NCCL loses another "
-        f"machine or a collective times out (without a new step: {num_in_a_row} of at most "
-        f"{MAX_IN_A_ROW} starts)"
+        f"machine or a collective times out (start {num_in_a_row} of at most {MAX_IN_A_ROW} in a "
+        f"row that train no new step)"
     )
     if is_permanent:
         text = (

@@ -141,7 +141,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
         )
     if of_experts and config.lora_dropout:
         raise ConfigError(
-            f"model.lora_dropout={config.lora_dropout}: adapters of experts have no dropout.\n"
+            f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
     # full names, as the tensors of an adapter: peft reads some target_modules differently
@@ -176,8 +176,8 @@ def _adapted_in(file: Path, places: Places) -> list[str]:
         layer = layer_of(name, places)
         if layer is None:
             raise ConfigError(
-                f"{file} adapts a layer outside the text part, which alone is trained: {name}.\n"
-                f"Fix: start from an adapter of the text part"
+                f"{file} adapts {name}, but only the language model is trained.\n"
+                f"Fix: start from an adapter of the language model alone"
             )
         layers[layer] = None
     return list(layers)

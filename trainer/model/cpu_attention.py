@@ -31,7 +31,7 @@ they are recomputed, so memory stays linear in the length."""
 
 @dataclass(frozen=True)
 class Scoring:
-    """Settings that turn products of queries and keys into weights of values."""
+    """Settings that turn query-key scores into attention weights."""
 
     scaling: float
     sliding_window: int | None = None

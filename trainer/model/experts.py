@@ -110,10 +110,10 @@ class Routers:
     methods return empty results.
 
     The loss is transformers' `load_balancing_loss_func`: E * sum over experts of f * P. P is the
-    mean probability of this step's tokens in all layers; f is the share of tokens sent to the
-    expert. Computed on a part of the batch, this loss says nothing about the whole. So f comes from
-    the global step before (zero in the first step), which makes it state, and the rest is a sum
-    over tokens. f counts the chosen experts, also where a bias takes part in the choice.
+    expert's mean router probability over this step's tokens and all layers; f is the share of
+    tokens sent to the expert. The loss is not additive over micro-batches. So f comes from the
+    previous global step (zero in the first step) and is saved with the state; the rest is a sum
+    over tokens. f counts the experts that were selected, including by a bias.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:

@@ -17,9 +17,10 @@ from trainer.model.packed_lm import decoder_layers
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and
-    attention. The head computes the supervised positions only. A frozen parameter has no gradient
-    of its own: 4; in front of all that is trained its input has none either: 2.
+    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, plus
+    attention. The head is computed at supervised positions only. A frozen parameter needs no
+    gradient of its own, so it costs 4; if nothing before it is trained, its input needs none
+    either, so it costs 2.
 
     Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
     products forward, four backward, no credit for causality or recomputation. Source: PaLM (2022),

@@ -52,7 +52,7 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
         try:
             pattern = re.compile(target if is_pattern else rf"(.*\.)?{re.escape(target)}")
         except re.error as error:
-            raise ConfigError(f"{said}: it is no regular expression: {error}") from error
+            raise ConfigError(f"{said}: it is not a regular expression: {error}") from error
         named = [
             name
             for name in obstacles
@@ -145,7 +145,7 @@ def _obstacles(model: PreTrainedModel) -> dict[str, str]:
         if module in ends or isinstance(module, nn.Embedding):
             found[name] = _NO_HEAD
         elif not isinstance(module, _LINEAR):
-            found[name] = f"it is no linear layer but a {type(module).__name__}"
+            found[name] = f"it is not a linear layer but a {type(module).__name__}"
         elif not _is_one_product(module):
             found[name] = f"{type(module).__name__} is not one matrix product"
         else:

@@ -46,7 +46,8 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
     known = [token for token in tokens if tokenizer.token_to_id(token) is not None]
     if known:
         logger.warning(
-            "model.new_tokens: the tokenizer has %s already: not added", ", ".join(map(repr, known))
+            "model.new_tokens: the tokenizer already has %s; not added again",
+            ", ".join(map(repr, known)),
         )
     if not (new := [token for token in dict.fromkeys(tokens) if token not in known]):
         return path, {}

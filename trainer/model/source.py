@@ -64,13 +64,13 @@ def require_adapters(model: ModelConfig) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(path) / name).is_file():
             raise ConfigError(
-                f"model.lora_adapter_path={path} is no directory with an adapter: {name} is not "
+                f"model.lora_adapter_path={path} is not the directory of an adapter: {name} is not "
                 f"there"
             )
 
 
 def _local(name: str) -> Path | None:
-    """Return the directory of that name; None for a possible Hub id."""
+    """Return the local directory of this name, or None if the name may be a Hub id."""
     if name == QUICKSTART:
         return MODEL_DIR
     path = Path(name).expanduser()
@@ -111,7 +111,7 @@ def _config_problem(path: Path) -> str | None:
     try:
         config: Any = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "has no config.json: it is no model of transformers"
+        return "has no config.json: it is not a transformers model"
     except (OSError, ValueError) as error:
         return f"has no usable config.json: {error}"
     if not isinstance(config, dict) or not {"model_type", "auto_map"} & config.keys():

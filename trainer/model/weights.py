@@ -82,7 +82,7 @@ class TensorGroup:
     """Tensors of the files and of the model that hold the same values: usually one each, more for
     fused tensors such as experts.
 
-    `own`: names in the model, a tied one under the name that is kept. `whole`: their names in the
+    `own`: names in the model; tied tensors appear once. `whole`: names of the same tensors in the
     class that wrote the files.
     """
 
@@ -135,7 +135,7 @@ class TensorGroup:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor as in a file."""
+    """Return the bytes of a tensor as a file stores them."""
     view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
     return view
 
@@ -207,7 +207,7 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
 
 
 def text_config(whole: PreTrainedModel) -> PretrainedConfig:
-    """Return the config of the text part; the whole says whether its head is tied."""
+    """Return the language model's config; the config of the whole model says if its head is tied."""
     config = copy.deepcopy(whole.config.get_text_config())
     head = whole.get_output_embeddings()
     config.tie_word_embeddings = (

@@ -98,8 +98,8 @@ class Muon(AdamW):
 def orthogonal_updates(
     matrices: Mapping[nn.Parameter, Tensor],
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield this rank's shard of the update of every matrix: the orthogonal matrix nearest to it,
-    with the size of AdamW's usual updates. Collective.
+    """Yield this rank's shard of each matrix's update: the orthogonal matrix nearest to the given
+    one, scaled to the usual size of an AdamW update. Collective.
 
     Each matrix has one owner among the ranks that share it. The others send their shards to the
     owner, which does the work and sends the shards of the result back. Ranks work on different

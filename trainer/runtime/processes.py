@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def status_of(process: psutil.Process) -> str:
-    """Return psutil's status of the process; '' if it has ended, reaped or not, or if another
-    process has its number now.
+    """Return psutil's status of the process; '' if it has ended, reaped or not, or if its PID now
+    belongs to another process.
     """
     try:
         status = str(process.status()) if process.is_running() else ""

@@ -37,7 +37,7 @@ class History:
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return from the state after step `found_step` to the state after `target_step`. The steps
+    """A rollback from the state after step `found_step` to the state after `target_step`. The steps
     from `first_skipped` to `last_skipped` are not trained again.
     """
 

@@ -85,7 +85,7 @@ class MetricsRow:
 
 
 class MetricsFile(AppendFile):
-    """Rows and markers; `past` is what was there when it was opened."""
+    """Rows and markers; `past` holds the contents of the file when it was opened."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

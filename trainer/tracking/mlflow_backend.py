@@ -83,7 +83,7 @@ class MlflowBackend(ContinuedBackend):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("mlflow does not know run %s: a new run begins", run_id)
+            logger.warning("MLflow has no run %s; a new run begins", run_id)
             return False
         return True
 

@@ -21,8 +21,8 @@ ROWS_PER_ATTEMPT = 10**9
 
 
 def require_login() -> None:
-    """Raise `RuntimeError`, or wandb's error for a bad key, if wandb would ask for a key on the
-    terminal.
+    """Raise `RuntimeError` if wandb would prompt for an API key, or wandb's own error if the key is
+    invalid.
     """
     import wandb
 

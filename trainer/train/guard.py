@@ -81,7 +81,7 @@ class Guard(Remembered, Part):
         decisions = step.totals.by_rank["decisions"]
         if len(set(decisions)) > 1:
             raise RuntimeError(
-                f"the guards of the ranks disagree; numbers of decisions: {decisions}"
+                f"the guards of different ranks made different numbers of decisions: {decisions}"
             )
         is_skipped = bool(step.totals.sums["is_skipped"])
         step.decision = self.observe(step.batch.step, step.signals, is_skipped=is_skipped)

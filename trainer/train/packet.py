@@ -43,7 +43,7 @@ class Packet:
     fields: tuple[str, ...]
 
     def read(self, **derived: Tensor) -> Totals:
-        """Wait for the device. `derived` scalars, made from the sums, come along."""
+        """Wait for the device and return the sums and the `derived` scalars, computed from the sums."""
         tensors = {**derived, **self.sums}
         numbers = torch.cat([tensor.double().flatten() for tensor in tensors.values()]).tolist()
         sums, vectors = {}, {}

@@ -79,7 +79,7 @@ class Part:
         return {}
 
     def by_rank(self) -> Values:
-        """Return scalars of this rank; the same reduction gives them to all ranks."""
+        """Return this rank's scalars; the step's one reduction gives them to all ranks."""
         return {}
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:

@@ -87,7 +87,7 @@ def _tokenizer(trained: Trained) -> Iterator[str]:
 
 
 def _adapter(trained: Trained) -> Iterator[str]:
-    """Compare the base weights of an adapter with those of the training."""
+    """Compare an adapter's base weights with those that training used."""
     if not (trained.export / PEFT_CONFIG).exists():
         return
     base, _ = model_of(trained.export)

@@ -77,7 +77,7 @@ def load_model(
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
-    """Call `from_pretrained`. Raises `ConfigError` if that would run code of the model."""
+    """Call `from_pretrained`. Raises `ConfigError` if that would run code that comes with the model."""
     try:
         return loader.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:

@@ -100,7 +100,7 @@ def read_trained(checkpoint: Path) -> Trained:
     """Read a checkpoint and the validation of its step. Raises `ConfigError`, `DataError`."""
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
-        raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason}")
+        raise ConfigError(f"cannot prove '{checkpoint}': {info.reason}")
     config = parse_recorded(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]

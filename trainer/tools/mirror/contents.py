@@ -88,7 +88,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
             f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
             f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
             f"'{trainer.project_name}'.\n"
-            f"Fix: give each run its own, {KEY}=…/${{trainer.project_name}}/"
+            f"Fix: give each run a mirror of its own, {KEY}=…/${{trainer.project_name}}/"
             f"${{trainer.experiment_name}}"
         )
 

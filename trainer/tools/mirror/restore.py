@@ -59,10 +59,9 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
-    """Warn if the run directory has a checkpoint to continue from.
-
-    Otherwise the run might train steps again that the mirror has. Raises `ConfigError` for a
-    refusal, else `ResumableError`.
+    """Warn if the run directory has a checkpoint to continue from. If it has none, raise, because
+    the run could train steps again that the mirror already has: `ConfigError` if the storage
+    refused access, otherwise `ResumableError`.
     """
     if _own_step(trainer) is not None:
         logger.warning("%s; training continues, uploads are tried again", error)

@@ -75,10 +75,9 @@ class Uploader:
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Bring the mirror up to date. Raises `StorageError`, or `OSError` of the run directory.
-
-        Raises `ConfigError` for the mirror of another run: the start could not ask a storage that
-        was unreachable.
+        """Bring the mirror up to date. Raises `StorageError`, `OSError` for the run directory, or
+        `ConfigError` if the mirror belongs to another run, which the start cannot know if the storage
+        was unreachable then.
         """
         state = self._local_state()
         try:

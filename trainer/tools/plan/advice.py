@@ -26,9 +26,9 @@ def smallest_change(
 def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
     """Return the changes to try, each series from the smallest change to the largest.
 
-    The order: shorter micro-batches, recomputed activations, both, offloaded layer inputs; more
-    ranks, without and with both; parameters and optimizer state in host memory, without and with
-    both.
+    The order: shorter micro-batches; recomputation; shorter micro-batches with recomputation; layer
+    inputs in host memory. Then more ranks, alone and with shorter micro-batches and recomputation.
+    Then parameters and optimizer state in host memory, alone and with these two.
     """
     here = now.num_ranks
     max_length = config.data.max_length

@@ -24,7 +24,8 @@ class DiskPlan:
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
     """Plan checkpoints without reading weights.
 
-    Tensors that pass through untrained, and copies in the run directory, are not counted.
+    Untrained tensors that are only copied to the export, and copies in the run directory, are not
+    counted.
     """
     export_bytes = _export_bytes(config, plan)
     return DiskPlan(

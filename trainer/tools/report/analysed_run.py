@@ -30,7 +30,7 @@ MIN_HITS = 3
 
 
 class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
-    """A check lacks what it needs; the text says what."""
+    """A check lacks data that it needs; the message names the data."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class AnalysedRun:
         return self.key(role) or ROLES[_source(role)][0]
 
     def levels(self, role: str) -> Series:
-        """Return the points that a level is judged by: the epoch means of a controller, which
-        swings from batch to batch.
+        """Return the points that show a metric's level: its epoch means if a controller sets it,
+        because such a metric swings from batch to batch.
         """
         series, epochs = self.get(role), self.find("epoch")
         if self.profile != "controller" or epochs is None:
@@ -226,7 +226,7 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
 
 
 def _source(role: str) -> str:
-    """Return the role in the log that a role follows from."""
+    """Return the logged role from which a role is derived."""
     return DERIVED[role][0] if role in DERIVED else role
 
 

@@ -55,7 +55,7 @@ HARD_BATCH = 3
 
 
 def group_of(key: str, *, is_generating: bool) -> str | None:
-    """Return the group of a metric whose jumps tell something; None for bookkeeping."""
+    """Return a metric's group if its jumps are informative; None for bookkeeping metrics."""
     group = next((group for group, keys in KEYS.items() if key in keys), None)
     if group is None and not key.startswith(("val/", "eval/")):
         match = _OF_GENERATION.fullmatch(key)

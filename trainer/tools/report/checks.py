@@ -22,7 +22,7 @@ Function = Callable[..., Findings]
 
 
 def finding_of(level: str, title: str, *, id: str = "", **fields: Any) -> Finding:
-    """Return a finding whose remedy still holds names of `ADVICE`, which `judge` resolves."""
+    """Return a finding whose remedy still contains keys of `ADVICE`; `judge` resolves them."""
     return Finding(id, "", level, title, **fields)
 
 

@@ -92,7 +92,7 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
-    """Look for the growth of one row."""
+    """Find growth of the metric in one row of the table."""
     points = run.levels(row.role)
     if "start" in row.options:
         points = within(points, 0, START_STEPS)

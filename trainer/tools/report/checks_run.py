@@ -92,7 +92,7 @@ def ending(run: AnalysedRun) -> Findings:
             id="exit",
             evidence=errors[-3:],
             cause="See the last errors.",
-            remedy=("Fix their cause and start the same command again: it resumes.",),
+            remedy=("Fix the cause of these errors, then run the same command again to resume.",),
         )
 
 
@@ -128,7 +128,7 @@ def too_little(run: AnalysedRun) -> str:
 
 @finding("insufficient")
 def enough(run: AnalysedRun) -> Findings:
-    """Tell that a log is too short for a verdict."""
+    """Report that a log is too short for a verdict."""
     if reason := too_little(run):
         remedy = ("Let it run on, or log more often.",)
         yield info(f"Too little was logged: {reason}.", remedy=remedy)

@@ -187,10 +187,9 @@ def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     if is_learning and lead > max(LEAK_SIGMA * sigma, LEAK_LEAD * np.nanmedian(trained)):
         yield warn(
             f"The validation loss ({number(val.values[-1])}) stays below the training loss "
-            f"({number(trained[-1])}) by more than their noise.",
+            f"({number(trained[-1])}) by more than the noise.",
             steps=val.ends,
-            cause="Validation rows are among the training rows, or validation is another, easier "
-            "kind of data.",
+            cause="Validation rows are among the training rows, or the validation data is easier.",
             remedy=(
                 "Look for validation rows in the training files; compare samples of both sets.",
             ),

@@ -1,4 +1,4 @@
-"""Plots of a run as SVG images that load nothing."""
+"""Plots of a run as SVG images without external resources."""
 
 import io
 from base64 import b64encode

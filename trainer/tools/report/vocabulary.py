@@ -31,5 +31,5 @@ def role_order(key: str) -> tuple[int, str]:
 
 @cache
 def meaning(key: str) -> Metric:
-    """Return the entry that describes a key of any log; a key without one has no meaning."""
+    """Return the entry for a key of any trainer's log, or an entry that says the key is unknown."""
     return lookup(key) or lookup(f"train/{key}") or Metric(key, "1", "none", "Unknown metric.")

@@ -34,10 +34,10 @@ _for_row: dict[str, float] = {}
 def put(key: str, value: SupportsFloat) -> None:
     """Set this rank's value of a metric for the next row; a later value replaces it.
 
-    A metric that ranks combine may be a scalar tensor on a device, and travels with the next
-    packet without a wait. Any other value is a number of the host, and the row shows rank 0's. A
-    key that no entry fits causes a warning. Raises `ValueError` for a key that ranks combine and
-    that only an entry with placeholders fits: it has no slot in the packet.
+    A metric that is reduced over ranks may be a scalar tensor on a device; the next packet carries
+    it without a wait. Any other value must be a Python number, and the row has rank 0's. A key that
+    matches no entry causes a warning. Raises `ValueError` for a key that is reduced over ranks but
+    matches only an entry with placeholders: it has no slot in the packet.
     """
     metric = find(key)
     if metric is not None and metric.over_ranks in COMBINED:

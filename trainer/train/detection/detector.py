@@ -82,8 +82,9 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The limits beyond which the coming step is severe, so that the device decides alone; infinity
-    means no limit. They apply to finite values of a step with label tokens.
+    """Limits beyond which the next step is a severe anomaly; the device compares with them, so it
+    need not wait for the host. Infinity means no limit. They apply to finite values of a step with
+    label tokens.
     """
 
     loss_with_grad: float = inf
@@ -166,7 +167,7 @@ class _Spikes(Remembered):
         return found
 
     def pass_over(self, step: int) -> None:
-        """Count a step that cannot be judged as one of the last few."""
+        """Add a step that cannot be judged to the recent steps."""
         self._earlier.append((step, False, False))
 
     def _high_loss(self, ratio: float) -> float:

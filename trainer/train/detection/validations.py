@@ -73,7 +73,7 @@ class ValidationWatch(Remembered):
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether the last `patience` validations brought no better loss."""
+        """True if none of the last `patience` validations improved the loss."""
         best, num_unimproved = inf, 0
         for loss in self._val_losses:
             is_better = loss < best - MIN_DELTA
