@@ -108,7 +108,8 @@ class Summary:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Summary":
-        return cls(**found | {"end_token_ids": set(found["end_token_ids"])})
+        counts = {name: Counter(value) for name, value in found.items() if isinstance(value, dict)}
+        return cls(**found | counts | {"end_token_ids": set(found["end_token_ids"])})
 
 
 def location(file: Path, line: int) -> str:
