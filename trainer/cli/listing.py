@@ -26,7 +26,9 @@ from trainer.tools.mirror import STATE
 RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
 LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, CORRUPT_PREFIX, READING_PREFIX)
-"""An unfinished save or deletion, a damaged checkpoint, and links of a reader (evaluate, mirror)."""
+"""An unfinished save or deletion, a damaged checkpoint, and links of a reader (evaluate,
+mirror).
+"""
 
 logger = logging.getLogger(__name__)
 

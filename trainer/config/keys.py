@@ -1,4 +1,6 @@
-"""The declaration of a key: a field of a frozen dataclass with type, default, meaning and checks."""
+"""The declaration of a key: a field of a frozen dataclass with type, default, meaning and
+checks.
+"""
 
 import difflib
 import math
@@ -80,7 +82,9 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
 
 
 def one_of(*allowed: str) -> Check:
-    """Allow these words; in a list each item must be one of them. A bool counts as its YAML word."""
+    """Allow these words; in a list each item must be one of them. A bool counts as its YAML
+    word.
+    """
 
     def check(value: Any) -> str:
         for item in value if isinstance(value, list) else [value]:

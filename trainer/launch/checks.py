@@ -1,7 +1,7 @@
 """Checks of a configuration and a machine. Every start, `doctor` and `plan` use them.
 
-A check is a function of a `Launch` that returns findings: none if nothing is wrong. It raises what a
-start would raise. Only `architecture` imports torch.
+A check is a function of a `Launch` that returns findings: none if nothing is wrong. It raises what
+a start would raise. Only `architecture` imports torch.
 """
 
 import os

@@ -100,8 +100,8 @@ class Watchdog:
         return any(rank.is_hung for rank in self._ranks.values())
 
     def finds_idle_agent(self) -> bool:
-        """Return True if all ranks here ended `PEERS_S` ago and the agent did not: it is stopped, or
-        gives other machines five more minutes.
+        """Return True if all ranks here ended `PEERS_S` ago and the agent did not: it is stopped,
+        or gives other machines five more minutes.
         """
         if not self._ranks or any(rank.is_alive for rank in self._ranks.values()):
             self._ended_at = math.inf

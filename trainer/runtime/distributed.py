@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The place of this rank. A rank is a process with its device. A data rank trains its own part of
-    each global batch: one rank, or `sequence_size` neighbours that split the positions of its
+    """The place of this rank. A rank is a process with its device. A data rank trains its own part
+    of each global batch: one rank, or `sequence_size` neighbours that split the positions of its
     samples.
 
     Parameters and checkpoints do not depend on data ranks: they are sharded over all ranks. Each
@@ -103,8 +103,8 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the data type of a key. `auto` is bfloat16 if the hardware multiplies it, else float32:
-    emulation is up to 100 times slower.
+    """Return the data type of a key. `auto` is bfloat16 if the hardware multiplies it, else
+    float32: emulation is up to 100 times slower.
     """
     if name != AUTO:
         dtype: torch.dtype = getattr(torch, name)

@@ -27,8 +27,8 @@ def ranks_on_machine() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without garbage collection, which takes a fifth of the time: imports make about 350,000
-    objects, and all of them stay. Later collections skip these objects too.
+    """Import without garbage collection, which takes a fifth of the time: imports make about
+    350,000 objects, and all of them stay. Later collections skip these objects too.
     """
     gc.disable()
     try:
@@ -64,9 +64,9 @@ def grow_cuda_segments() -> None:
 def pinned_bytes(size_bytes: int) -> int:
     """Return the memory of a page-locked tensor of `size_bytes`: torch rounds up to a power of two.
 
-    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` hands out blocks that are
-    too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb` page-locks
-    each gradient again in every step.
+    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` hands out blocks that
+    are too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb`
+    page-locks each gradient again in every step.
     """
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 

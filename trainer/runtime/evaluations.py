@@ -2,9 +2,9 @@
 
 Each line is one object. Kind "sample": `name` and `step` of the evaluation, and `key`, `index`,
 `prompt`, `answer`, `completion`, `score`, `reason`. Kind "summary" follows after all samples, or
-stands for a result from elsewhere: `name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest`
-of the checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was made. The
-last summary of a name and step counts.
+stands for a result from elsewhere: `name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and
+`digest` of the checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was
+made. The last summary of a name and step counts.
 """
 
 from collections.abc import Mapping

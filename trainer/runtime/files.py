@@ -50,7 +50,9 @@ def regular_opener(
 def open_regular(
     path: Path, *, limit_bytes: int | None = None, follow_links: bool = True
 ) -> BinaryIO:
-    """Open a regular file of at most `limit_bytes` for reading. Raises `OSError` for anything else."""
+    """Open a regular file of at most `limit_bytes` for reading. Raises `OSError` for anything
+    else.
+    """
     return open(
         path, "rb", opener=regular_opener(0, follow_links=follow_links, limit_bytes=limit_bytes)
     )
@@ -67,9 +69,9 @@ def read_regular(
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace `path` by `text`: a reader sees the old or the new content, never a part.
 
-    If durable, the same holds after a power loss. A file has one writer: the next write removes what
-    a kill leaves in `<path>.tmp`; a failed write leaves nothing. A link of that name is removed,
-    never followed. Raises `OSError`.
+    If durable, the same holds after a power loss. A file has one writer: the next write removes
+    what a kill leaves in `<path>.tmp`; a failed write leaves nothing. A link of that name is
+    removed, never followed. Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
     partial.unlink(missing_ok=True)
@@ -120,8 +122,8 @@ def sync(path: Path) -> None:
 def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Hold the lock file `path`, created if missing. Yields False if the file system has no locks.
 
-    Calls `on_wait` repeatedly while another process holds it. Raises `OSError` if the file cannot be
-    opened.
+    Calls `on_wait` repeatedly while another process holds it. Raises `OSError` if the file cannot
+    be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -132,8 +134,8 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file or directory. Return None while another process holds the lock, False if the
-    file system has no locks.
+    """Lock an open file or directory. Return None while another process holds the lock, False if
+    the file system has no locks.
 
     Raises `OSError` for anything else.
     """

@@ -30,9 +30,9 @@ SILENT_S = 3 * REPORT_EVERY_S
 class Heartbeat:
     """Shows the launcher that this rank makes progress, and how long it may be silent now.
 
-    Use it in the main thread only: a beat from another thread would hide that the main thread hangs.
-    The first beat registers the rank: from then on the launcher may send it signals. Without a
-    launcher nobody watches.
+    Use it in the main thread only: a beat from another thread would hide that the main thread
+    hangs. The first beat registers the rank: from then on the launcher may send it signals. Without
+    a launcher nobody watches.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class Heartbeat:
         self.beat()
 
     def enter(self, phase: str, *, limit_s: float | None) -> None:
-        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None: it
-        is not watched.
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None:
+        it is not watched.
 
         All ranks enter a phase together, even if only one works in it: ranks that wait for it are
         silent too.

@@ -61,8 +61,8 @@ def escape_unprintable() -> None:
 def keep_streams_safe(*, says_so: bool = True) -> None:
     """Make broken standard streams harmless and open closed ones on /dev/null.
 
-    Call this first in a process: a file that is opened earlier could get the free number and receive
-    what is meant for the terminal. With `says_so`, stderr reports the loss of stdout.
+    Call this first in a process: a file that is opened earlier could get the free number and
+    receive what is meant for the terminal. With `says_so`, stderr reports the loss of stdout.
     """
     escape_unprintable()
     for number, name in enumerate(("stdin", "stdout", "stderr")):

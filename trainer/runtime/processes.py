@@ -98,7 +98,8 @@ def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
 
 
 def kill_tree(pid: int, *, limit_s: float = 30.0) -> None:
-    """Kill a process and every process below it. All are stopped first, so that none starts another.
+    """Kill a process and every process below it. All are stopped first, so that none starts
+    another.
 
     Waits until they are gone, at most `limit_s`.
     """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ALL, MAIN, OWN = "all", "main", "own"
-"""Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: that of rank 0
-counts. OWN: each rank has a different one, which another number of ranks cannot use.
+"""Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: that of rank
+0 counts. OWN: each rank has a different one, which another number of ranks cannot use.
 """
 
 

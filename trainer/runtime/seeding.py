@@ -16,8 +16,8 @@ def key(*parts: int | str) -> int:
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed every generator for one optimizer step, counted from 1: dropout of step k does not depend
-    on how the run got there.
+    """Seed every generator for one optimizer step, counted from 1: dropout of step k does not
+    depend on how the run got there.
 
     The key counts from 0, so that runs of earlier versions continue with the same numbers.
     """

@@ -1,7 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol.
 
-A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals reach
-it directly, and the exit code of the run, because torchrun folds every failure into 1.
+A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals
+reach it directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib
@@ -124,8 +124,8 @@ def has_launcher() -> bool:
 def join_launcher() -> None:
     """Die with the parent process, so that no rank outlives its job.
 
-    From now on SIGUSR2 writes the stacks of all threads for the launcher. The handler is C code that
-    does not wait for the interpreter. A fault in native code prints its stacks on stderr.
+    From now on SIGUSR2 writes the stacks of all threads for the launcher. The handler is C code
+    that does not wait for the interpreter. A fault in native code prints its stacks on stderr.
     """
     faulthandler.enable()
     if (status := launcher_status()) is None:

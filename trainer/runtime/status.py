@@ -24,8 +24,8 @@ prints the cause.
 ABORTED = 134
 """Internal exit code of the agent when SIGABRT ended a rank and nothing else ended one."""
 _RECORD = struct.Struct("<dQd24sd")
-"""Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the record
-is half written.
+"""Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the
+record is half written.
 """
 
 
