@@ -1,10 +1,10 @@
 """Messages from the ranks of a machine to their launcher, in files without a name.
 
-The files are memory of the launcher (memfd), so nothing that cleans TMPDIR can remove them.
-torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths
-/proc/<pid of the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes.
-Each rank has one more file: it begins with the rank's last heartbeat, which carries its pid, and
-continues with the stacks that the rank appends on SIGUSR2.
+The files are in the launcher's memory (memfd), so nothing that cleans TMPDIR can remove them.
+torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths /proc/<pid of
+the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes. Each rank has
+one more file: it begins with the rank's last heartbeat, which carries its pid, and continues with
+the stacks that the rank appends on SIGUSR2.
 """
 
 import os
