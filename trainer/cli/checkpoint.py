@@ -191,7 +191,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     lock meanwhile.
 
     The newest `--keep` checkpoints stay, and so does the one that a resume takes. Raises
-    `ConfigError` if a resume would find no checkpoint, because then only leftovers may remain.
+    `ConfigError` if a resume would find no usable checkpoint: the leftovers may then be all that
+    remains.
     """
     run_dir = arguments.run_dir
     listing.require_run(run_dir)

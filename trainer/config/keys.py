@@ -8,8 +8,8 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
-"""Takes a value that has the key's type and is not null. Returns a problem that can follow the
-key's name, or ''.
+"""A function that takes a value of the key's type, never null. It returns a problem that can follow
+the key's name, or ''.
 """
 
 
@@ -28,8 +28,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
     """Return the names in which a regular expression is found.
 
-    The message contains `key`, and `kind`, the kind of the named things. Raises `ConfigError` for
-    an invalid expression, and if no name matches.
+    Error messages contain `key` and `kind`, the kind of things that have these names. Raises
+    `ConfigError` for an invalid expression, and if no name matches.
     """
     known = list(names)
     try:

@@ -101,7 +101,7 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
 
 
 def to_config(tree: DictConfig, implementations: Implementations | None = None) -> Config:
-    """Return the checked `Config` of a tree. Raises `ConfigError` that names all wrong keys."""
+    """Return the checked `Config` of a tree. Raises a `ConfigError` that names all wrong keys."""
     try:
         resolved: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:

@@ -44,7 +44,7 @@ class PackedBatch:
     sources_D: Tensor
     """Index of each document's source, int64."""
     start: int = 0
-    """Index in the full micro-batch of the first token held here."""
+    """Index of this batch's first token in the full micro-batch."""
 
     @classmethod
     def of(
@@ -96,7 +96,7 @@ class PackedBatch:
         """Return the tokens that rank `rank` of `size` holds.
 
         If there are fewer than `size` tokens, each of the last ranks holds one padding token. The
-        padding is a document of its own.
+        padding tokens form a separate document.
         """
         if (missing := size - len(self.input_ids_T)) > 0:
             return PackedBatch.of(
@@ -147,7 +147,9 @@ class PackedBatch:
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:
-    """Return how many tokens of a micro-batch each of `size` ranks holds, in rank order."""
+    """Return the number of a micro-batch's tokens that each of `size` ranks holds, in rank
+    order.
+    """
     return [num_tokens * (rank + 1) // size - num_tokens * rank // size for rank in range(size)]
 
 
@@ -187,7 +189,8 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's micro-batches in one optimizer step, and the global counts that divide the loss.
+    """One rank's micro-batches in one optimizer step, and the global counts by which the loss is
+    divided.
 
     Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the
     whole global batch.

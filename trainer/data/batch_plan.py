@@ -7,8 +7,8 @@ the places that are asked for, so no process keeps a list of all rows. The valid
 with the same permutation.
 
 A global batch is a set of rows. A row is one sample, or several samples that stay together if a
-conversation is divided by turns. The sample counts of an epoch, a batch or a position count rows.
-Splitting a batch into micro-batches and ranks only decides who computes what.
+conversation is divided by turns. Wherever samples of an epoch, a batch or a position are counted, a
+row counts as one. Splitting a batch into micro-batches and ranks only decides who computes what.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Finds the data files that a path, a glob, a Hub address or a list of these names.
+"""Finds the data files for a path, a glob, a Hub address, or a list of these.
 
 This module imports neither torch nor pyarrow, so that a wrong path fails before anything slow
 starts.

@@ -1,5 +1,5 @@
-"""Finds the characters of a conversation that the assistant generates, and divides it into
-samples.
+"""Finds the characters of a conversation that the assistant generates, and divides the conversation
+into samples.
 """
 
 import json
@@ -29,8 +29,8 @@ class Part(MarkedText):
 
 
 class Renderings:
-    """The renderings of one conversation by one template: the whole conversation, and the messages
-    before and up to each turn.
+    """The renderings of one conversation by one template: of the whole conversation, and of the
+    messages before and up to each turn.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:

@@ -116,8 +116,8 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source: those of the kept rows with the numbers `indices` (int64) in a
-    prepared dataset.
+    """The samples of one source. `indices` (int64) are the numbers of its kept rows in a prepared
+    dataset.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The exit code of a run whose rank was aborted without reporting an error.
 
 When NCCL loses a peer, or a collective times out, torch's watchdog thread ends the rank with
-SIGABRT, and Python code never sees an error. Another start repairs the loss of a machine. But a
+SIGABRT, and Python code never sees an error. A new start recovers from the loss of a machine. But a
 permanent fault ends ranks in the same way, and a scheduler must not restart such a run forever.
 """
 

@@ -110,8 +110,8 @@ class _Uploads:
         self._keeper = begun(self._keep)
 
     def _keep(self) -> None:
-        """Start the process again whenever it ends. This thread outlives the process, which dies
-        with its thread.
+        """Start the process again whenever it ends. This thread must outlive the process that it
+        started, because the process dies with it.
         """
         while True:
             code = self._process.wait()

@@ -1,5 +1,5 @@
-"""The number of ranks on this machine, its place among several machines, its network interface, and
-the environment of the ranks.
+"""The number of ranks on this machine, the machine's place among several, its network interface,
+and the ranks' environment.
 
 Nothing here imports torch. If the machine may have a GPU, a separate process asks torch.
 """
@@ -60,7 +60,8 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split a command line into the number of ranks, if given, and overrides with the recipe.
+    """Split a command line into the number of ranks, if given, and the overrides. Overrides that
+    name no recipe get the default one.
 
     Raises `ConfigError`.
     """

@@ -1,5 +1,5 @@
-"""Runs torchrun's agent to its end or to a hang, passes stop signals to the ranks, and finds the
-exit code of the run.
+"""Runs torchrun's agent to its end or to a hang, passes stop signals to the ranks, and determines
+the run's exit code.
 
 There are three generations of processes: the launcher, torchrun's agent in its own session, and the
 ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds

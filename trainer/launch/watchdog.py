@@ -1,4 +1,4 @@
-"""Ends a run whose ranks make no progress, and keeps the stacks of all ranks.
+"""Ends a run whose ranks make no progress, and saves the stacks of all ranks.
 
 The watchdog runs in the launcher, because a hung rank may be stopped by a signal or hold the
 interpreter inside C code. Every launcher watches the ranks of its own machine: ranks that wait for
@@ -114,7 +114,7 @@ class Watchdog:
         return time.monotonic() > self._ended_at + PEERS_S
 
     def end_run(self, agent: subprocess.Popen) -> None:
-        """Keep the stacks, print which rank hangs, and kill the agent with all its descendants.
+        """Save the stacks, print which rank hangs, and kill the agent with all its descendants.
 
         This takes at most half a minute and raises nothing, even if the run directory hangs.
         """

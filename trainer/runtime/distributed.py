@@ -24,8 +24,8 @@ except ImportError:
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
-"""Extra time of the process group. If ranks do not meet in time, the launcher gives up first: it
-has their stacks and ends the run resumable.
+"""Extra time that the process group waits, so that the launcher gives up first if ranks do not
+meet: it has their stacks and ends the run resumable.
 """
 T = TypeVar("T")
 
@@ -207,7 +207,7 @@ def _require_all(
     device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str]
 ) -> None:
     """Check that no two ranks share a card, that all have the same facts, and that a first sum over
-    the devices is right.
+    the devices is correct.
 
     Collective. Raises the same `ConfigError` on every rank.
     """

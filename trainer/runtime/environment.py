@@ -27,7 +27,7 @@ def ranks_on_machine() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection during imports, of which it takes a fifth of the time. Imports
+    """Disable garbage collection during imports, because it takes a fifth of their time. Imports
     make about 350,000 objects, and all of them stay. Later collections skip these objects too.
     """
     gc.disable()

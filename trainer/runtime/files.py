@@ -22,8 +22,8 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 def regular_opener(
     flags: int, *, follow_links: bool = True, limit_bytes: int | None = None
 ) -> Callable[[str, int], int]:
-    """Return an `opener` for `open` that accepts only regular files of at most `limit_bytes`. It
-    never blocks, as a FIFO without a writer would.
+    """Return an `opener` for `open` that accepts only regular files of at most `limit_bytes`. The
+    opener never blocks, not even on a FIFO without a writer.
 
     It raises `OSError` for directories, FIFOs, devices and sockets, and for links unless they are
     followed.

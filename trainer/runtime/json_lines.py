@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 2**26
 MAX_FILE_BYTES = 2**34
 """No run writes more, and reading more would take hours."""
 MAX_WAITING_BYTES = 2**25
-"""Limit for lines that cannot be written now: more than 10,000 rows."""
+"""Limit for lines that wait because they cannot be written. It holds more than 10,000 rows."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:

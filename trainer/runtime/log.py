@@ -12,7 +12,7 @@ import warnings
 from typing import IO, Any, TextIO
 
 LABEL_WIDTH = 12
-"""Columns of the labels at the start of a run."""
+"""Width, in columns, of the labels at the start of a run."""
 PROGRESS_INTERVAL_S = 10.0
 
 

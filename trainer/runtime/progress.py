@@ -1,4 +1,4 @@
-"""The position, history and rollbacks of a run, and the state that its parts keep across a
+"""The position, history and rollbacks of a run, and the state that the run's parts keep across a
 restart.
 """
 
@@ -15,9 +15,10 @@ rank 0 counts. OWN: each rank has its own state, which a different number of ran
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two steps: finished optimizer steps, and consumed samples of epoch `epoch`.
+    """A place between two steps: the number of finished optimizer steps, and of consumed samples in
+    epoch `epoch`.
 
-    It does not depend on the number of ranks. A finished epoch is the start of the next.
+    It does not depend on the number of ranks. The end of an epoch is the start of the next one.
     """
 
     step: int = 0

@@ -102,8 +102,8 @@ class StopRequest:
         self.signal_name, self._first_at = signal.Signals(number).name, now
 
     def _stand_in(self, reader: int) -> None:
-        """End the process for a main thread that is inside C code, for example in a wait for other
-        ranks, and therefore runs no handler.
+        """End the process in place of a main thread that is inside C code, for example in a wait
+        for other ranks, and therefore runs no handler.
         """
         while numbers := os.read(reader, 1):
             if numbers[0] not in STOP_SIGNALS:
