@@ -12,8 +12,10 @@ from trainer.runtime.log import escape_unprintable
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
-    """Run a command and return its exit code. `is_program`: it may set up the log and the signals of
-    this process; the console script passes no arguments and means it.
+    """Run a command and return its exit code.
+
+    `is_program`: the command may set up the log and the signals of this process. The console script
+    passes no arguments, which implies `is_program`.
     """
     is_program |= argv is None
     if is_program:

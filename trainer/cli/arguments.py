@@ -1,4 +1,4 @@
-"""Parsers, exit codes and files of the commands."""
+"""Parsers, exit codes and output files of the commands."""
 
 import argparse
 import signal
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command. Name, description and example come from `COMMANDS`; `settings` may
     replace them.
 
-    It raises `ConfigError` with the usage where argparse would end the process.
+    It raises `ConfigError` with the usage when argparse would end the process.
     """
 
     def __init__(self, command: str | None = None, **settings: Any) -> None:
@@ -50,7 +50,7 @@ def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
 
 
 def add_engine(parser: Parser) -> None:
-    """Add the arguments that choose what serves an export."""
+    """Add the arguments that choose the engine for an export."""
     about = "what serves the export (default: %(default)s)"
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=about)
     about = "an interpreter that has vLLM"
@@ -58,7 +58,7 @@ def add_engine(parser: Parser) -> None:
 
 
 def read_words(words: list[str]) -> tuple["Arguments", "Config"]:
-    """Read what `add_words` collected. Raises `ConfigError`."""
+    """Parse the words that `add_words` collected. Raises `ConfigError`."""
     from trainer.launch.ranks import parse_arguments
     from trainer.train.start.compose import load_config
 
@@ -95,7 +95,7 @@ def as_command(codes: dict[type[Exception], int] | None = None) -> Callable[[Mai
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number."""
+    """Return an option type for whole numbers of at least `minimum`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:

@@ -1,7 +1,8 @@
 """List, verify, delete and export checkpoints from outside the run.
 
 Only `export` imports torch, so that the other commands answer at once. Exit codes: 0 all good, 1
-something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130 interrupted.
+something is damaged, 2 wrong usage or a run that still holds the directory, 73 cannot write or
+delete, 130 interrupted.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
 
 AT_ONCE = ("ls", "verify", "prune")
-"""These end at the first signal: the next start finishes a deletion. `export` cleans up."""
+"""Commands that end at the first signal: the next start finishes a deletion. `export` cleans up
+instead.
+"""
 
 
 LOCK_TIMEOUT_S = 1.0
@@ -166,7 +169,9 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Print a line for each checkpoint. Rotation may delete one meanwhile, which is no damage."""
+    """Print a line for each checkpoint. If rotation deletes one meanwhile, that does not count as
+    damage.
+    """
     code = EXIT_DONE
     paths = [checkpoint for path in arguments.paths for checkpoint in listing.checkpoints_at(path)]
     for path in paths:
@@ -182,10 +187,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    """Print what goes, and delete it with `--yes`. It holds the lock of the run meanwhile.
+    """Print the checkpoints and leftovers to delete, and delete them with `--yes`. Hold the run's
+    lock meanwhile.
 
-    The newest `--keep` checkpoints stay, and the one a resume takes. Raises `ConfigError` if a
-    resume would find nothing: leftovers may be all that is left.
+    The newest `--keep` checkpoints stay, and so does the one that a resume takes. Raises
+    `ConfigError` if a resume would find no usable checkpoint: the leftovers may then be all that
+    remains.
     """
     run_dir = arguments.run_dir
     listing.require_run(run_dir)

@@ -1,8 +1,8 @@
 """Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]`.
 
-The tokens come from the cache of runs with the same overrides, or are put there; no weights are
-read. The exit codes are those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73
-cannot write, 130 interrupted.
+The tokens come from the cache that runs with the same overrides use. Missing tokens are prepared
+and added to it. No weights are read. The exit codes are those of a run: 0 done, 2 wrong usage or
+configuration, 65 bad data, 73 cannot write, 130 interrupted.
 """
 
 import json

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Create a directory that is removed at the end, also after SIGTERM and SIGHUP."""
+    """Create a directory that is removed at the end, even after SIGTERM or SIGHUP."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """Score checkpoints by their answers: `bash run_sft.sh evaluate RUN_DIR --score NAME`.
 
-It runs in its own process, also while the run trains; docs/evaluation.md. Exit codes: 0 done, 2
+It runs in its own process, even while the run trains (docs/evaluation.md). Exit codes: 0 done, 2
 wrong usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot
 write, 130 interrupted: the same command continues with the checkpoint that was interrupted.
 """
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     watched = _checkpoints(run_dir, is_watching=arguments.watch)
     for info in [layout.inspect(path)] if is_checkpoint else watched:
         row = evaluate(run_dir, info, asked)
-        publish(run_dir, asked.name)  # also what a killed command did not send
+        publish(run_dir, asked.name)  # including results that a killed command did not send
         if row is not None:
             print(
                 f"step {info.step}: {PREFIX}{asked.name} {row['mean']:.4f} "
@@ -110,7 +110,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
-    """Return what to ask and how to score it. Raises `ConfigError`, `DataError`."""
+    """Return the questions, and the way to score the answers. Raises `ConfigError`, `DataError`."""
     is_exec = arguments.score == EXEC
     if is_exec and not arguments.allow_code:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Look at run directories from outside: their contents, damage, and old checkpoints."""
+"""Inspects run directories from outside: their contents, damage, and old checkpoints."""
 
 import logging
 import os
@@ -26,7 +26,9 @@ from trainer.tools.mirror import STATE
 RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
 LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, CORRUPT_PREFIX, READING_PREFIX)
-"""An unfinished save or deletion, a damaged checkpoint, and links of a reader (evaluate, mirror)."""
+"""Prefixes of an unfinished save or deletion, a damaged checkpoint, and the links of a reader
+(evaluate, mirror).
+"""
 
 logger = logging.getLogger(__name__)
 

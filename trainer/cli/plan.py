@@ -1,7 +1,7 @@
 """Predict memory and disk of a run: `bash run_sft.sh plan [N] [key=value ...]`.
 
-It needs config.json of the model, but no weights, GPU or data. Exit codes: 0 fits, 1 does not fit,
-2 wrong usage or configuration. torch is imported once the configuration is known to be right.
+It needs the model's config.json, but no weights, GPU or data. Exit codes: 0 fits, 1 does not fit, 2
+wrong usage or configuration. torch is imported once the configuration is known to be valid.
 """
 
 import sys

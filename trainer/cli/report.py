@@ -17,7 +17,7 @@ from trainer.tools.report.run_log import UnreadableLogError
 EXIT_UNREADABLE = 4
 CODES: dict[type[Exception], int] = dict.fromkeys((UnreadableLogError, OSError), EXIT_UNREADABLE)
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 3}
-"""Exit code of each verdict with `--check`; 2 stays wrong usage."""
+"""Exit code of each verdict with `--check`; 2 remains the code for wrong usage."""
 PROFILES = ("auto", "sft", "grpo", "controller", "generic")
 
 

@@ -147,7 +147,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The columns of a row's conversation (`data.messages_key`, …); nested columns as `a.b`."""
+    """Names of the columns that hold a row's conversation (`data.messages_key`, …). A nested column
+    is named `a.b`.
+    """
 
     messages_key: str = "messages"
     tools_key: str = "tools"
@@ -158,8 +160,8 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Source:
-    """Files whose rows are read and rendered alike: a `SourceConfig`, with the values of `data` for
-    what it leaves open.
+    """Files whose rows are read and rendered in the same way: a `SourceConfig` in which the values
+    of `data` replace missing ones.
     """
 
     name: str
@@ -222,7 +224,7 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
 
 
 def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str:
-    """Return what is wrong with the combination of keys that name columns, or ''."""
+    """Return the problem with the combination of keys that name columns; '' if there is none."""
     if (keys.prompt_key is None) != (keys.response_key is None):
         return f"'{prefix}prompt_key' and '{prefix}response_key' go together: set both or neither"
     if keys.text_key is not None and keys.prompt_key is not None:
@@ -233,7 +235,7 @@ def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str:
 def _name(files: str | list[str], dotted: str) -> str:
     """Return the name of the first file without its endings."""
     first = files if isinstance(files, str) else files[0]
-    stem = Path(first).stem.removesuffix(".jsonl")  # of a.jsonl.gz
+    stem = Path(first).stem.removesuffix(".jsonl")  # as in a.jsonl.gz
     if not re.fullmatch(NAME, stem):
         raise ConfigError(f"'{dotted}' needs a `name`: its file '{first}' gives none for metrics")
     return stem

@@ -1,4 +1,4 @@
-"""The declaration of a key: a field of a frozen dataclass with type, default, meaning and checks."""
+"""Declares keys: a key is a field of a frozen dataclass with type, default, meaning and checks."""
 
 import difflib
 import math
@@ -8,8 +8,8 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
-"""Takes a value that has the key's type and is not null. Returns a problem that can follow the
-key's name, or ''.
+"""A function that takes a value of the key's type, never null. It returns a problem that can follow
+the key's name, or ''.
 """
 
 
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known word nearest to a mistyped one; '' if none is
+    """Return a question that suggests the known word nearest to a mistyped one; '' if no word is
     near.
     """
     near = difflib.get_close_matches(word, list(known), n=1)
@@ -28,8 +28,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
     """Return the names in which a regular expression is found.
 
-    `key` and `kind` (of the named things) are for the message. Raises `ConfigError` for an invalid
-    expression, and if no name matches.
+    Error messages contain `key` and `kind`, the kind of things that have these names. Raises
+    `ConfigError` for an invalid expression, and if no name matches.
     """
     known = list(names)
     try:
@@ -45,7 +45,7 @@ def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -
 def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
     """Declare a key that users may set, or must set if the default is `dataclasses.MISSING`.
 
-    `name`: the user's name of the key, where Python does not allow it as a field's name.
+    `name`: the user's name for the key, if Python does not allow it as a field name.
     """
     metadata = {"meaning": meaning, "checks": checks, "name": name}
     if isinstance(default, list | dict):
@@ -80,7 +80,9 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
 
 
 def one_of(*allowed: str) -> Check:
-    """Allow these words; in a list each item must be one of them. A bool counts as its YAML word."""
+    """Allow these words. In a list each item must be one of them. A bool counts as its YAML
+    word.
+    """
 
     def check(value: Any) -> str:
         for item in value if isinstance(value, list) else [value]:
@@ -95,18 +97,18 @@ def one_of(*allowed: str) -> Check:
 
 
 def where(is_right: Callable[[Any], object], problem: str) -> Check:
-    """Allow values for which `is_right` is true. `problem` has `{}` for the value."""
+    """Allow values for which `is_right` is true. `problem` contains `{}` in place of the value."""
     return lambda value: "" if is_right(value) else problem.format(value)
 
 
 def at_least(least: float, *, special: int | None = None) -> Check:
-    """Allow numbers from `least`, and the `special` one."""
+    """Allow numbers of at least `least`, and the number `special`."""
     allowed = f"at least {least}" if special is None else f"{special} or at least {least}"
     return where(lambda value: value == special or value >= least, f"must be {allowed}, got {{}}")
 
 
 def within(interval: str) -> Check:
-    """Allow numbers of an interval: `[0, 1)` contains 0 but not 1."""
+    """Allow numbers in an interval: `[0, 1)` contains 0 but not 1."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     excluded = []
     if interval.startswith("("):
@@ -121,7 +123,7 @@ def within(interval: str) -> Check:
 
 def parse_duration_s(text: str | None) -> float:
     """Return the seconds of a duration such as `3h30m`, `90m` or `45s`; 0 for any other text,
-    infinity without one.
+    infinity for None.
     """
     if text is None:
         return math.inf

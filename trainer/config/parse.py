@@ -1,6 +1,7 @@
-"""From values by key to a checked `Config`. OmegaConf converts each value to the type of its key.
+"""Makes a checked `Config` from values by key. OmegaConf converts each value to the type of its
+key.
 
-A mistyped key is answered with the nearest known one.
+The message for a mistyped key suggests the nearest known one.
 """
 
 import dataclasses
@@ -20,18 +21,20 @@ from trainer.config.keys import ConfigError, declared, keys_of, one_of
 from trainer.config.schema import ALWAYS_SAVED, Config
 
 Implementations = Mapping[str, Mapping[str, object]]
-"""For each key whose values name an implementation: the implementations by name."""
+"""{key whose values name implementations: {name: implementation}}."""
 
 
 def default_tree(cls: type = Config) -> DictConfig:
-    """Return the keys of a group with their defaults, as a tree that converts what is assigned."""
+    """Return the keys of a group with their defaults, as a tree that converts assigned values."""
     tree: DictConfig = OmegaConf.structured(_schema(cls))
     return tree
 
 
 @cache
 def _schema(cls: type) -> type:
-    """Return a group as OmegaConf needs it: not frozen, and without unions that contain a list."""
+    """Return a group in the form that OmegaConf needs: not frozen, and without unions that contain
+    a list.
+    """
     members: list[Any] = []
     for own in declared(cls).values():
         kind, default = own.type, own.default
@@ -47,14 +50,16 @@ def _schema(cls: type) -> type:
 
 
 def _has_entries(own: "Field[Any]") -> bool:
-    """Return True for a list of groups, and for a list in place of a text."""
+    """Return True for a key that takes a list of groups, or either a text or a list."""
     return any(get_origin(kind) is list or is_dataclass(kind) for kind in get_args(own.type))
 
 
 def assign(
     tree: DictConfig, values: Mapping[str, Any], cls: type = Config, prefix: str = ""
 ) -> list[str]:
-    """Set keys of a tree of `cls` from nested mappings. Return the problems, one for each key."""
+    """Set keys of a tree of `cls` from nested mappings. Return the problems, one for each wrong
+    key.
+    """
     problems, keys = [], declared(cls)
     for name, value in values.items():
         own, dotted = keys.get(name), f"{prefix}{name}"
@@ -83,8 +88,8 @@ def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterat
 
 
 def unknown_key(dotted: str, siblings: list[str]) -> str:
-    """Return the message for an unknown key. It suggests the key with the nearest last part, of the
-    same group if possible.
+    """Return the message for an unknown key. It suggests the key whose last part is nearest, from
+    the same group if possible.
     """
     known = [*siblings, *keys_of(Config)]
     leaves = [name.rpartition(".")[2] for name in known]
@@ -96,7 +101,7 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
 
 
 def to_config(tree: DictConfig, implementations: Implementations | None = None) -> Config:
-    """Return the checked `Config` of a tree. Raises `ConfigError` that names all wrong keys."""
+    """Return the checked `Config` of a tree. Raises a `ConfigError` that names all wrong keys."""
     try:
         resolved: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -115,7 +120,9 @@ def to_config(tree: DictConfig, implementations: Implementations | None = None) 
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Build a group from the values of its fields. Add what its checks find to `problems`."""
+    """Build a group from the values of its fields. Add the problems that its checks find to
+    `problems`.
+    """
     arguments = {}
     for name, own in declared(cls).items():
         value, dotted = values[own.name], f"{prefix}{name}"
@@ -168,7 +175,7 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield the problems between keys that are right by themselves, with a fix."""
+    """Yield the contradictions between keys that are valid by themselves, each with a fix."""
     data, model, trainer = config.data, config.model, config.trainer
     max_tokens = config.max_micro_batch_tokens
     if max_tokens is not None and max_tokens < data.max_length:

@@ -39,7 +39,7 @@ YEAR_S = 365 * 24 * 3600
 MIN_DIST_TIMEOUT_S = 60
 ALWAYS_SAVED = ("model", "optimizer", "extra")
 EXPORTS = ("hf_model", "merged_model")
-"""Values of `save_contents` that export weights; of LoRA, the adapter or the merged model."""
+"""Values of `save_contents` that export weights; for LoRA, the adapter or the merged model."""
 _RATIO = within("[0, 1]")
 
 
@@ -156,7 +156,7 @@ class ModelConfig:
 
     @property
     def has_adapters(self) -> bool:
-        """Return True for LoRA, with new adapters or those of a directory."""
+        """Return True for LoRA, with new adapters or with those of a directory."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
@@ -246,7 +246,7 @@ class GuardRule:
         return f"{self.metric} {limit}{lasting}: {self.action}"
 
     def holds(self, value: float) -> bool:
-        """Return True for a finite or infinite value beyond the limit; NaN never is."""
+        """Return True for a finite or infinite value beyond the limit; NaN is never beyond it."""
         if self.above is None:
             return self.below is not None and value < self.below
         return value > self.above
@@ -402,7 +402,8 @@ class TrainerConfig:
 
     @property
     def dist_timeout_s(self) -> int:
-        """Return how long a collective may take, and a rank without progress before step 1.
+        """Return the time limit in seconds for a collective, and for a rank without progress before
+        step 1.
 
         It is longer than `hang_timeout_s`, so that a hang is found before a collective gives up.
         """
@@ -423,6 +424,6 @@ class Config:
 
     @property
     def max_micro_batch_tokens(self) -> int | None:
-        """Return the largest number of tokens of a micro-batch, over all ranks that split it."""
+        """Return the largest number of tokens in a micro-batch, over all ranks that split it."""
         limit = self.data.max_token_len_per_gpu
         return None if limit is None else limit * self.model.ulysses_sequence_parallel_size

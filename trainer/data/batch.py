@@ -1,4 +1,4 @@
-"""The one contract between data, model and loop.
+"""The batch types that data, model and training loop share.
 
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
@@ -17,13 +17,13 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch: documents laid end to end, never seeing each other.
+    """One micro-batch: documents laid end to end. No document attends to a different one.
 
     `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading
     `input_ids_T[:t + 1]` of the same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document
-    bounds, first 0, last T, int32; `seqlens` holds the document lengths on the host, so that no kernel launch
-    waits for the device. A batch without samples has one token of padding and no label: a rank
-    without work runs it to keep collectives matched.
+    bounds, first 0, last T, int32; `seqlens` holds the document lengths on the host, so that no
+    kernel launch waits for the device. A batch without samples has one padding token and no label.
+    A rank without work runs such a batch, so that all ranks call the same collectives.
 
     In a `share`, fields by token (T, S, and their counts) cover only this rank's tokens; fields by
     document cover all documents.
@@ -36,13 +36,15 @@ class PackedBatch:
     seqlens: tuple[int, ...]
     """Document lengths as Python integers (host copy of the differences of `cu_seqlens_D1`)."""
     supervised_S: Tensor
-    """Indices of `labels_T` that carry a label, int64: the only positions the head computes."""
+    """Indices of the positions in `labels_T` that carry a label, int64. The head computes only
+    these positions.
+    """
     num_loss_tokens: int
     sample_ids: tuple[int, ...]
     sources_D: Tensor
-    """Number of the source that each document comes from, int64."""
+    """Index of each document's source, int64."""
     start: int = 0
-    """Index of its first token in the whole micro-batch."""
+    """Index of this batch's first token in the full micro-batch."""
 
     @classmethod
     def of(
@@ -55,8 +57,9 @@ class PackedBatch:
         sample_ids: tuple[int, ...],
         sources_D: Tensor | None = None,
     ) -> "PackedBatch":
-        """Make a batch of documents of these lengths, laid end to end, on the host; `sources_D` None: all of
-        the first source.
+        """Make a batch on the host from documents of these lengths, laid end to end.
+
+        If `sources_D` is None, all documents come from the first source.
         """
         return cls(
             input_ids_T=input_ids_T,
@@ -73,8 +76,8 @@ class PackedBatch:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Between processes by value: torch shares a tensor through a socket in TMPDIR, whose
-        path may be too long.
+        """Pickle tensors by value. To share a tensor between processes, torch would use a socket in
+        TMPDIR, whose path may be too long.
         """
         return {
             name: value.numpy() if isinstance(value, Tensor) else value
@@ -90,8 +93,10 @@ class PackedBatch:
         )
 
     def share(self, rank: int, size: int) -> "PackedBatch":
-        """The tokens that the `rank`-th of `size` ranks holds. Of fewer than `size` tokens, the
-        last ranks hold one of padding each, as a document of its own.
+        """Return the tokens that rank `rank` of `size` holds.
+
+        If there are fewer than `size` tokens, each of the last ranks holds one padding token. The
+        padding tokens form a separate document.
         """
         if (missing := size - len(self.input_ids_T)) > 0:
             return PackedBatch.of(
@@ -123,7 +128,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens: those of samples, 0 where there are none."""
+        """Number of tokens that come from samples, without padding; 0 if there are no samples."""
         return max(
             0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start)
         )
@@ -142,30 +147,35 @@ class PackedBatch:
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:
-    """Return how many tokens of a micro-batch each of `size` ranks holds, in rank order."""
+    """Return the number of a micro-batch's tokens that each of `size` ranks holds, in rank
+    order.
+    """
     return [num_tokens * (rank + 1) // size - num_tokens * rank // size for rank in range(size)]
 
 
 class LossOutput(NamedTuple):
-    """Losses and hits of a micro-batch; a tuple, because FSDP looks for the tensors in it
+    """Losses and hits of a micro-batch. It is a tuple, because FSDP searches tuples for the tensors
     that carry gradients.
     """
 
     loss_sum: Tensor
-    """Sum of the trained loss over the supervised positions, float64 scalar: it is differentiated.
-    Without gradients it is the sum of `losses_S`."""
+    """Sum of the trained loss over the supervised positions, a float64 scalar. The backward pass
+    starts from it. Without gradients it is the sum of `losses_S`.
+    """
     losses_S: Tensor
-    """Cross-entropy of each supervised position, float32, without gradient; `loss_sum` is its sum
-    unless the model trains another loss."""
+    """Cross-entropy of each supervised position, float32, without gradient. `loss_sum` is its sum
+    unless the model trains a different loss.
+    """
     hits_S: Tensor
     """True where no token was likelier than the label."""
     terms_K: Tensor | None = None
-    """Sums of the terms of the trained loss beside the main one, float64, without gradient."""
+    """Sums of the trained loss's additional terms, all but the main one; float64, without gradient.
+    """
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of supervised positions) of each document of a micro-batch or share,
-    float64 [D].
+    """Return (summed loss, number of supervised positions) of each document in a micro-batch or
+    share, float64 [D].
     """
     document_S = torch.bucketize(
         batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
@@ -179,7 +189,8 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one rank in one optimizer step, with the global counts the loss is divided by.
+    """One rank's micro-batches in one optimizer step, and the global counts by which the loss is
+    divided.
 
     Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the
     whole global batch.
@@ -193,19 +204,20 @@ class StepBatch:
     num_tokens: int
     num_samples: int
     lengths: tuple[int, ...] = ()
-    """Tokens of each sample of the global batch: attention costs more than in proportion to
-    them.
+    """Number of tokens of each sample in the global batch. The cost of attention grows faster than
+    this number.
     """
     sample_ids: tuple[int, ...] = ()
-    """The samples of the global batch, in the order of the epoch; a sample may come twice where its source
-    is repeated.
+    """Sample ids of the global batch, in epoch order. A sample may occur twice if its source is
+    repeated.
     """
     loss_tokens_by: Mapping[str, int] = field(default_factory=dict)
-    """`num_loss_tokens` by name of source, in the order that `sources_D` counts; empty where
-    there is but one.
+    """`num_loss_tokens` by source name, in the order of the indices in `sources_D`; empty if there
+    is only one source.
     """
     length_facts: Mapping[str, float] = field(default_factory=dict)
-    """Statistics of sample lengths, and of how the batch was packed and dealt."""
+    """Statistics of the sample lengths. `deal_facts` describes how the batch was packed and dealt.
+    """
     deal_facts: Mapping[str, float] = field(default_factory=dict)
 
     def pin_memory(self) -> "StepBatch":

@@ -1,13 +1,14 @@
-"""Which rows a step trains, and how ranks share their samples: pure functions of seed, epoch,
-lengths and counts, no torch.
+"""Decides which rows a step trains, and how ranks share their samples.
 
-A keyed permutation decides which row is trained at which place of an epoch. It is computed for the
-places that are asked for, so no process keeps a list of all rows. The validation rows are drawn
+All functions here depend only on seed, epoch, lengths and counts, and use no torch.
+
+A keyed permutation decides which row is trained at which place of an epoch. It is computed only for
+the places that are asked for, so no process keeps a list of all rows. The validation rows are drawn
 with the same permutation.
 
-A global batch is a set of rows, each one sample or, where a conversation is taken apart, several
-that stay together. Where samples of an epoch, a batch or a position are counted, rows are.
-Splitting a batch into micro-batches and ranks only decides who computes what.
+A global batch is a set of rows. A row is one sample, or several samples that stay together if a
+conversation is divided by turns. Wherever samples of an epoch, a batch or a position are counted, a
+row counts as one. Splitting a batch into micro-batches and ranks only decides who computes what.
 """
 
 import math
@@ -27,8 +28,8 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a source, and how often an epoch trains them: with `repeat` 2.5 each row twice, and
-    half of them a third time.
+    """The rows of a source, and how often an epoch trains them. With `repeat` 2.5, an epoch trains
+    each row twice and half of the rows a third time.
     """
 
     num_rows: int
@@ -36,16 +37,16 @@ class Share:
 
     @property
     def num_samples(self) -> int:
-        """Samples of each epoch; half a sample counts whole."""
+        """Number of samples in each epoch; half a sample is rounded up."""
         return math.floor(self.num_rows * self.repeat + 0.5)
 
 
 def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where the permutation of 0 .. size - 1 that `key` selects takes `places`; int64.
+    """Map `places` through the permutation of 0 .. size - 1 that `key` selects; int64.
 
-    A Feistel network on pairs of remainders (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002). The pairs number `size` and at most 2 sqrt(size) more; a place that lands
-    beyond `size` is enciphered again.
+    The permutation is a Feistel network on pairs of remainders (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002). There are `size` pairs and at most 2 sqrt(size) more. A place
+    that lands outside 0 .. size - 1 is enciphered again.
     """
     width = math.isqrt(max(size, 1) - 1) + 1
     sizes = (np.uint64(-(-size // width)), np.uint64(width))
@@ -70,8 +71,8 @@ def _enciphered(
 
 
 def _scattered(values: np.ndarray) -> np.ndarray:
-    """The end of SplitMix64 (Steele, Lea and Flood 2014): 64 bits that all depend on all bits
-    of `values`.
+    """Apply the last steps of SplitMix64 (Steele, Lea and Flood 2014), which make each of the 64
+    bits depend on all bits of the value.
     """
     for shift, multiplier in zip(_SHIFTS[:2], _MULTIPLIERS, strict=True):
         values = (values ^ (values >> shift)) * multiplier
@@ -81,11 +82,11 @@ def _scattered(values: np.ndarray) -> np.ndarray:
 def rows_at(
     places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(Number of the source, row in it) at `places` (int64) of an epoch; int64.
+    """Return (index of the source, row in the source) at `places` (int64) of an epoch; int64.
 
-    Each source walks through a fixed order of its own for the rows that come once more, and
-    continues there in the next
-    epoch: over epochs no row comes twice as often as another.
+    If an epoch trains some rows of a source once more than the others, it takes these rows from a
+    fixed order of that source. The next epoch continues in this order. So over all epochs the
+    counts of two rows of a source differ by at most one.
     """
     bounds = np.cumsum([0, *(share.num_samples for share in shares)])
     slots = permuted(places, int(bounds[-1]), seeding.key("epoch", seed, epoch))
@@ -102,10 +103,10 @@ def rows_at(
 
 
 def held_out_rows(num_rows: int, val_ratio: float, *, seed: int) -> np.ndarray:
-    """Rows held out for validation, ascending, int64: of two rows or more at least one on each
-    side.
+    """Return the rows held out for validation, ascending, int64.
 
-    None with a ratio of 0.
+    If there are two rows or more, at least one is held out and at least one is kept for training.
+    With a ratio of 0, no row is held out.
     """
     if val_ratio <= 0 or num_rows < 2:
         return np.zeros(0, dtype=np.int64)
@@ -128,11 +129,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a run from `start` on: a step trains the next B rows of its epoch.
+    """The order in which a run trains rows from `start` on. Each step trains the next B rows of its
+    epoch.
 
-    The last batch of an epoch holds what is left; no row is dropped. Continued from any of its own
-    positions with the same values, a schedule continues in the same order, also with another batch
-    size.
+    The last batch of an epoch holds the remaining rows; no row is dropped. A schedule that starts
+    at one of its own positions with the same values continues in the same order, even with a
+    different batch size.
     """
 
     shares: tuple[Share, ...]
@@ -140,13 +142,13 @@ class Schedule:
     seed: int
     start: Position = START
     order: str = "shuffled"
-    """Name in `ORDERS`."""
+    """A key of `ORDERS`."""
     lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """Tokens of each row, int64, for an order that needs them."""
+    """Number of tokens of each row, int64, for an order that needs them."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
+        """Number of samples in one epoch."""
         return sum(share.num_samples for share in self.shares)
 
     @property
@@ -159,7 +161,7 @@ class Schedule:
         return math.ceil(num_left / self.batch_size)
 
     def position(self, step: int) -> Position:
-        """Return the position of the run after `step` finished steps, which is not before `start`."""
+        """Return the position after `step` finished steps. `step` must not be before `start`."""
         start = self.start
         assert step >= start.step
         num_steps = step - start.step
@@ -171,7 +173,9 @@ class Schedule:
         return Position(step, start.epoch + 1 + num_epochs, num_steps * self.batch_size)
 
     def steps_until(self, total_epochs: int) -> int:
-        """Finished steps of the whole run once `total_epochs` epochs are done."""
+        """Return the number of finished steps of the whole run once `total_epochs` epochs are
+        done.
+        """
         num_epochs = total_epochs - self.start.epoch
         if num_epochs <= 0:
             return self.start.step
@@ -182,7 +186,9 @@ class Schedule:
         )
 
     def rows(self, step: int) -> np.ndarray:
-        """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
+        """Return the row ids of the global batch of `step` (counted from 1), int64, in epoch
+        order.
+        """
         position = self.position(step - 1)
         first = position.samples_consumed
         places = np.arange(first, min(first + self.batch_size, self.num_samples))
@@ -190,21 +196,23 @@ class Schedule:
 
     @cached_property
     def shortest_first(self) -> np.ndarray:
-        """Row ids of the first epoch by their length, int64; rows of equal length are shuffled."""
+        """Row ids of the first epoch from the shortest row to the longest, int64. Rows of equal
+        length are shuffled.
+        """
         assert self.lengths is not None, "this order needs the lengths of the rows"
         ids = shuffled(self, np.arange(self.num_samples), epoch=0)
         return ids[np.argsort(self.lengths[ids], kind="stable")]
 
 
 def shuffled(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
-    """Return the row ids at `places` of an epoch, int64: a permutation of its own in each."""
+    """Return the row ids at `places` of an epoch, int64. Each epoch has its own permutation."""
     sources, rows = rows_at(places, schedule.shares, seed=schedule.seed, epoch=epoch)
     first_ids = np.cumsum([0, *(share.num_rows for share in schedule.shares)])
     return first_ids[sources] + rows
 
 
 def short_first_epoch(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
-    """Return the same, but the first epoch goes from short to long rows."""
+    """Return row ids like `shuffled`, except that the first epoch goes from short to long rows."""
     return schedule.shortest_first[places] if epoch == 0 else shuffled(schedule, places, epoch)
 
 
@@ -212,35 +220,35 @@ ORDERS: dict[str, Callable[[Schedule, np.ndarray, int], np.ndarray]] = {
     "shuffled": shuffled,
     "short_first_epoch": short_first_epoch,
 }
-"""{`data.order`: function of the schedule, places and epoch (from 0) to row ids}. It is pure: a
-resume asks for the same places again.
+"""{value of `data.order`: function that maps schedule, places and epoch (from 0) to row ids}. The
+functions are pure, because a resumed run asks for the same places again.
 """
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The part of this rank in every global batch."""
+    """This rank's part of every global batch."""
 
     data_rank: int
     num_data_ranks: int
     limits: Limits
     quadratic_cost: float
     window_costs: Mapping[int, float] = field(default_factory=dict)
-    """Cost of the layers that have a sliding window, by window."""
+    """{window in tokens: cost factor of the layers with this sliding window}."""
     pin_memory: bool = False
     share: tuple[int, int] = (0, 1)
-    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the
-    data rank holds.
+    """(index, number of shares): the share of each micro-batch's tokens that this rank holds. The
+    ranks of a data rank hold one share each.
     """
 
     def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
         """Deal the samples of one global batch to data ranks as micro-batches within the limits,
         balanced by cost.
 
-        `lengths` [samples] are token counts. Returns, for each data rank, the same number of
-        micro-batches, each a list of indices into `lengths` (possibly empty). A sample of n tokens
-        costs `n + quadratic_cost * n**2`, and for each window w of `window_costs` that cost times
-        `squared_length(n, w)`.
+        `lengths` [samples] are token counts. Returns the micro-batches of each data rank, equally
+        many for all ranks. A micro-batch is a list of indices into `lengths`, possibly empty. A
+        sample of n tokens costs `n + quadratic_cost * n**2`. Each window w in `window_costs` adds
+        its cost factor times `squared_length(n, w)`.
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
@@ -263,9 +271,11 @@ class RankPlan:
 
 
 def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return twice the pairs of tokens that causal attention leaves where each token sees at most
-    `window`, itself included, but for the n or `window` terms of the diagonal: n**2 up to the
-    window, about 2 * n * window far above it.
+    """Return about twice the number of token pairs in causal attention with a sliding window.
+
+    Each token sees at most `window` tokens, itself included. The result leaves out the diagonal,
+    which would add n or `window`, whichever is smaller. It is n**2 up to the window, and about 2 *
+    n * window far above it.
     """
     beyond: np.ndarray = np.maximum(lengths - window, 0.0)
     squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2
@@ -275,7 +285,9 @@ def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
 def _fill(
     sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_size: float, max_count: float
 ) -> list[list[int]] | None:
-    """Put items, largest first, into the cheapest bin with room; None when one finds none."""
+    """Put items, largest first, each into the cheapest bin with room. Return None if an item fits
+    into no bin.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     filled, counts, load = np.zeros((3, num_bins))
     for index in np.argsort(-sizes, kind="stable"):
@@ -291,10 +303,11 @@ def _fill(
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
-    """Mean, smallest, largest and 95th percentile of prompt, completion and total tokens of samples
-    (int arrays [N]).
+    """Return mean, minimum, maximum and 95th percentile of the samples' prompt, completion and
+    total tokens.
 
-    The completion is what is supervised, the prompt the rest.
+    The arguments are int arrays [N]. The completion consists of the supervised tokens, the prompt
+    of all others.
     """
     kinds = {"prompt": lengths - num_loss_tokens, "completion": num_loss_tokens, "total": lengths}
     facts: dict[str, float] = {}
@@ -310,8 +323,8 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
 ) -> dict[str, float]:
-    """Return metrics of how a global batch was packed and dealt. `dealt`: for each data rank its
-    micro-batches, each a list of indices.
+    """Return metrics of how a global batch was packed and dealt. `dealt` holds the micro-batches of
+    each data rank, each a list of indices.
     """
     num_tokens = int(lengths.sum())
     tokens_by_rank = [sum(int(lengths[part].sum()) for part in rank) for rank in dealt]

@@ -1,8 +1,8 @@
-"""Rows to samples: conversations are rendered by the chat template, plain text is taken as it is,
-and both are tokenized in batches.
+"""Turns rows into samples.
 
-Supervision is decided on characters, as spans that end with the end-of-turn token, and carried over
-to the tokens that start inside.
+The chat template renders conversations, and plain text stays as it is. Both are tokenized in
+batches. Supervision is decided on characters, as spans that end with the end-of-turn token. The
+tokens that start inside a span are supervised.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
-# one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
+# size of one tokenizer call: enough for all cores; a token takes over 100 bytes during the call
 BATCH_CHARS = 300_000
 BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
@@ -31,8 +31,8 @@ Result = list[Encoded] | UnusableError
 class RowEncoder:
     """Turns rows into samples, with a tokenizer and its chat template.
 
-    Raises `DataError` for a slow tokenizer, and where it has to render without a chat template or
-    with a broken one.
+    Raises `DataError` for a slow tokenizer, and if it has to render a conversation without a chat
+    template or with a broken one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
@@ -44,15 +44,15 @@ class RowEncoder:
             )
         self.tokenizer, self.options = tokenizer, options
         self.seen = Summary()
-        """Counts of what the rows hold."""
+        """Counts of the rows' contents."""
         self._parser = RowParser(options.keys, tokenizer, self.seen)
         self._templates: dict[str, ChatTemplate] = {}
-        # made before processes are forked, which share its memory
+        # made before processes are forked, so that they share its memory
         self._finder = TokenFinder(tokenizer)
         self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
-        """Yield in order the samples of each row, or the reason why it has none."""
+        """Yield the samples of each row, in row order, or the reason why the row has none."""
         batch: list[Sequence[MarkedText] | Encoded | UnusableError] = []
         num_chars = 0
         for row in rows:
@@ -126,7 +126,9 @@ class RowEncoder:
         return self._templates[source]
 
     def _marked_text(self, item: Continuation) -> MarkedText:
-        """Return the whole text with its supervised part as the one span. Raises `UnusableError`."""
+        """Return the whole text, with its supervised part as the only span. Raises
+        `UnusableError`.
+        """
         text = item.text.removesuffix(str(self.tokenizer.eos_token))
         if not text.strip():
             raise UnusableError("empty text: there is nothing to supervise")
@@ -142,8 +144,8 @@ class RowEncoder:
 
     @cached_property
     def _text_ends(self) -> tuple[list[int], int]:
-        """The tokenizer's beginning, which goes before a text, and its end token, which goes after it.
-        Raises `DataError` for a tokenizer without an end token.
+        """The ids that the tokenizer puts before a text, and the id of its end token. Raises
+        `DataError` for a tokenizer without an end token.
         """
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
@@ -170,11 +172,12 @@ class RowEncoder:
         return Encoded(input_ids, loss_mask)
 
     def _encoded_text(self, item: MarkedText, ids: np.ndarray, num_prompt: int) -> Encoded:
-        """Take `ids` of the whole text, `num_prompt` of them before the span.
+        """Return the sample of a text. `ids` are the tokens of prompt and text together;
+        `num_prompt` of them come before the span.
 
-        The prompt's tokens are those that a server makes of the prompt alone: where a token of the
-        whole crosses the border, prompt and text are tokenized apart. Raises `UnusableError` where
-        that changes the text.
+        The prompt gets the tokens that a server would make from the prompt alone. If a token
+        crosses the border, prompt and text are tokenized separately. Raises `UnusableError` if that
+        changes the text.
         """
         lead, end_id = self._text_ends
         self.seen.end_token_ids.add(end_id)
@@ -196,7 +199,9 @@ class RowEncoder:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
-        """Remember the special tokens that end supervised stretches of a row of tokens."""
+        """Remember the special tokens that end supervised stretches, for a row that already holds
+        tokens.
+        """
         is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
         for number in sample.input_ids[is_last].tolist():
             if number in self._added_tokens and self._added_tokens[number].special:

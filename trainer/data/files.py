@@ -1,6 +1,7 @@
-"""The data files that a path, a glob, an address of the Hub or a list of these names.
+"""Finds the data files for a path, a glob, a Hub address, or a list of these.
 
-It imports neither torch nor pyarrow, so that a wrong path fails before anything slow starts.
+This module imports neither torch nor pyarrow, so that a wrong path fails before anything slow
+starts.
 """
 
 import fnmatch
@@ -27,7 +28,7 @@ NUM_NAMED = 20
 
 
 def resolve_files(spec: str | list[str]) -> list[Path]:
-    """Return the files of each path, glob or address of the Hub in turn; matches are sorted.
+    """Return the files of each path, glob or Hub address in turn; the matches of a glob are sorted.
 
     Raises `DataError` for a missing file, anything but a regular file, or an unsupported suffix.
     """
@@ -74,11 +75,11 @@ def _check_file(path: Path) -> None:
 
 
 def dataset_files(address: str) -> list[Path]:
-    """Return the files of a split, in order: from the Hub's cache if they are complete there, else
-    downloaded.
+    """Return the files of a dataset split, in order. They are downloaded unless the Hub's cache has
+    all of them.
 
-    A branch, or no revision, means the commit in the cache: it stays the same from start to start.
-    Raises `DataError`.
+    A branch, or no revision, means the commit in the cache, so that every start uses the same
+    commit. Raises `DataError`.
     """
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(
@@ -108,13 +109,15 @@ def dataset_files(address: str) -> list[Path]:
 
 
 def _is_complete(files: list[Path]) -> bool:
-    """Return whether there are files, and all shards of those that are numbered."""
+    """Return True if there are files and no numbered shard is missing."""
     shards = [shard.groups() for file in files if (shard := SHARD.fullmatch(file.name))]
     return bool(files) and all(shards.count(shard) == int(shard[1]) for shard in shards)
 
 
 def _patterns(split: str) -> list[str]:
-    """Return patterns of the files of a split, which may be the name of data files itself."""
+    """Return glob patterns for the files of a split. `split` may also be a file name or a pattern
+    of file names.
+    """
     if split.endswith(SUFFIXES):
         return [split]
     own = (f"{split}.parquet", f"{split}-[0-9]*.parquet", f"{split}/*.parquet")
@@ -122,13 +125,15 @@ def _patterns(split: str) -> list[str]:
 
 
 def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Path]]:
-    """Return the directory of a commit, and the split's files that the cache has there."""
+    """Return the cached directory of a commit, and the split's files in it as relative paths. The
+    list is empty if the cache does not have the commit.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     patterns = _patterns(split)
     try:
-        # with patterns, the client does not miss the files that nobody asked for
+        # with patterns, the client does not insist on files that nobody asked for
         directory = snapshot_download(
             name,
             repo_type="dataset",

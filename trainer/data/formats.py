@@ -1,4 +1,4 @@
-"""Row formats: recognise what a row holds, check it, and turn it into an item to encode."""
+"""Row formats: recognise the format of a row, check it, and turn it into an item to encode."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = ("weight", "train", "trainable", "loss_mask")
-"""Keys of an assistant message that take its turn out of the loss when they are 0 or false."""
+"""Keys of an assistant message that exclude its turn from the loss when they are 0 or false."""
 SHAREGPT = "conversations"
 SHAREGPT_ROLES = {
     "human": "user",
@@ -45,7 +45,9 @@ TEXT_NAMES = r"text|content"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages for a chat template: `content` is text, `tools` a list of objects or None."""
+    """Checked messages for a chat template: `content` is text, `tools` a list of objects or
+    None.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -63,11 +65,11 @@ class Continuation:
 
 Item = Conversation | Continuation | Encoded
 Recognised = tuple[str, Iterable[str], Item]
-"""Name of the format, the columns it reads, and the item."""
+"""(name of the format, columns that it reads, item)."""
 
 
 def columns_of(keys: RowKeys) -> tuple[str, ...]:
-    """Return every column that may be read of a row."""
+    """Return every column that may be read from a row."""
     if keys.text_key is not None:
         return (keys.text_key,)
     if keys.prompt_key is not None and keys.response_key is not None:
@@ -78,26 +80,28 @@ def columns_of(keys: RowKeys) -> tuple[str, ...]:
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hexadecimal digits that are equal for equal tokens under equal ids."""
+    """Return 16 hexadecimal digits that are equal for vocabularies with the same tokens and ids."""
     tokens = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 class RowParser:
-    """Turns rows into items by `keys` and the names of their columns."""
+    """Turns rows into items. `keys` and the column names of a row decide its format."""
 
     def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary) -> None:
         """`seen` counts formats and unread columns."""
         self._keys, self._tokenizer, self._seen = keys, tokenizer, seen
 
     def parse(self, row: Row) -> Item:
-        """Raises `UnusableError`, and `RecursionError` for a deeply nested row."""
+        """Return the item of a row. Raises `UnusableError`, and `RecursionError` for a deeply
+        nested row.
+        """
         if row.problem is not None:
             raise row.problem
         name, columns, item = self._recognised(row)
         self._seen.rows_by_shape[name] += 1
         read = {outer for column in columns for outer in (column, column.partition(".")[0])}
-        # empty values may be there for the sake of other rows
+        # empty values may exist only because other rows have the column
         unread = [
             column
             for column, value in row.record.items()
@@ -148,7 +152,9 @@ class RowParser:
         )
 
     def _conversation(self, record: Record, given: list[Any], num_given: int = 0) -> Conversation:
-        """Check messages; the first `num_given` are not trained. Raises `UnusableError`."""
+        """Check messages. The first `num_given` are excluded from the loss. Raises
+        `UnusableError`.
+        """
         messages = [_checked_message(message, index) for index, message in enumerate(given)]
         trained = [_is_trained(message, index) for index, message in enumerate(messages)]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -205,7 +211,7 @@ class RowParser:
 
 
 def _lookup(record: Record, key: str) -> Any:
-    """Return a column; `a.b` may be nested."""
+    """Return the value of a column, None if it is missing. `a.b` may be a nested column."""
     if key in record:
         return record[key]
     value: Any = record
@@ -215,7 +221,9 @@ def _lookup(record: Record, key: str) -> Any:
 
 
 def _column(row: Row, key: str, name: str) -> Any:
-    """Return the column that `data.<name>` names. Raises `UnusableError` without one."""
+    """Return the value of the column that `data.<name>` names. Raises `UnusableError` if it is
+    missing or null.
+    """
     value = _lookup(row.record, key)
     if value is None:
         raise UnusableError(
@@ -226,7 +234,7 @@ def _column(row: Row, key: str, name: str) -> Any:
 
 
 def _column_names(record: Record, prefix: str = "") -> Iterator[str]:
-    """Yield names of columns, nested ones as `a.b`."""
+    """Yield the column names; a nested column is named `a.b`."""
     for name, value in record.items():
         if isinstance(value, dict) and value:
             yield from _column_names(value, f"{prefix}{name}.")
@@ -243,7 +251,7 @@ def _found(row: Row) -> str:
 
 
 def _proposal(row: Row) -> str:
-    """Return the override that reads columns with usual names."""
+    """Return a hint that names the override for columns with common names."""
 
     def first(names: str) -> str | None:
         pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
@@ -273,7 +281,9 @@ def _from_pair(prompt: Any, response: Any, prompt_key: str, response_key: str) -
 
 
 def _from_turns(record: Record, key: str, turns: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Return messages with roles or ShareGPT's, and the further columns they are made of."""
+    """Return the messages, converted if they are ShareGPT's, and the additional columns that they
+    use. Raises `UnusableError`.
+    """
     turns = _json(turns) if isinstance(turns, str) else turns
     if not isinstance(turns, list):
         raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
@@ -354,7 +364,9 @@ def _checked_message(message: Any, index: int) -> Message:
 
 
 def _is_trained(message: Message, index: int) -> bool:
-    """Take the flags out of a message, so that no template sees them, and follow them."""
+    """Remove the training flags from a message, so that no template sees them. Return False if they
+    exclude its turn from the loss. Raises `UnusableError`.
+    """
     flags = {name: message.pop(name) for name in FLAGS if name in message}
     given = " and ".join(f"{name}={value!r}" for name, value in flags.items())
     where = f"bad flag: message {index + 1} ({message['role']}) has {given}"
@@ -369,7 +381,7 @@ def _is_trained(message: Message, index: int) -> bool:
 
 
 def _content_text(content: Any, what: str) -> str:
-    """Return text as it is, or the text parts of a list joined."""
+    """Return a text unchanged, or join the text parts of a list. Raises `UnusableError`."""
     if not isinstance(content, list):
         return _text(content, what)
     for part in content:
@@ -399,7 +411,7 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON text; text that is not JSON comes back unchanged."""
+    """Parse JSON text. Return text that is not JSON unchanged."""
     try:
         return json.loads(text)
     except ValueError:

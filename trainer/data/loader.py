@@ -1,7 +1,7 @@
-"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
+"""Builds the planned batches with torchdata's `StatefulDataLoader`, one item per optimizer step.
 
-The position of a run is one integer, the step; torchdata's own state is stored beside it for its
-readers.
+The position of a run is one integer, the step. Checkpoints also store torchdata's own state, for
+tools that read it.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from trainer.runtime.signals import become_worker
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
-    """Lay samples end to end and shift labels inside each; no samples gives one token of
-    padding without a label.
+    """Lay samples end to end, and shift the labels within each sample. Without samples, the batch
+    has one padding token and no label.
     """
     if not indices:
         parts = [(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))]
@@ -53,8 +53,8 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
 def build_step(
     samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int
 ) -> StepBatch:
-    """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global
-    counts.
+    """Return this rank's micro-batches of the global batch `ids` (int64 sample ids), with the
+    global counts.
     """
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = plan.deal(lengths)
@@ -92,7 +92,7 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
-        # to read beyond the end of a file that was cut would kill this process
+        # reading beyond the end of a truncated file would kill this process
         self.samples.require_unchanged()
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
@@ -101,8 +101,7 @@ class _StepDataset(Dataset[StepBatch]):
 
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
-        # a worker ignores SIGTERM, and a process that is about to exit waits for those it has
-        # terminated
+        # a worker ignores SIGTERM, and an exiting process waits for the workers that it terminated
         self.kill()
 
 
@@ -122,8 +121,8 @@ def _prepare_worker(worker_id: int) -> None:
 
 
 class TrainLoader:
-    """The steps after `schedule.start` up to `total_steps`, counted from 1; every one is a place to
-    resume, on any number of ranks.
+    """Yields the steps after `schedule.start` up to `total_steps`, counted from 1. A run can resume
+    after each step, on any number of ranks.
     """
 
     def __init__(
@@ -136,18 +135,18 @@ class TrainLoader:
         num_workers: int,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
-        """`skipped_steps` are passed over: their batches are never trained."""
+        """`skipped_steps` are left out: their batches are never trained."""
         self._samples, self.plan, self.schedule = samples, plan, schedule
         self._num_workers, self._skipped_steps = num_workers, skipped_steps
         self.last_step = total_steps
         self.step = schedule.start.step
-        """The last step that was handed out; after it has been trained the number of finished
+        """The last step that was yielded. Once it has been trained, this is the number of finished
         steps.
         """
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
-        """Its workers are gone when the generator is closed."""
+        """Yield the batches. The workers have ended once the generator is closed."""
         steps = [
             step
             for step in range(self.step + 1, self.last_step + 1)
@@ -171,22 +170,22 @@ class TrainLoader:
         try:
             for step, batch in zip(steps, batches, strict=True):
                 assert batch.step == step
-                self._samples.require_unchanged()  # until here the batch may have been read
+                self._samples.require_unchanged()  # the batch may have been read up to now
                 self.step = step
                 yield batch
-        # what was read of changed tokens may be anything, and a killed worker knows no reason
+        # changed tokens may hold anything, and a killed worker cannot give the reason
         except Exception:
             self._samples.require_unchanged()
             raise
         finally:
-            # the frames of an error may keep the iterator, which would stop them when it goes
-            # a worker that dies meanwhile makes torch raise here: it would hide the error above
+            # an error's frames may keep the iterator alive, so stop the workers explicitly
+            # if a worker dies meanwhile, torch raises here, which would hide the error above
             if self._num_workers:
                 with contextlib.suppress(RuntimeError):
                     batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
-        """Go on from an earlier position the next time this is iterated."""
+        """Let the next iteration continue from an earlier position."""
         self.schedule = dataclasses.replace(self.schedule, start=position)
         self.step, self._skipped_steps = position.step, skipped_steps
 
@@ -195,8 +194,10 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it
-        depends on ranks.
+        """Return the content of `data.pt`: the position, the values that define its units, and the
+        loader's own state.
+
+        Nothing in it depends on the number of ranks.
         """
         return {
             **dataclasses.asdict(self.position),
@@ -207,7 +208,9 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The position was decided before anything was built: it must be that of the state."""
+        """Check that the state has this loader's position, which was chosen before anything was
+        built. Raises `RuntimeError` if it differs.
+        """
         saved = Position(*(int(state_dict[field.name]) for field in dataclasses.fields(Position)))
         if saved != self.position:
             raise RuntimeError(
@@ -216,7 +219,9 @@ class TrainLoader:
 
 
 class ValidationBatches:
-    """All samples in order, every one once over all ranks, `batch_size` at a time."""
+    """Yields all samples in order, `batch_size` at a time. Over all ranks, each sample comes
+    exactly once.
+    """
 
     def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
         self._samples, self._plan, self._batch_size = samples, plan, batch_size
@@ -230,6 +235,6 @@ class ValidationBatches:
             self._samples.require_unchanged()
             try:
                 batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
-            finally:  # what was read of changed tokens may be anything
+            finally:  # changed tokens may hold anything
                 self._samples.require_unchanged()
             yield batch.pin_memory() if self._plan.pin_memory else batch

@@ -1,4 +1,6 @@
-"""Which characters of a conversation the assistant generates, and how it becomes samples."""
+"""Finds the characters of a conversation that the assistant generates, and divides the conversation
+into samples.
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,14 +22,16 @@ NEVER_ENDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Part(MarkedText):
-    """One sample of a conversation: its text, its messages, the supervised turns among them."""
+    """One sample of a conversation: its text, its messages, and the supervised turns among them."""
 
     messages: list[Message]
     turns: list[int]
 
 
 class Renderings:
-    """One conversation by one template: whole, and before and after each turn."""
+    """The renderings of one conversation by one template: of the whole conversation, and of the
+    messages before and up to each turn.
+    """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
         self._template, self._messages, self._tools = template, messages, tools
@@ -37,11 +41,12 @@ class Renderings:
         self._made: dict[tuple[int, bool], tuple[str, list[Span]]] = {}
 
     def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
-        """Return the samples that supervise the turns `trained`; `mode` is `data.turns`.
+        """Return the samples that supervise the turns `trained`. `mode` is the value of
+        `data.turns`.
 
-        `together` makes the whole conversation one sample, `apart` makes one of each turn, `auto`
-        does so only where the whole shows some turn differently than inference does. Raises
-        `UnusableError`.
+        `together` makes one sample of the whole conversation, and `apart` makes one sample of each
+        turn. `auto` divides the conversation only if its whole rendering shows a turn differently
+        than inference does. Raises `UnusableError`.
         """
         seen.num_conversations += 1
         if not trained:
@@ -50,7 +55,7 @@ class Renderings:
             return [self._together(trained)]
         together, problem = None, None
         if mode == "auto":
-            self._whole  # noqa: B018  a row that the template refuses as a whole is refused
+            self._whole  # noqa: B018  refuses a row whose whole rendering fails
             try:
                 together = self._together(trained)
                 if self._is_as_served(together):
@@ -77,8 +82,8 @@ class Renderings:
     # Renderings
 
     def _rendered(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Render the first messages; with `prompt` as a server does for the model to go on. Return the
-        text, and what the template's generation tags enclose.
+        """Render the first `num_messages` messages. With `prompt`, add the generation prompt, as a
+        server does. Return the text, and the spans that the template's generation tags enclose.
         """
         key = num_messages, prompt
         if key not in self._made:
@@ -98,7 +103,9 @@ class Renderings:
         return self._upto(len(self._messages))
 
     def _closed(self, index: int) -> str:
-        """Return the rendering that ends with the end token of a turn."""
+        """Return the rendering up to a turn, cut after the turn's end token. Raises
+        `UnusableError`.
+        """
         closed = self._upto(index + 1).removesuffix(self._template.closing).rstrip()
         if self._template.added.last_in(closed) is None:
             raise UnusableError(NEVER_ENDS)
@@ -107,7 +114,9 @@ class Renderings:
     # Turns of the whole rendering
 
     def _together(self, trained: list[int]) -> Part:
-        """Mark the turns in the whole rendering, each up to and with its end token."""
+        """Mark the turns in the rendering of the whole conversation, each including its end
+        token.
+        """
         text, tagged = self._rendered(len(self._messages))
         has_tags = self._template.has_generation_tags
         spans = list(self._tagged_spans(text, tagged) if has_tags else self._prefix_spans())
@@ -124,7 +133,9 @@ class Renderings:
         return Part(text, spans, messages=self._messages, turns=trained)
 
     def _tagged_spans(self, text: str, tagged: list[Span]) -> Iterator[Span]:
-        """Yield generation tags, with the end token where it follows the tag directly."""
+        """Yield the spans inside generation tags, each including an end token that directly follows
+        it. Raises `UnusableError`.
+        """
         touching: list[Span] = []
         for start, end in tagged:
             if touching and start == touching[-1][1]:
@@ -147,7 +158,7 @@ class Renderings:
                 raise UnusableError(NEVER_ENDS)
 
     def _prefix_spans(self) -> Iterator[Span]:
-        """Yield what each turn adds to the rendering of the messages before it."""
+        """Yield the span that each turn adds to the rendering of the messages before it."""
         text = self._whole
         starts = [self._turn_start(index) for index in self.turns]
         limits = [*starts[1:], len(text)]
@@ -163,7 +174,7 @@ class Renderings:
         if text.startswith(prompt):
             return len(prompt)
         # The generation prompt may hold more than the turn's header, such as an empty thinking
-        # block: take the longest part, cut in front of a token, that the conversation really has.
+        # block: take the longest part, cut before a token, that the conversation really contains.
         base = self._upto(index)
         if text.startswith(base) and prompt.startswith(base):
             header = prompt[len(base) :]
@@ -176,11 +187,13 @@ class Renderings:
         )
 
     def _turn_end(self, index: int, start: int, limit: int) -> int:
-        """Return where the rendering up to this turn ends in the whole; -1 if it does not."""
+        """Return the position at which this turn ends in the whole rendering; -1 if it is not
+        found.
+        """
         text, closed = self._whole, self._closed(index)
         if text.startswith(closed):
             return len(closed)
-        # the template rewrites the turn when others follow: it still ends with its token
+        # the template rewrites the turn if messages follow, but it still ends with its token
         token = self._template.added.last_in(closed) or ""
         if token in json.dumps(self._messages[index], ensure_ascii=False, default=str):
             raise UnusableError(
@@ -190,8 +203,8 @@ class Renderings:
         return position + len(token) if position >= 0 else -1
 
     def _check_no_header(self, text: str, start: int, index: int) -> None:
-        """Refuse a template that ignores `add_generation_prompt`, and so leaves the header of the
-        turn inside the span.
+        """Refuse a template that ignores `add_generation_prompt`, and therefore leaves the turn's
+        header inside the span.
         """
         if "add_generation_prompt" in self._template.source:
             return
@@ -203,10 +216,10 @@ class Renderings:
                 f"{lead!r} before it, because the template ignores add_generation_prompt; {FIX}"
             )
 
-    # Turns as a server has them generated
+    # Turns as a model generates them on a server
 
     def _is_as_served(self, part: Part) -> bool:
-        """Return whether the whole rendering shows each supervised turn as `_served` does."""
+        """Return True if the whole rendering shows each supervised turn as `_served` does."""
         text = part.text
         if len(part.spans) != len(part.turns):
             return False
@@ -220,8 +233,8 @@ class Renderings:
         return True
 
     def _served(self, index: int) -> Part | None:
-        """Return the prompt that a server renders, and what the turn adds to the messages before
-        it. None where the turn is not rendered as the prompt's end begins.
+        """Return a sample of the prompt that a server renders, followed by the text that the turn
+        adds. Return None if the rendered turn does not begin with the header that ends the prompt.
         """
         prompt, head = self._upto(index, prompt=True), self._upto(index + 1)
         start = len(prompt) if head.startswith(prompt) else self._header_end(index)
@@ -243,8 +256,9 @@ class Renderings:
         )
 
     def _header_end(self, index: int) -> int | None:
-        """Find the end of the generation prompt's header in a rendering that writes the messages
-        before the turn differently. A mark in the last of these tells where to look.
+        """Return the end of the generation prompt's header in a rendering that writes the messages
+        before the turn differently; None if it is not found. A mark in the last of these messages
+        shows where to search.
         """
         base, prompt = self._upto(index), self._upto(index, prompt=True)
         header = prompt[len(base) :] if prompt.startswith(base) else ""
@@ -268,14 +282,14 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK_END = "</think>"
 TEXT, CALLS, REASONING = "text", "tool_calls", "reasoning"
 Marks = dict[str, tuple[int, str]]
-"""Index of the message and part of it that each mark was put into."""
+"""{mark: (index of the message, part of the message) that contains it}."""
 
 
 def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) -> int:
-    """Return how many of the supervised turns of a sample are rendered without their reasoning.
+    """Return the number of supervised turns in a sample that are rendered without their reasoning.
 
-    Raises `UnusableError` for a turn without its text or its tool calls. What is not found word for
-    word is looked for in a second rendering, in which every part carries a mark.
+    Parts that are not found word for word are searched in a second rendering, in which each part
+    carries a mark. Raises `UnusableError` for a turn rendered without its text or its tool calls.
     """
     messages, turns, spans = part.messages, part.turns, part.spans
     if len(spans) != len(turns):
@@ -292,7 +306,7 @@ def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) ->
     ]
     try:
         text = template.render(changed, tools)[0].lower()
-    except UnusableError:  # it insists on something about the values: nothing can be said
+    except UnusableError:  # the template refuses the marked values: nothing is known
         return 0
     missing = {place for mark, place in marks.items() if mark not in text}
     for index in turns:
@@ -339,7 +353,7 @@ def _with_marks(message: Message, index: int, marks: Marks) -> Message:
 
 
 def _with_mark(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Mark the arguments of a tool call, or its name where it has none."""
+    """Mark the arguments of a tool call, or its name if it has no arguments."""
 
     def change(value: object) -> object:
         if not isinstance(value, dict):

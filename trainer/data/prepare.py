@@ -1,5 +1,7 @@
-"""Rows to prepared samples: rows are encoded, cut to length and counted, few of them in this
-process, many in one process for each CPU, and appended to the files of a directory.
+"""Turns rows into prepared samples: encodes rows, cuts them to length, counts them, and appends the
+samples to the files of a directory.
+
+Few rows are prepared in this process, many rows in one process per CPU.
 """
 
 import hashlib
@@ -27,10 +29,10 @@ from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
 
 TOKENS, ROWS = "tokens.bin", "rows.bin"
-"""Files with the `TOKEN`s of all samples end to end, and with a `ROW` of each."""
+"""Files with the `TOKEN`s of all samples, end to end, and with the `ROW` of each sample."""
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
 TOKEN = np.dtype("<i4")
-"""Ids of samples end to end; those that are supervised have the sign bit too."""
+"""A token id. If the token is supervised, the sign bit is set too."""
 SUPERVISED = np.int32(-(2**31))
 ROW = np.dtype(
     [
@@ -41,12 +43,13 @@ ROW = np.dtype(
         ("end", "<i8"),
     ]
 )
-"""A sample: index of its file and its line there, tokens, how many of them are labels (the first
-never is: nothing predicts it), where it ends."""
+"""A sample: index of its file, its line in that file, number of tokens, number of labels, and end
+of its tokens. The first token is never a label, because nothing predicts it.
+"""
 NUM_BLOCKS_AHEAD = 2  # for each process
 
 Located = tuple[int, RowBlock]
-"""Index of a file, and rows of it."""
+"""Index of a file, and a block of its rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +57,16 @@ class PreparedRows:
     """The samples of a block of rows, and the rows that have none or were cut."""
 
     tokens: np.ndarray
-    """Tokens, as `TOKEN`."""
+    """Tokens of all samples, end to end, as `TOKEN`."""
     samples: np.ndarray
-    """Rows, as `ROW`; `end` counts from the first of these tokens."""
+    """The samples, as `ROW`. `end` counts from the first of these tokens."""
     bad: list[dict[str, object]]
     over_long: list[dict[str, object]]
     summary: Summary
 
 
 def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> PreparedRows:
-    """Encode a block, and cut, drop or list as bad the rows that do not fit."""
+    """Encode a block of rows. Rows that do not fit are cut, dropped or listed as bad."""
     bad: list[dict[str, object]] = []
     over_long: list[dict[str, object]] = []
     found: list[tuple[int, ...]] = []
@@ -93,8 +96,9 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
 
 
 def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
-    """Return samples of at most the longest length, the longest length there was, and what was
-    done to an over-long row. Raises `UnusableError`.
+    """Return (samples of at most `max_length` tokens, tokens of the longest sample before cutting,
+    action). The action on an over-long row is `cut` or `dropped`, otherwise ''. Raises
+    `UnusableError`.
     """
     if isinstance(samples, UnusableError):
         raise samples
@@ -135,8 +139,8 @@ def _part(sample: Encoded, part: slice) -> Encoded:
 
 
 def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
-    """Cut a text into samples. Each begins with the last token of the one before, which predicts
-    the next, so that no label is lost and none comes twice.
+    """Cut a text into samples. Each sample begins with the last token of the previous one, which
+    predicts the next token. So no label is lost, and no label occurs twice.
     """
     starts = range(0, len(sample.input_ids) - 1, max(1, max_length - 1))
     return [_part(sample, slice(start, start + max_length)) for start in starts]
@@ -148,14 +152,14 @@ def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
 def prepare_blocks(
     encoder: RowEncoder, blocks: Iterable[Located]
 ) -> Generator[PreparedRows, None, None]:
-    """Prepare blocks in their order; a bounded number is read ahead. Raises `DataError` as the
-    encoder does.
+    """Yield the prepared blocks in order, and read a bounded number ahead. Raises `DataError` like
+    the encoder.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
     blocks = chain(first, blocks)
     num_processes = len(os.sched_getaffinity(0))
-    # multiprocessing gives a daemonic process no children
+    # multiprocessing forbids a daemonic process to have children
     if len(first) < 2 or num_processes == 1 or current_process().daemon:
         for located in blocks:
             yield prepare_rows(encoder, *located)
@@ -180,7 +184,7 @@ def prepare_blocks(
 
 
 _encoder: RowEncoder
-"""The encoder of a process that prepares for another one."""
+"""The encoder of this worker process."""
 
 
 def _begin(encoder: RowEncoder, parent_pid: int) -> None:
@@ -205,14 +209,14 @@ def write_samples(
     options: PrepareOptions,
     progress: Callable[[], None],
 ) -> Summary:
-    """Prepare every row of `files` in order, and append samples and lists of bad and over-long rows
-    to files of `directory`; `progress` is called after each block.
+    """Prepare every row of `files` in order. Append the samples, and the lists of bad and over-long
+    rows, to the files of `directory`.
 
-    Where one bad row ends the run, reading stops after a first block without any good row. Returns
-    what became of the rows.
+    `progress` is called after each block. If one bad row ends the run, reading stops after a first
+    block without any good row. Returns counts of the rows.
     """
     summary = Summary()
-    # of ids, mask and bounds of samples in their order; checkpoints name their digest
+    # of the ids, masks and bounds of all samples in order; checkpoints store a digest of these
     digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
     with closing(prepare_blocks(encoder, _blocks(files, options))) as parts:
         for part in parts:
@@ -253,5 +257,5 @@ def _blocks(files: list[Path], options: PrepareOptions) -> Iterator[Located]:
 
 def _json_lines(entries: list[dict[str, object]]) -> bytes:
     text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-    # lone surrogates, as in the name of a file that is not UTF-8, become JSON's escapes
+    # lone surrogates, such as in a file name that is not UTF-8, become JSON escapes
     return text.encode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Files to rows, streamed; rows that cannot be read come with the reason."""
+"""Streams the rows of files. A row that cannot be read carries the reason."""
 
 import io
 import json
@@ -13,22 +13,22 @@ import pyarrow.parquet as pq
 from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
-BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends with the first of them that is reached
+BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends when one of them is reached
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Consecutive rows of one file, not parsed yet: any process can do that."""
+    """Consecutive rows of one file. They are not parsed yet, so that any process can parse them."""
 
     path: Path
     content: list[tuple[int, Any]] | pa.RecordBatch
-    """Lines (bytes) or elements with their numbers; of parquet the columns that are read."""
+    """Numbered lines (bytes) or array elements; for parquet, the columns that are read."""
     first: int = 1
-    """Number of the first row of parquet."""
+    """For parquet, the number of the first row."""
     unread: tuple[str, ...] = ()
-    """Columns of parquet that are not read."""
+    """For parquet, the columns that are not read."""
 
     def __len__(self) -> int:
         return len(self.content)
@@ -55,14 +55,15 @@ class RowBlock:
 
 
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    """Stream the rows of one file, as `iter_blocks` does."""
+    """Stream the rows of one file, one by one. Raises `DataError` like `iter_blocks`."""
     return (row for block in iter_blocks(path, columns) for row in block.rows())
 
 
 def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
-    """Stream the rows of one file. Raises `DataError` when the file as a whole cannot be read.
+    """Stream the rows of one file in blocks. Raises `DataError` if the file as a whole cannot be
+    read.
 
-    Of a parquet file only `columns` are read, nested ones as `a.b`.
+    Only `columns` of a parquet file are read; a nested column is named `a.b`.
     """
     if path.suffix == ".parquet":
         yield from _iter_parquet(path, columns)
@@ -95,7 +96,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(line: bytes) -> object:
-    """Return the value of a line, or the `UnusableError` that says why it has none."""
+    """Return the value of a line, or an `UnusableError` with the reason why it has none."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -120,9 +121,9 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Return the file's bytes, unpacked."""
+    """Open a file for reading its bytes, and unpack it if it is compressed. Raises `DataError`."""
     try:
-        # pyarrow unpacks by that suffix, and no other package here knows zstd
+        # pyarrow chooses the format by this suffix, and no other package here can unpack zstd
         if path.suffix in COMPRESSED:
             return io.BufferedReader(pa.input_stream(path), BUFFER_BYTES)
         return path.open("rb")
@@ -136,7 +137,7 @@ def _open(path: Path) -> BinaryIO:
 def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
     number = 0
     try:
-        # with `pre_buffer` it reads whole groups
+        # with `pre_buffer`, pyarrow reads whole row groups
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             names = _column_names(file.schema_arrow)
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
@@ -154,7 +155,7 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
                 for batch in file.iter_batches(num_rows, row_groups=[index], columns=read):
                     yield RowBlock(path, batch, number + 1, unread)
                     number += len(batch)
-    # pyarrow decodes the names of columns itself
+    # pyarrow decodes the column names itself
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"'{path}' is not a readable parquet file (after row {number}): {error}"
@@ -162,7 +163,7 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
 
 
 def _column_names(schema: pa.Schema) -> list[str]:
-    """Return names of columns, those inside structs as `a.b`."""
+    """Return the column names; a column inside a struct is named `a.b`."""
     table = schema.empty_table()
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
@@ -174,8 +175,8 @@ def _is_part(name: str, column: str) -> bool:
 
 
 def _records(batch: pa.RecordBatch) -> list[object]:
-    """Return records, and an `UnusableError` for a row with a value that Python cannot hold, such
-    as a date in the year 20000.
+    """Return the records of a batch. A row with a value that Python cannot hold, such as a date in
+    the year 20000, becomes an `UnusableError`.
     """
     try:
         return list(map(_without_nulls, batch.to_pylist()))
@@ -187,7 +188,7 @@ def _records(batch: pa.RecordBatch) -> list[object]:
 
 
 def _without_nulls(value: object) -> object:
-    """Drop the nulls with which parquet gives every struct of a column the same fields."""
+    """Drop the nulls that parquet adds so that every struct of a column has the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows of data files, the options that make samples of them, and counts of the result."""
+"""Rows of data files, the options for turning them into samples, and counts of the result."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,43 +11,43 @@ from trainer.config import RowKeys
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
-"""What `line` counts in files without lines, or whose lines are not known."""
+"""The unit that `line` counts in files without lines or with unknown line numbers."""
 NUM_COLUMNS = 30
 TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundreds of others"
 
 
 class UnusableError(Exception):
-    """Why a row cannot be trained on, as `kind: detail`; it stands for the row on its way to
+    """The reason why a row cannot be trained on, as `kind: detail`. It takes the place of the row's
     samples.
     """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One object of a data file; `line` counts from 1 (the row in parquet, the element in a
-    json array).
+    """One object of a data file. `line` counts lines from 1, or rows (parquet) or array elements
+    (json).
     """
 
     file: Path
     line: int
     record: Any
-    """Columns by name; the raw content of a row that cannot be read."""
+    """Columns by name; if the row cannot be read, its raw content."""
     unread: tuple[str, ...] = ()
     """Names of columns that the file has besides those in `record`."""
     problem: UnusableError | None = None
-    """Why it cannot be read."""
+    """The reason why the row cannot be read; None if it can be read."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The part of `data.*` that decides which samples come out of a file."""
+    """The keys of `data.*` that decide which samples are made from a file."""
 
     keys: RowKeys
     max_length: int
     truncation: str = "error"
     on_bad_row: str = "error"
     max_samples: int = -1
-    """Rows that are read of all files together, unusable ones included; -1 = all."""
+    """Maximum number of rows read from all files together, including unusable ones; -1 = all."""
     special_in_content: str = "error"
     turns: str = "auto"
     train_on: str = "all"
@@ -56,7 +56,7 @@ class PrepareOptions:
 
 @dataclass
 class Summary:
-    """Counts of rows: `num_rows` = kept rows + bad rows + dropped ones."""
+    """Counts of rows: `num_rows` = kept rows + bad rows + dropped rows."""
 
     num_rows: int = 0
     num_samples: int = 0
@@ -68,27 +68,29 @@ class Summary:
     num_loss_tokens: int = 0
     num_cut_tokens: int = 0
     num_without_reasoning: int = 0
-    """Supervised turns whose reasoning the template leaves out; this count and the next three
-    include unused rows."""
+    """Number of supervised turns whose reasoning the template leaves out. This count and the next
+    three include unused rows.
+    """
     num_conversations: int = 0
     num_apart: int = 0
-    """Conversations of which each supervised turn became a sample."""
+    """Number of conversations in which each supervised turn became a sample."""
     num_unlike_prompt: int = 0
-    """Supervised turns that are not rendered as their generation prompt begins."""
+    """Number of supervised turns that do not begin with the header from their generation prompt."""
     rows_by_shape: Counter[str] = field(default_factory=Counter)
-    """Number of rows by format; bad rows are included where the format was recognised."""
+    """Number of rows by format, including bad rows whose format was recognised."""
     unread_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages that nothing reads, with the number of messages."""
+    """Message keys that nothing reads, with the number of messages."""
     unread_columns: Counter[str] = field(default_factory=Counter)
     """Columns that the format of a row does not read, with the number of rows; only the first
-    `NUM_COLUMNS` that are met."""
+    `NUM_COLUMNS` such columns.
+    """
     end_token_ids: set[int] = field(default_factory=set)
     """Tokens that end an assistant turn or a text: generation must stop at them."""
     fingerprint: str = ""
 
     @property
     def num_kept_rows(self) -> int:
-        """Number of rows that have one sample or more."""
+        """Number of rows with at least one sample."""
         return self.num_rows - self.num_bad_rows - self.num_dropped
 
     def add(self, other: "Summary") -> None:
@@ -98,7 +100,7 @@ class Summary:
         self.unread_columns = Counter(dict(islice(self.unread_columns.items(), NUM_COLUMNS)))
 
     def take(self) -> "Summary":
-        """Return these counts, and begin again without any."""
+        """Return these counts, and reset them."""
         taken = replace(self)
         vars(self).update(vars(Summary()))
         return taken
@@ -113,6 +115,6 @@ class Summary:
 
 
 def location(file: Path, line: int) -> str:
-    """Return where a row is found: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
+    """Return the place of a row: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
     unit = UNITS.get(file.suffix)
     return f"{file}: {unit} {line}" if unit else f"{file}:{line}"

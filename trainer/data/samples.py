@@ -1,5 +1,5 @@
-"""Prepared samples: what every process maps of the token cache, and the samples of a run, of
-one source or several.
+"""Prepared samples: the token cache as every process maps it, and the samples of a run from one or
+several sources.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from trainer.data.rows import Summary, location
 from trainer.errors import DataError, ResumableError
 
 SUMMARY, CHECKSUMS = "summary.json", "SHA256SUMS"
-"""Counts of the rows, and a list of every other file in the format of `sha256sum`."""
+"""The file with counts of the rows, and the list of all other files in `sha256sum`'s format."""
 
 
 class MappedFile:
     """One file of a prepared directory, open and mapped as long as this object lives.
 
-    A file that is renamed, replaced or deleted does no harm. Writing into it changes what is
-    mapped, and cutting it short kills the process that reads beyond its new end.
+    Renaming, replacing or deleting the file does no harm. Writing into the file changes the mapped
+    data. Truncating the file kills a process that reads beyond its new end.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -36,8 +36,9 @@ class MappedFile:
         self._sha256 = listed[listed.index(path.name) - 1]
 
     def require_unchanged(self) -> None:
-        """Raise `ResumableError` if the content changed; it takes about a microsecond. A file whose
-        time alone has changed, as `touch` does, is hashed.
+        """Raise `ResumableError` if the content changed. The check takes about a microsecond.
+
+        If the size is unchanged but the time is not, as after `touch`, the file is hashed.
         """
         now = self._size_and_time()
         if now == self._state:
@@ -66,10 +67,10 @@ class TokenDataset:
     tokens: np.ndarray
     """The tokens of all samples, end to end, as `TOKEN`."""
     rows: np.ndarray
-    """`ROW` of each sample."""
+    """The `ROW` of each sample."""
     bounds: np.ndarray | None
-    """Index of the first sample of each kept row, int64, with the end of the last; None: each row is
-    one sample.
+    """Index of the first sample of each kept row, int64, and at the end the number of samples. None
+    if each row is one sample.
     """
     mapped: tuple[MappedFile, ...]
 
@@ -83,17 +84,17 @@ class TokenDataset:
         return tokens & ~SUPERVISED, tokens < 0
 
     def location(self, index: int) -> str:
-        """Return where a sample comes from, as `file:line`."""
+        """Return the place of a sample in the data files, as `file:line`."""
         row = self.rows[index]
         return location(self.files[row["file"]], int(row["line"]))
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
-        """Return all samples, as a source."""
+        """Return all samples as one source."""
         return SourceSamples(name, self, np.arange(self.summary.num_kept_rows), repeat)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
-    """Map a prepared directory. `files` are where its rows came from, for messages."""
+    """Map a prepared directory. `files` are the data files of its rows, for messages."""
     mapped = MappedFile(directory / TOKENS, TOKEN), MappedFile(directory / ROWS, ROW)
     tokens, rows = (file.array for file in mapped)
     summary = Summary.from_json(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
@@ -105,7 +106,7 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
 
 
 def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
-    """Return the samples of `rows`, those of a row side by side."""
+    """Return the indices of the samples of `rows`. The samples of a row are adjacent."""
     if bounds is None:
         return rows
     counts = bounds[rows + 1] - bounds[rows]
@@ -115,7 +116,9 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source: those of the kept rows `indices` (int64) of a prepared dataset."""
+    """The samples of one source. `indices` (int64) are the numbers of its kept rows in a prepared
+    dataset.
+    """
 
     name: str
     dataset: TokenDataset
@@ -124,7 +127,9 @@ class SourceSamples:
 
     @property
     def share(self) -> Share:
-        """Raises `DataError` where not one sample comes in an epoch."""
+        """The number of rows, and how often an epoch trains them. Raises `DataError` if an epoch
+        would contain none of them.
+        """
         share = Share(len(self.indices), self.repeat)
         if not share.num_samples and share.num_rows:
             raise DataError(
@@ -135,7 +140,7 @@ class SourceSamples:
 
     @cached_property
     def samples(self) -> np.ndarray:
-        """Their numbers in the dataset, int64."""
+        """Indices of the samples in the dataset, int64."""
         return _samples_of(self.indices, self.dataset.bounds)
 
     @property
@@ -146,7 +151,9 @@ class SourceSamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal samples in equal order, of rows with equally many."""
+        """A digest that is equal for equal samples in equal order, grouped into rows in the same
+        way.
+        """
         digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
         digest.update(self.indices.astype(np.int64, copy=False).data)
         if self.dataset.bounds is not None:
@@ -154,14 +161,16 @@ class SourceSamples:
         return digest.hexdigest()[:16]
 
     def split(self, val_ratio: float, *, seed: int) -> tuple["SourceSamples", "SourceSamples"]:
-        """Return (training, validation samples) of a whole dataset, in their order."""
+        """Split a whole dataset into (training samples, validation samples), each in row order."""
         held_out = held_out_rows(len(self.indices), val_ratio, seed=seed)
         train = replace(self, indices=np.delete(self.indices, held_out))
         return train, replace(self, indices=held_out, repeat=1.0)
 
 
 class Samples:
-    """The samples of all sources under ids of their own, source by source; so are their rows."""
+    """The samples of all sources, numbered source by source. Their rows are numbered in the same
+    way.
+    """
 
     def __init__(self, sources: Sequence[SourceSamples]) -> None:
         self.sources = tuple(sources)
@@ -178,8 +187,8 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal samples that come equally often in equal order, whatever their
-        sources are called.
+        """A digest that is equal for equal samples, repeated equally often, in equal order. The
+        names of the sources do not matter.
         """
         if len(self.sources) == 1 and self.sources[0].repeat == 1:
             return self.sources[0].fingerprint
@@ -195,23 +204,23 @@ class Samples:
         return total
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return ids of the samples of rows (int64 ids), in their order."""
+        """Return the sample ids of rows (int64 row ids), in the order of the rows."""
         return _samples_of(rows, self._row_bounds)
 
     @property
     def row_lengths(self) -> np.ndarray:
-        """Tokens of all rows, int64."""
+        """Number of tokens of each row, int64."""
         lengths = self.lengths
         if self._row_bounds is None:
             return lengths
         return np.add.reduceat(lengths, self._row_bounds[:-1])
 
     def source_of(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the number of the source of each sample, int64."""
+        """Return the index of each sample's source, int64."""
         return np.searchsorted(self._bounds, ids, side="right") - 1
 
     def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens, labels) of samples, int64."""
+        """Return (number of tokens, number of labels) of each sample, int64."""
         found = np.empty((2, len(ids)), dtype=np.int64)
         numbers = self.source_of(ids)
         for number, source in enumerate(self.sources):
@@ -222,11 +231,11 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of all samples, read again each time."""
+        """Number of tokens of each sample, int64. It is read again at each access."""
         return self.counts(np.arange(len(self)))[0]
 
     def sample(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids (int32) and loss mask (bool)."""
+        """Return the token ids (int32) and the loss mask (bool) of one sample."""
         dataset, index = self._locate(sample_id)
         return dataset.sample(index)
 
@@ -241,7 +250,7 @@ class Samples:
         return source.dataset, int(source.samples[sample_id - self._bounds[number]])
 
     def require_unchanged(self) -> None:
-        """Raise `ResumableError` if prepared tokens were written to since they were opened;
+        """Raise `ResumableError` if the prepared tokens changed since they were opened. The check
         takes microseconds.
         """
         for source in self.sources:

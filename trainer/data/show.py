@@ -1,4 +1,4 @@
-"""Show what is trained: as lines for the log, as text with the supervised parts marked, and as
+"""Shows the training data: as lines for the log, as text with marked supervised parts, and as
 counts.
 """
 
@@ -19,17 +19,20 @@ from trainer.data.samples import Samples, TokenDataset
 from trainer.runtime.log import labelled
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Anyone may have written the data: characters that drive a terminal or turn the direction of
-reading are spelled out."""
+"""Characters that control a terminal or change the direction of reading. They are spelled out,
+because anyone may have written the data.
+"""
 NUM_PLACES = 5
 MAX_PREVIEW = 1600
-"""Characters of a sample that the start of a run shows: with the other lines they fill a screen."""
+"""Maximum number of characters of the sample shown at the start of a run. Together with the other
+lines they fill a screen.
+"""
 TURNS = {
     "num_apart": "conversations are trained turn by turn (data.turns)",
     "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
     "num_without_reasoning": "assistant turns are rendered without their reasoning",
 }
-"""What the log says of turns that are not trained as they stand, by their count in `Summary`."""
+"""{count in `Summary`: log text about turns that are not trained as they stand}."""
 Tree = dict[str, Any]
 
 
@@ -44,7 +47,7 @@ def preview(
     *,
     color: bool = False,
 ) -> str:
-    """Decode a sample, its supervised parts in green with `color`, else in [[…]]."""
+    """Decode a sample. Its supervised parts are green with `color`, otherwise in [[…]]."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     changes = np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1
     text = ""
@@ -58,8 +61,8 @@ def preview(
 def shown(
     samples: Samples, tokenizer: PreTrainedTokenizerBase, *, num_each: int, seed: int
 ) -> Iterator[str]:
-    """Yield as text the first sample of each source, then `num_each` of each kind: longest, least
-    supervised, random; each once.
+    """Yield the text of the first sample of each source, then of `num_each` samples of each kind:
+    longest, least supervised, random. Each sample comes once.
     """
     ids = np.arange(len(samples))
     numbers = samples.source_of(ids)
@@ -84,7 +87,7 @@ def shown(
 
 
 def stats(train: Samples, validation: Samples | None) -> Tree:
-    """Return the numbers of samples by source, of rows read for them, and of duplicates."""
+    """Return counts of the samples by source, of the rows read for them, and of duplicates."""
     sides = {"train": train}
     if validation:
         sides["validation"] = validation
@@ -128,8 +131,10 @@ def _lengths(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> Tree:
 
 
 def _duplicates(samples: Samples, others: Samples) -> Tree:
-    """Count the samples whose token ids equal those of an earlier one (`others` is `samples`), or
-    of any of `others`; with the first places. Ids are compared by digests of 8 bytes.
+    """Count the samples whose token ids equal those of a sample in `others`, and list the first
+    places.
+
+    If `others` is `samples`, only earlier samples count. Ids are compared by digests of 8 bytes.
     """
     first: dict[bytes, int] = {}
     for number in range(len(others)):
@@ -165,8 +170,8 @@ def announce(
     lr: str,
     device: str,
 ) -> str:
-    """Log what is trained on and in which steps, what was left out or cut, and the next sample as
-    the model reads it. Return that sample as plain text, its supervised parts in [[…]].
+    """Log the training data, the steps, the rows left out or cut, and the next sample as the model
+    reads it. Return this sample as plain text, with its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
     counts = _counts(train)
@@ -211,7 +216,7 @@ def _log(label: str, text: str) -> None:
 
 
 def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log the formats of the rows of a dataset, and warn of what was left out or cut."""
+    """Log the row formats of a dataset, and warn about rows that were left out or cut."""
     summary = dataset.summary
     formats = "; ".join(f"{count:,} with {name}" for name, count in summary.rows_by_shape.items())
     ends = tokenizer.convert_ids_to_tokens(sorted(summary.end_token_ids))

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendered, and probed once with short conversations."""
+"""Renders a tokenizer's chat template, and probes it once with short conversations."""
 
 import json
 import re
@@ -16,7 +16,9 @@ from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
 
 SEQUENCE_BOUNDS = ("<s>", "</s>")
-"""A beginning and an end, not a pair of tags around a part such as <think> and </think>."""
+"""The beginning and the end of a sequence. They are not a pair of tags around a part, such as
+<think> and </think>.
+"""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
 ARGUMENTS = {"city": "Paris"}
@@ -59,7 +61,9 @@ class TokenTexts:
         return [match.start() for match in self._any.finditer(text)]
 
     def require_none(self, named: dict[str, Any]) -> None:
-        """Raise `UnusableError` with the name of a nested value that contains one of the tokens."""
+        """Raise `UnusableError` if a nested value contains one of the tokens. The message names the
+        value.
+        """
         if self._any.search("\0".join(_texts(named))) is None:
             return
         for name, value in named.items():
@@ -103,9 +107,10 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: Tools, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """Return the text, and the characters that generation tags enclose. A `prompt` ends where
-        the assistant begins, and has none. Raises `UnusableError`, and `DataError` for a broken
-        template.
+        """Return the text, and the spans that generation tags enclose.
+
+        With `prompt`, the text ends where the assistant begins, and there are no spans. Raises
+        `UnusableError`, and `DataError` for a broken template.
         """
         has_spans = self.has_generation_tags and not prompt
         try:
@@ -131,7 +136,7 @@ class ChatTemplate:
         return text, spans[0] if has_spans else []
 
     def _try(self, messages: list[Message]) -> str:
-        """Return the text of a probe, or '' for one that the template refuses."""
+        """Return the text of a probe, or '' if the template refuses it."""
         try:
             return self.render(messages, None)[0]
         except UnusableError:
@@ -139,11 +144,13 @@ class ChatTemplate:
 
     @cached_property
     def with_arguments(self) -> Callable[[Message], Message]:
-        """Convert a message for this template: tool arguments as objects or as JSON text.
+        """A function that converts a message for this template: tool arguments become objects or
+        JSON text.
 
-        Servers hand templates objects, and a template would quote JSON text a second time. A
-        template that refuses objects, or prints them as Python does, was written for text. One that
-        writes no calls beside an empty text, as DeepSeek-V3's first did, gets null instead.
+        Servers pass objects to templates, and a template would quote JSON text a second time. A
+        template that refuses objects, or prints them as Python does, was written for text. A
+        template that writes no calls next to an empty text, such as DeepSeek-V3's first one, gets
+        null instead of the empty text.
         """
         for empty in ("", None):
             for change in (_as_object, _as_text):
@@ -158,14 +165,15 @@ class ChatTemplate:
         return list(map(self.with_arguments, TOOL))
 
     def end_behind(self, message: Message) -> str:
-        """Return the token that ends an assistant's message where the template leaves that to the
-        next one's role, as GLM does: generation stops there. Empty for all other templates.
+        """Return the token that ends an assistant message, if the template leaves the end to the
+        role of the next message, as GLM's does. Generation stops at this token. Return '' for all
+        other templates.
         """
         return self._next_roles[bool(message.get("tool_calls"))]
 
     @cached_property
     def _next_roles(self) -> tuple[str, str]:
-        """After an answer, and after a tool call."""
+        """The tokens for `end_behind` after an answer, and after a tool call."""
         return self._next_role(PLAIN[:3]), self._next_role(self._tool_probe[:3])
 
     def _next_role(self, probe: list[Message]) -> str:
@@ -178,8 +186,9 @@ class ChatTemplate:
 
     @cached_property
     def structural_tokens(self) -> TokenTexts:
-        """Added tokens that the template writes around turns, and the tokenizer's own beginning and
-        end. Those inside a turn do not count: around tool calls, and tags in pairs such as <think>.
+        """Added tokens that the template writes around turns, and the tokenizer's own tokens for
+        beginning and end. Tokens inside a turn do not count: those around tool calls, and paired
+        tags such as <think>.
         """
         # without a system message, some templates write a default full of explanations
         for system in (SYSTEM, []):
@@ -198,12 +207,12 @@ class ChatTemplate:
 
     @cached_property
     def closing(self) -> str:
-        """Return the text that the end of a conversation adds after the end token of its last turn: nothing
-        generates that.
+        """The text that the template adds after the end token of a conversation's last turn. The
+        model never generates it.
 
-        Where every turn, also one that others follow, has the tokenizer's own end token directly
-        after another mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
-        turn's end: the model must learn to write it, because a server may stop there alone.
+        If every turn, even one before other messages, has the tokenizer's own end token directly
+        after a different mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
+        turn's end. The model must learn to write it, because a server may stop only at this token.
         """
         ended, continued = self._try(PLAIN[:2]), self._try(PLAIN[:3])
         answer = ended.rfind(PLAIN[1]["content"])
@@ -218,7 +227,9 @@ class ChatTemplate:
         return {token for token in self._added if token in text and self._is_mark(token)}
 
     def _is_mark(self, token: str) -> bool:
-        """Return whether a token is neither a word, which some vocabularies add, nor one of a pair."""
+        """Return True unless the token is a word, which some vocabularies add, or one of a pair of
+        tags.
+        """
         partner = token.replace("</", "<", 1)
         if partner == token:
             partner = token.replace("<", "</", 1)
@@ -232,7 +243,7 @@ class ChatTemplate:
 def _as_object(arguments: Any) -> object:
     try:
         found = json.loads(arguments)
-    except (TypeError, ValueError):  # no text, or no JSON
+    except (TypeError, ValueError):  # not text, or not JSON
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -244,7 +255,9 @@ def _as_text(arguments: object) -> object:
 def _with_arguments(
     change: Callable[[object], object], empty: str | None, message: Message
 ) -> Message:
-    """Change the arguments of tool calls; `empty` is the content of a message with calls alone."""
+    """Change the arguments of a message's tool calls. `empty` becomes the content of a message that
+    has only calls.
+    """
     if not message.get("tool_calls"):
         return message
     calls = [with_function(call, "arguments", change) for call in message["tool_calls"]]
@@ -254,7 +267,7 @@ def _with_arguments(
 def with_function(
     call: dict[str, Any], key: str, change: Callable[[object], object]
 ) -> dict[str, Any]:
-    """Change one value of a tool call's function; the function may be the call itself."""
+    """Change one value of a tool call's function. The call itself may be the function."""
     function = call.get("function", call)
     if not isinstance(function, dict) or key not in function:
         return call

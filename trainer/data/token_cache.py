@@ -1,7 +1,7 @@
-"""Tokens and loss masks prepared once, under a content hash, and memory-mapped by every process.
+"""Prepares tokens and loss masks once, under a content hash. Every process maps them into memory.
 
-`<cache_dir>/tokens/<hash>/` appears by one rename of a finished, synced directory; what a killed
-preparation leaves behind is never read. The memory used does not grow with the number of rows.
+`<cache_dir>/tokens/<hash>/` appears when a finished, synced directory is renamed. The leftovers of
+a killed preparation are never read. Memory use does not grow with the number of rows.
 """
 
 import dataclasses
@@ -31,10 +31,11 @@ from trainer.runtime.log import ProgressLines
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
-NUM_SHOWN = 10  # bad rows in an error; the file has all
+NUM_SHOWN = 10  # bad rows in an error message; the file lists all
 MAX_BAD_FRACTION = 0.5
-"""With more bad rows than this, `data.on_bad_row=skip` ends the run too: the columns or the
-template are wrong, not rows."""
+"""If a larger fraction of the rows is bad, the run ends even with `data.on_bad_row=skip`: the
+columns or the template are wrong, not single rows.
+"""
 TOKEN_MODULES = (
     "chat",
     "formats",
@@ -45,8 +46,9 @@ TOKEN_MODULES = (
     "template",
     "tokens",
 )
-"""The modules that turn files into prepared samples: `prepare` and all that it imports of this
-package."""
+"""The modules that turn files into prepared samples: `prepare` and all modules of this package that
+it imports.
+"""
 
 
 def prepare(
@@ -58,11 +60,11 @@ def prepare(
     cache_dir: Path,
     progress: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Return the samples of `files`, prepared by the first process that asks unless the cache has
-    them whole.
+    """Return the samples of `files`. The first process that asks prepares them, unless the cache
+    has them undamaged.
 
-    `progress` is called during the work, and while another process works. Raises `DataError` for
-    rows or files that cannot be trained on, and `CannotWriteError`.
+    `progress` is called during the work, and while another process does the work. Raises
+    `DataError` for rows or files that cannot be trained on, and `CannotWriteError`.
     """
     states = [_state_of(path, progress) for path in files]
     directory = cache_dir / "tokens" / _content_hash(files, states, tokenizer_digest, options)
@@ -101,15 +103,19 @@ def prepare(
 
 
 FileState = tuple[str, int, int, int]
-"""The sha256 of a data file, and its size, mtime and ctime (which nobody can set back) then."""
+"""The sha256 of a data file, and its size, mtime and ctime at that moment. Nobody can set the ctime
+back.
+"""
 
 
 def _state_of(path: Path, progress: Callable[[], None]) -> FileState:
-    """Hash a file; `progress` is called as it is read. Raises `DataError`."""
+    """Hash a file, and read its size and times. `progress` is called while the file is read. Raises
+    `DataError`.
+    """
     try:
-        # on NFS, to open a file asks the server what it is now
+        # on NFS, opening a file asks the server for its current state
         with path.open("rb") as file:
-            # the times come first: a write while the file is hashed then shows as a later change
+            # the times are read first, so that a write during hashing shows as a later change
             status = os.fstat(file.fileno())
         digest = _digest(path, progress)
     except OSError as error:
@@ -122,8 +128,8 @@ def _require_unchanged(
 ) -> None:
     """Raise `DataError` if a file was written to or replaced since it was hashed.
 
-    Its times show a content that came and went again. They may be coarse, or come from the cache of
-    a network file system, so each file is hashed once more, too.
+    The times reveal a file that was changed and changed back. But they may be coarse, or come from
+    the cache of a network file system, so each file is also hashed again.
     """
     for path, state in zip(files, states, strict=True):
         if _state_of(path, progress) != state:
@@ -153,7 +159,9 @@ def _content_hash(
 
 @cache
 def _code_digest() -> str:
-    """Return a sha256 over the source of `TOKEN_MODULES`: other code may give other tokens."""
+    """Return a sha256 over the source of `TOKEN_MODULES`: different code may give different
+    tokens.
+    """
     digest = hashlib.sha256()
     for name in TOKEN_MODULES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -166,15 +174,14 @@ def _code_digest() -> str:
 def _make_whole(
     directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]
 ) -> None:
-    """Let `fill` prepare a directory that is missing or damaged. Where the file system has no
-    locks, several processes do the work, and the first rename wins.
+    """Let `fill` prepare a directory that is missing or damaged. If the file system has no locks,
+    several processes may do the work, and the first rename wins.
     """
     with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_alone:
         if _is_whole(directory):
             return
         if directory.is_dir():
-            # an error, because another rank than the main one may find it, and these log errors
-            # only
+            # an error, because other ranks than the main one may find it, and they log only errors
             logger.error("prepared tokens in %s are damaged: preparing them again", directory)
         if is_alone:
             _remove_leftovers(directory)
@@ -195,8 +202,8 @@ def _make_whole(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed preparations left: of this data, whose lock is held, and of other data
-    that nobody prepares now.
+    """Remove the leftovers of killed preparations: those of this data, whose lock is held, and
+    those of other data that no process prepares now.
     """
     for leftover in directory.parent.glob("*.tmp-*"):
         lock = leftover.with_name(f"{leftover.name.partition('.tmp-')[0]}.lock")
@@ -206,7 +213,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether there are exactly the files that were written, unchanged."""
+    """Return True if the directory contains exactly the files that were written, unchanged."""
     try:
         listed = (directory / CHECKSUMS).read_text(encoding="utf-8")
         return listed == _checksum_lines(directory)

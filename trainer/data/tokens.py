@@ -1,4 +1,4 @@
-"""Marked texts to token ids, and to the tokens that start inside the marks."""
+"""Turns marked texts into token ids, and finds the tokens that start inside the marks."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ Located = tuple[np.ndarray, list[Span]]
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one sample (int32) and which of them are supervised (bool, same length)."""
+    """Token ids of one sample (int32), and a mask of the supervised tokens (bool, same length)."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
@@ -27,7 +27,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text, not empty, and spans of its characters, ascending and disjoint."""
+    """A text that is not empty, and spans of its characters, which are ascending and disjoint."""
 
     text: str
     spans: list[Span]
@@ -50,7 +50,7 @@ class TokenFinder:
         # some post-processors cut spaces off the offsets
         state |= {"post_processor": None, "truncation": None, "padding": None}
         self._backend = _made(state, tokenizer)
-        # normalizing text that is in NFC already takes a sixth of the time of tokenizing
+        # normalizing text that already is in NFC takes a sixth of the tokenizing time
         self._backend_of_normalized = self._backend
         added = [token["content"] for token in state["added_tokens"]]
         if state["normalizer"] == {"type": "NFC"} and all(map(_is_normalized, added)):
@@ -60,8 +60,9 @@ class TokenFinder:
 
     def find(self, batch: list[MarkedText]) -> list[Located]:
         """Return for each text its token ids (int32), and for each span the half-open range of the
-        tokens that start inside. Where they end does not count: a special token may take in the
-        whitespace after it.
+        tokens that start inside it.
+
+        The end of a token does not matter: a special token may include the whitespace after it.
         """
         texts = [item.text for item in batch]
         is_normalized = all(map(_is_normalized, texts))
@@ -107,8 +108,8 @@ def _located(item: MarkedText, encoding: Encoding) -> Located:
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
-    """Return True if the tokens of a text together hold its bytes, or fewer where added tokens take in
-    whitespace.
+    """Return True if the tokens of a text together hold its bytes, or fewer bytes if added tokens
+    absorb whitespace.
     """
     steps = state["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -136,7 +137,7 @@ def _num_bytes(state: dict[str, Any]) -> np.ndarray:
 def _located_by_bytes(
     item: MarkedText, encoding: Encoding, num_bytes: np.ndarray
 ) -> Located | None:
-    """Return what `_located` does, without offsets; None where a token took in whitespace."""
+    """Return the same as `_located`, but without offsets; None if a token absorbed whitespace."""
     input_ids = np.array(encoding.ids, dtype=np.int32)
     sizes = num_bytes[input_ids]
     ends = np.cumsum(sizes)
@@ -151,7 +152,7 @@ def _located_by_bytes(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a sha256 over all that turns a conversation into ids: vocabulary, merges, special
+    """Return a sha256 of everything that turns a conversation into ids: vocabulary, merges, special
     tokens, chat template.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -84,7 +84,7 @@ def _launch(argv: list[str]) -> int:
             checks.run_checks(checks.OF_MACHINE, launch)
             code = _train(launch, arguments.overrides)
     if code == EXIT_RESUMABLE:
-        # of several machines only the first may see the run directory
+        # with several machines, only the first may see the run directory
         is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()
         hint = "resume with" if is_saved else "nothing was saved yet; start again with"
         print(f"{hint} the same command", flush=True)
@@ -138,8 +138,8 @@ def agent_command(
     timeout_s: int,
     binds_numa: bool = False,
 ) -> list[str]:
-    """Return the command line of torchrun's agent. `timeout_s`: how long it waits for the other
-    machines. `binds_numa`: each rank runs on the CPUs next to its GPU.
+    """Return the command line of torchrun's agent. `timeout_s`: the time that the agent waits for
+    the other machines. `binds_numa`: each rank runs on the CPUs next to its GPU.
 
     On a single machine the agent picks a free port, so that runs on one host never meet.
     """

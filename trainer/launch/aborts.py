@@ -1,8 +1,8 @@
 """The exit code of a run whose rank was aborted without reporting an error.
 
 When NCCL loses a peer, or a collective times out, torch's watchdog thread ends the rank with
-SIGABRT, and Python code never sees an error. Another start repairs the loss of a machine. But a
-permanent fault ends ranks in the same way, and a scheduler must not restart that forever.
+SIGABRT, and Python code never sees an error. A new start recovers from the loss of a machine. But a
+permanent fault ends ranks in the same way, and a scheduler must not restart such a run forever.
 """
 
 import json
@@ -34,7 +34,7 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     is_permanent = num_in_a_row >= MAX_IN_A_ROW
     with suppress(OSError):  # the next start reports a directory that cannot be written
         if is_permanent:
-            record.unlink()  # a person who starts the run again gets as many tries
+            record.unlink()  # a person who starts the run again gets the same number of tries
         else:
             atomic_write(record, json.dumps({"step": step, "in_a_row": num_in_a_row}))
     text = (

@@ -17,7 +17,8 @@ from trainer.runtime.status import ABORTED, LOST_RANK
 
 
 def run_agent(argv: list[str]) -> int:
-    """Run torchrun without its own messages, so that the rank's error is the last line a user reads.
+    """Run torchrun without its own messages, so that the rank's error is the last line a user
+    reads.
 
     Schedulers signal every process of a job. The agent ignores stop signals, because it would kill
     the ranks while they save.

@@ -1,7 +1,7 @@
-"""Checks of a configuration and a machine. Every start, `doctor` and `plan` use them.
+"""Checks a configuration and a machine. Every start, `doctor` and `plan` use these checks.
 
-A check is a function of a `Launch` that returns findings: none if nothing is wrong. It raises what a
-start would raise. Only `architecture` imports torch.
+A check is a function that takes a `Launch` and returns findings, none if nothing is wrong. It
+raises the errors that a start would raise. Only `architecture` imports torch.
 """
 
 import os
@@ -40,8 +40,8 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Checked:
-    """One finding. fail: the run would not do what the user asked for. skip: this machine cannot
-    check it. `fix` is empty if `what` contains it.
+    """One finding of a check. fail: the run would not do what the user asked for. skip: this
+    machine cannot check it. `fix` is empty if `what` contains the fix.
     """
 
     level: Literal["ok", "warn", "fail", "skip"]
@@ -55,7 +55,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Launch:
-    """A start on this machine. `problem`: why this number of ranks is impossible."""
+    """A start on this machine. `problem`: the reason why this number of ranks is impossible."""
 
     config: Config
     num_ranks: int
@@ -68,7 +68,7 @@ Check = Callable[[Launch], Iterator[Checked]]
 
 
 def launch_of(config: Config, asked: int | None) -> Launch:
-    """Return the start of `asked` ranks here."""
+    """Return the `Launch` of `asked` ranks on this machine."""
     try:
         num_gpus = 0 if config.trainer.device == "cpu" else gpus_for_run(AUTO)
         num_ranks = choose_num_ranks(asked, num_gpus=num_gpus)
@@ -91,7 +91,7 @@ def run_checks(checks: Mapping[str, Check], launch: Launch) -> None:
 
 
 def _of_config(requirement: Callable[[Config], object]) -> Check:
-    """Return the check of a function that raises what is wrong with a configuration."""
+    """Make a check from a function that raises an error for a wrong configuration."""
 
     def check(launch: Launch) -> Iterator[Checked]:
         requirement(launch.config)
@@ -101,7 +101,9 @@ def _of_config(requirement: Callable[[Config], object]) -> Check:
 
 
 def cores(launch: Launch) -> Iterator[Checked]:
-    """A GPU rank needs cores for its loader and its saves. SLURM gives a task one by default."""
+    """Warn if the GPU ranks have too few CPU cores for loader and saves. SLURM gives a task one
+    core by default.
+    """
     num_cores = len(os.sched_getaffinity(0))
     wanted = CORES_PER_GPU_RANK * launch.num_ranks
     if launch.num_gpus and num_cores < wanted:
@@ -156,7 +158,8 @@ def network(launch: Launch) -> Iterator[Checked]:
 
 
 def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterator[Checked]:
-    """Read config.json: can the model be trained, packed or not, and will engines refuse it?
+    """Read config.json. Check whether the model can be trained, packed or not, and whether engines
+    will refuse it.
 
     `source`: the place of config.json if the model has no tokenizer.
     """
@@ -189,7 +192,7 @@ OF_CONFIG: dict[str, Check] = {
     "files": _of_config(preflight.find_files),
     "run directory": _of_config(preflight.require_usable),
 }
-"""Every start runs these first, then those of the machine."""
+"""Every start runs these checks first, then `OF_MACHINE`."""
 OF_MACHINE: dict[str, Check] = {
     "cores": cores,
     "/dev/shm": shared_memory,

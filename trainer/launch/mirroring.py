@@ -1,5 +1,5 @@
-"""The processes that keep the mirror of a run: one prepares it before the ranks start, the other
-uploads while they train.
+"""Runs the processes that keep a run's mirror. One prepares the mirror before the ranks start, the
+other uploads while they train.
 """
 
 import json
@@ -25,15 +25,15 @@ from trainer.runtime.signals import REPEAT_S, heeded_signals
 
 POLL_S, PEERS_POLL_S = 0.1, 1.0
 RESTART_AFTER_S = 60.0
-"""Pause before the process is started again."""
+"""Pause before the upload process is started again."""
 
 
 @contextmanager
 def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
-    """Keep the mirror, if there is one, during the block, and wait at its end for the last upload.
+    """Keep the mirror, if there is one, during the block, and wait for the last upload at its end.
 
-    The first machine keeps it; the others wait until it has restored a checkpoint. The block gets
-    an exit code if the run must not begin.
+    The first machine keeps the mirror. The others wait until the first machine has restored a
+    checkpoint. Yields an exit code if the run must not begin, else None.
     """
     url = config.trainer.checkpoint.mirror
     if url is None:
@@ -62,7 +62,7 @@ def _say(text: str) -> None:
 
 
 def _started(task: str, config: Config) -> subprocess.Popen[str]:
-    """Start `trainer.tools.mirror` for `task`; it dies with the thread that started it."""
+    """Start `trainer.tools.mirror` for `task`. The process dies with the thread that started it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer.tools.mirror", str(os.getpid()), task],
         stdin=subprocess.PIPE,
@@ -81,7 +81,7 @@ def _how_it_ended(code: int, config: Config) -> str:
 
 
 def _prepare(config: Config, layout: NodeLayout) -> int | None:
-    """Prepare mirror and run directory; return an exit code if the run must not begin."""
+    """Prepare mirror and run directory. Return an exit code if the run must not begin."""
     process = _started("prepare", config)
     try:
         while (code := process.poll()) is None:
@@ -110,7 +110,9 @@ class _Uploads:
         self._keeper = begun(self._keep)
 
     def _keep(self) -> None:
-        """Start the process again. This thread outlives it: it dies with the thread."""
+        """Start the process again whenever it ends. This thread must outlive the process that it
+        started, because the process dies with it.
+        """
         while True:
             code = self._process.wait()
             if self._is_ending.is_set():
@@ -126,7 +128,7 @@ class _Uploads:
 
     def end(self) -> bool:
         """Wait for the last upload. Return False if it failed, took longer than a save may, or a
-        signal came.
+        signal arrived.
         """
         with self._lock:
             self._is_ending.set()
@@ -150,9 +152,9 @@ class _Uploads:
 
 
 def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
-    """Wait until the first machine listens; return an exit code if it does not come.
+    """Wait until the first machine listens. Return an exit code if it does not.
 
-    It may take `dist_timeout_s` after the last byte that arrived in the shared run directory.
+    The wait ends `dist_timeout_s` seconds after the last byte arrived in the shared run directory.
     """
     run_dir, timeout_s = Path(config.trainer.default_local_dir), config.trainer.dist_timeout_s
     arrived_bytes, seen_at = 0, time.monotonic()
@@ -182,5 +184,5 @@ def _listens(layout: NodeLayout) -> bool:
 
 
 def _is_signalled() -> bool:
-    """Return True if somebody asked to stop; the launcher keeps its signals blocked."""
+    """Return True if a stop signal has arrived. The launcher keeps these signals blocked."""
     return signal.sigtimedwait(heeded_signals(), 0) is not None

@@ -1,7 +1,7 @@
-"""The number of ranks on this machine, its place among several machines, its network interface, and
-the environment of the ranks.
+"""The number of ranks on this machine, the machine's place among several, its network interface,
+and the ranks' environment.
 
-Nothing here imports torch. Only a machine that may have a GPU asks torch, in another process.
+Nothing here imports torch. If the machine may have a GPU, a separate process asks torch.
 """
 
 import json
@@ -60,7 +60,8 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split a command line into the number of ranks, if given, and overrides with the recipe.
+    """Split a command line into the number of ranks, if given, and the overrides. Overrides that
+    name no recipe get the default one.
 
     Raises `ConfigError`.
     """
@@ -160,7 +161,7 @@ def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
 def rank_environment(
     env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status
 ) -> dict[str, str]:
-    """Return the environment of the ranks. Variables that the user has set stay."""
+    """Return the environment of the ranks. Variables that the user has set stay unchanged."""
     added = {
         # torchrun would give each rank one thread
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
@@ -178,8 +179,8 @@ def gloo_interface(master_addr: str) -> dict[str, str]:
     """Return `GLOO_SOCKET_IFNAME` for the ranks, or {} if no route determines it.
 
     By default gloo listens on the address of this machine's name. On Debian and in containers that
-    is 127.0.1.1, which no other machine reaches. On the first machine `master_addr` may lead there
-    too; then the default route decides, or the only interface.
+    is 127.0.1.1, which no other machine reaches. On the first machine `master_addr` may lead to
+    that address too. Then the default route decides, or the only interface.
     """
     interfaces = _outward_interfaces()
     for host in (master_addr, *ANYWHERE):

@@ -13,7 +13,7 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def unmet_requirements(extra: str | None = None) -> list[str]:
-    """Return the requirements, including those of `extra`, that are missing or have another
+    """Return the requirements, including those of `extra`, that are missing or have a different
     version.
     """
     if not PYPROJECT.is_file():

@@ -1,5 +1,5 @@
-"""Runs torchrun's agent to its end or to a hang, passes stop signals to the ranks, and finds the
-exit code of the run.
+"""Runs torchrun's agent to its end or to a hang, passes stop signals to the ranks, and determines
+the run's exit code.
 
 There are three generations of processes: the launcher, torchrun's agent in its own session, and the
 ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds
@@ -72,7 +72,7 @@ def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool)
     """Return the exit code that the ranks reported, if the agent agrees.
 
     If the agent saw a failure but the ranks reported an orderly end, one rank was lost or left at
-    once on a signal. `ABORTED` is returned as it is: its meaning depends on the run.
+    once on a signal. `ABORTED` is returned unchanged, because its meaning depends on the run.
     """
     if reported not in (None, EXIT_DONE, EXIT_RESUMABLE):
         return reported

@@ -1,4 +1,4 @@
-"""Ends a run whose ranks make no progress, and keeps the stacks of all ranks.
+"""Ends a run whose ranks make no progress, and saves the stacks of all ranks.
 
 The watchdog runs in the launcher, because a hung rank may be stopped by a signal or hold the
 interpreter inside C code. Every launcher watches the ranks of its own machine: ranks that wait for
@@ -44,7 +44,9 @@ CONDITIONS = {
 
 @dataclass
 class Rank:
-    """A rank of this machine, its last beat, and the seconds since the launcher saw it change."""
+    """A rank of this machine, its last beat, and the seconds since the launcher saw the beat
+    change.
+    """
 
     number: int
     process: psutil.Process
@@ -71,7 +73,9 @@ class Rank:
 
 
 class Watchdog:
-    """The launcher polls `finds_hang` and `finds_idle_agent` every second."""
+    """Finds hung ranks and idle agents. The launcher polls `finds_hang` and `finds_idle_agent`
+    every second.
+    """
 
     def __init__(self, status: Status, *, run_dir: Path, has_peers: bool) -> None:
         self.status = status
@@ -100,8 +104,8 @@ class Watchdog:
         return any(rank.is_hung for rank in self._ranks.values())
 
     def finds_idle_agent(self) -> bool:
-        """Return True if all ranks here ended `PEERS_S` ago and the agent did not: it is stopped, or
-        gives other machines five more minutes.
+        """Return True if all ranks here ended `PEERS_S` ago but the agent did not. Such an agent is
+        stopped, or gives other machines five more minutes.
         """
         if not self._ranks or any(rank.is_alive for rank in self._ranks.values()):
             self._ended_at = math.inf
@@ -110,7 +114,7 @@ class Watchdog:
         return time.monotonic() > self._ended_at + PEERS_S
 
     def end_run(self, agent: subprocess.Popen) -> None:
-        """Keep the stacks, print which rank hangs, and kill the agent with all its descendants.
+        """Save the stacks, print which rank hangs, and kill the agent with all its descendants.
 
         This takes at most half a minute and raises nothing, even if the run directory hangs.
         """
@@ -128,7 +132,7 @@ class Watchdog:
         processes = {rank.process for rank in self._ranks.values()}
         with suppress(psutil.Error):
             processes.update(psutil.Process(agent.pid).children(recursive=True))
-        agent.kill()  # first: it would report every killed rank as an error
+        agent.kill()  # first, because it would report every killed rank as an error
         _send(processes, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             agent.wait(GONE_S)
@@ -165,7 +169,7 @@ class Watchdog:
         )
 
     def _collect_stacks(self, ranks: list[Rank]) -> list[str]:
-        """Return the stacks of all threads of each rank, or why there are none."""
+        """Return the stacks of all threads of each rank, or the reason why there are none."""
         # a user may have asked for stacks earlier
         sizes = [len(self.status.stacks(rank.number)) for rank in ranks]
         _send([rank.process for rank in ranks], signal.SIGUSR2)

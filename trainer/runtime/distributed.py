@@ -24,20 +24,20 @@ except ImportError:
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
-"""The launcher gives up before the process group does when ranks do not meet in time: it has their
-stacks and ends the run resumable.
+"""Extra time that the process group waits, so that the launcher gives up first if ranks do not
+meet: it has their stacks and ends the run resumable.
 """
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this rank. A rank is a process with its device. A data rank trains its own part of
-    each global batch: one rank, or `sequence_size` neighbours that split the positions of its
-    samples.
+    """This rank's place among all ranks. A rank is a process with its device.
 
-    Parameters and checkpoints do not depend on data ranks: they are sharded over all ranks. Each
-    token's loss is computed on one rank, and counts are summed over all.
+    A data rank trains its own part of each global batch. It is one rank, or `sequence_size`
+    neighbouring ranks that split the positions of its samples. Parameters and checkpoints do not
+    depend on data ranks: they are sharded over all ranks. Each token's loss is computed on one
+    rank, and counts are summed over all.
     """
 
     device: torch.device
@@ -103,8 +103,8 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the data type of a key. `auto` is bfloat16 if the hardware multiplies it, else float32:
-    emulation is up to 100 times slower.
+    """Return the dtype that a key names. `auto` is bfloat16 if the hardware multiplies it natively,
+    else float32: emulation is up to 100 times slower.
     """
     if name != AUTO:
         dtype: torch.dtype = getattr(torch, name)
@@ -133,7 +133,7 @@ def start(
     """
     rank, size = rank_and_size()
     dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
-    # a single process meets nobody, at a port that the store chooses
+    # a single process waits for no other, and its store chooses a free port
     store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
     backend, card = "gloo", None
     if device.type == "cuda":
@@ -148,7 +148,7 @@ def start(
     groups = [*world.mesh.get_all_groups(), world.sequence_group]
     if world.expert_mesh is not None:
         groups += world.expert_mesh.get_all_groups()
-    # else groups of single dimensions keep torch's default of half an hour
+    # otherwise the groups of single dimensions would keep torch's default of half an hour
     for group in filter(None, groups):
         set_timeout(timeout, group)
     return world
@@ -163,7 +163,7 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
 
 
 def require_divided(size: int, sequence_size: int) -> None:
-    """Raise `ConfigError` unless the ranks make whole data ranks."""
+    """Raise `ConfigError` unless `sequence_size` divides the number of ranks."""
     key = "model.ulysses_sequence_parallel_size"
     require_divisor(key, sequence_size, size, "ranks of this run")
 
@@ -207,7 +207,7 @@ def _require_all(
     device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str]
 ) -> None:
     """Check that no two ranks share a card, that all have the same facts, and that a first sum over
-    the devices is right.
+    the devices is correct.
 
     Collective. Raises the same `ConfigError` on every rank.
     """
@@ -257,7 +257,7 @@ def gather(value: T) -> list[T]:
 def await_main(world: World, event: str, *, timeout_s: float) -> None:
     """Announce an event on the main rank. The other ranks wait for it, at most `timeout_s`.
 
-    This is no collective: it works even if some ranks are gone.
+    This is not a collective: it works even if some ranks are gone.
     """
     store = dist.distributed_c10d._get_default_store()
     if world.is_main:

@@ -27,8 +27,8 @@ def ranks_on_machine() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without garbage collection, which takes a fifth of the time: imports make about 350,000
-    objects, and all of them stay. Later collections skip these objects too.
+    """Disable garbage collection during imports, because it takes a fifth of their time. Imports
+    make about 350,000 objects, and all of them stay. Later collections skip these objects too.
     """
     gc.disable()
     try:
@@ -39,8 +39,8 @@ def uncollected() -> Iterator[None]:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Shorten how long a waiting CPU thread spins, unless the user chose. Call it before torch is
-    imported.
+    """Shorten the time that a waiting CPU thread spins, unless the user set it. Call it before
+    torch is imported.
 
     libgomp spins for milliseconds at the end of every operation. Next to one busy process on the
     same cores, steps took more than five times as long. On idle cores a shorter wait costs nothing
@@ -51,8 +51,8 @@ def let_waiting_threads_sleep() -> None:
 
 
 def grow_cuda_segments() -> None:
-    """Let the CUDA allocator grow its blocks, unless the user chose. Call it before torch is
-    imported.
+    """Let the CUDA allocator grow its blocks, unless the user configured it. Call it before torch
+    is imported.
 
     Every batch has a different number of tokens, and blocks of fixed size would leave gaps that fit
     none of them.
@@ -62,11 +62,12 @@ def grow_cuda_segments() -> None:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Return the memory of a page-locked tensor of `size_bytes`: torch rounds up to a power of two.
+    """Return the bytes that a page-locked tensor of `size_bytes` takes: torch rounds up to a power
+    of two.
 
-    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` hands out blocks that are
-    too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb` page-locks
-    each gradient again in every step.
+    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` hands out blocks that
+    are too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb`
+    page-locks each gradient again in every step.
     """
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 

@@ -1,10 +1,10 @@
-"""Reads `evaluations.jsonl` of a run: the scores of its checkpoints.
+"""Reads a run's `evaluations.jsonl`: the scores of its checkpoints.
 
-Each line is one object. Kind "sample": `name` and `step` of the evaluation, and `key`, `index`,
-`prompt`, `answer`, `completion`, `score`, `reason`. Kind "summary" follows after all samples, or
-stands for a result from elsewhere: `name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest`
-of the checkpoint, `mean`, `low`, `high` (95 %), `n`, `scorer`, `engine`, and how it was made. The
-last summary of a name and step counts.
+Each line is one object. An object of kind "sample" holds `name` and `step` of the evaluation, and
+`key`, `index`, `prompt`, `answer`, `completion`, `score`, `reason`. An object of kind "summary"
+follows after all samples, or records a result from elsewhere. It holds `name` (such as
+`eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`, `high` (95 %),
+`n`, `scorer`, `engine`, and how the result was made. The last summary of a name and step counts.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ EXEC = "exec"
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return samples and summaries in the order written, without torn and foreign lines; [] without
-    the file.
+    """Return samples and summaries in the order written, without torn and foreign lines; [] if
+    there is no file.
     """
     return [
         row
@@ -41,8 +41,8 @@ def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 
 def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None:
-    """Return the evaluation that decides about the best checkpoint: the only one of programs, else
-    the only one.
+    """Return the name of the evaluation that decides which checkpoint is best: the only one that
+    runs programs, else the only one at all. None if there is no such evaluation.
     """
     programs = [
         name

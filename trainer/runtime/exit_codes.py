@@ -41,8 +41,8 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     """Return (exit code, message for the user) of a run that ends with an error."""
     if isinstance(error, tuple(DOCUMENTED)):
         return code_of(error), str(error)
-    # The run was asked to stop, and this rank missed it in a collective while another left at once;
-    # or another rank lost a machine, and this one lost both.
+    # Either the run was asked to stop, and another rank left at once while this one was inside a
+    # collective; or another rank lost a machine and ended, and this rank then lost both.
     is_resumable = stop.is_set or reported_exit_code() == EXIT_RESUMABLE
     code = EXIT_RESUMABLE if is_resumable else EXIT_CRASH
     if _PROCESS_LOST.search(str(error)):

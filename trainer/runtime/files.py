@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, and locks. Checkpoints use
+"""Writes files and directories that appear whole or not at all, and takes locks. Checkpoints use
 `checkpoint/fsio.py`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 SMALL_FILE_BYTES = 2**28
-"""More than any manifest, configuration or pointer has."""
+"""Size limit of small files, above the size of any manifest, configuration or pointer."""
 POLL_S = 0.2
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of network file systems without locks."""
@@ -22,8 +22,8 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 def regular_opener(
     flags: int, *, follow_links: bool = True, limit_bytes: int | None = None
 ) -> Callable[[str, int], int]:
-    """Return an `opener` for `open` that accepts only regular files of at most `limit_bytes`. It
-    never blocks, as a FIFO without a writer would.
+    """Return an `opener` for `open` that accepts only regular files of at most `limit_bytes`. The
+    opener never blocks, not even on a FIFO without a writer.
 
     It raises `OSError` for directories, FIFOs, devices and sockets, and for links unless they are
     followed.
@@ -50,7 +50,9 @@ def regular_opener(
 def open_regular(
     path: Path, *, limit_bytes: int | None = None, follow_links: bool = True
 ) -> BinaryIO:
-    """Open a regular file of at most `limit_bytes` for reading. Raises `OSError` for anything else."""
+    """Open a regular file of at most `limit_bytes` for reading. Raises `OSError` for anything
+    else.
+    """
     return open(
         path, "rb", opener=regular_opener(0, follow_links=follow_links, limit_bytes=limit_bytes)
     )
@@ -59,17 +61,18 @@ def open_regular(
 def read_regular(
     path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_links: bool = True
 ) -> bytes:
-    """Return the content of a small regular file. Raises `OSError` for anything else, at once."""
+    """Return the content of a small regular file. Raises `OSError` at once for anything else."""
     with open_regular(path, limit_bytes=limit_bytes, follow_links=follow_links) as file:
         return file.read(limit_bytes)
 
 
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
-    """Replace `path` by `text`: a reader sees the old or the new content, never a part.
+    """Replace the content of `path` by `text`. A reader sees the old or the new content, never a
+    part.
 
-    If durable, the same holds after a power loss. A file has one writer: the next write removes what
-    a kill leaves in `<path>.tmp`; a failed write leaves nothing. A link of that name is removed,
-    never followed. Raises `OSError`.
+    If `is_durable`, the same holds after a power loss. A file has one writer. A killed write may
+    leave `<path>.tmp`, which the next write removes; a failed write leaves nothing. A link named
+    `<path>.tmp` is removed, never followed. Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
     partial.unlink(missing_ok=True)
@@ -120,8 +123,8 @@ def sync(path: Path) -> None:
 def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Hold the lock file `path`, created if missing. Yields False if the file system has no locks.
 
-    Calls `on_wait` repeatedly while another process holds it. Raises `OSError` if the file cannot be
-    opened.
+    Calls `on_wait` repeatedly while another process holds the lock. Raises `OSError` if the file
+    cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -132,8 +135,8 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file or directory. Return None while another process holds the lock, False if the
-    file system has no locks.
+    """Lock an open file or directory. Return None while another process holds the lock, False if
+    the file system has no locks.
 
     Raises `OSError` for anything else.
     """
@@ -149,9 +152,9 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the bytes of a file or of all files below a directory, without following links.
+    """Return the size of a file, or of all files below a directory, without following links.
 
-    Files that vanish meanwhile do not count.
+    The size is in bytes. Files that vanish meanwhile do not count.
     """
     files = [path]
     if path.is_dir() and not path.is_symlink():

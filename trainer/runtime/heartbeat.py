@@ -1,7 +1,8 @@
-"""A rank's sign of life for the launcher's watchdog, and whether a run trains in a directory.
+"""Writes a rank's heartbeat for the launcher's watchdog, and finds out whether a run trains in a
+directory.
 
-Each beat overwrites the record in the rank's file of the launcher's status. The launcher reads it
-from outside, so that a rank that is stopped, or inside C code, cannot hide its silence.
+Each beat overwrites the record in the rank's file of the launcher's status. The launcher reads this
+file from outside, so that a rank that is stopped, or inside C code, cannot hide its silence.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from trainer.runtime.processes import born_at, is_alive
 from trainer.runtime.status import Beat, launcher_status, write_beat
 
 LOCK = ".train.lock"
-"""The record of the process that trains. It is empty after the run gave the lock back; a killed run
-leaves it.
+"""Name of the file with the record of the training process. A run empties the file when it releases
+the lock; a killed run leaves its record.
 """
 REPORT_DIRECTORY = "heartbeat"
 REPORT_EVERY_S = 30.0
@@ -30,9 +31,9 @@ SILENT_S = 3 * REPORT_EVERY_S
 class Heartbeat:
     """Shows the launcher that this rank makes progress, and how long it may be silent now.
 
-    Use it in the main thread only: a beat from another thread would hide that the main thread hangs.
-    The first beat registers the rank: from then on the launcher may send it signals. Without a
-    launcher nobody watches.
+    Use it in the main thread only: a beat from another thread would hide that the main thread
+    hangs. The first beat registers the rank: from then on the launcher may send it signals. Without
+    a launcher, nothing watches the rank.
     """
 
     def __init__(self) -> None:
@@ -44,15 +45,15 @@ class Heartbeat:
         self.enter("start", limit_s=None)
 
     def report_to(self, run_dir: Path) -> None:
-        """Begin to write `heartbeat/rank_<rank>.json` there every 30 s: step, phase and time, for
-        people.
+        """Begin to write step, phase and time to `heartbeat/rank_<rank>.json` in `run_dir` every 30
+        s, for people to read.
         """
         self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank_and_size()[0]}.json"
         self.beat()
 
     def enter(self, phase: str, *, limit_s: float | None) -> None:
-        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None: it
-        is not watched.
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None:
+        the rank is not watched.
 
         All ranks enter a phase together, even if only one works in it: ranks that wait for it are
         silent too.
@@ -62,8 +63,8 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Record progress within the phase. It writes 56 bytes to memory, cheap enough for every
-        micro-batch.
+        """Record progress within the phase. A beat writes 56 bytes to memory, which is cheap enough
+        for every micro-batch.
         """
         now = time.monotonic()
         if self._report is not None and now >= self._next_report_s:
@@ -85,8 +86,8 @@ class Heartbeat:
 
 
 def is_live(run_dir: Path) -> bool:
-    """Return True while a run trains there. A run on this machine is known by its process, one on
-    another machine by the newest heartbeat.
+    """Return True while a run trains in `run_dir`. A run on this machine is recognised by its
+    process, a run on another machine by its newest heartbeat.
     """
     record = read_object(run_dir / LOCK)
     if record.get("host") == socket.gethostname():
@@ -97,11 +98,13 @@ def is_live(run_dir: Path) -> bool:
 
 
 def trainer_pid(run_dir: Path) -> int | None:
-    """Return the process of this machine that trains there; None if there is none here."""
+    """Return the pid of the process on this machine that trains in `run_dir`; None if there is
+    none.
+    """
     record = read_object(run_dir / LOCK)
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return None
-    # else another process has its number now
+    # otherwise a different process has this pid now
     is_holder = record.get("born") in (None, born_at(pid))
     return pid if is_holder and is_alive(pid) else None

@@ -1,5 +1,5 @@
-"""JSON on disk: files with one object per line, appended whole and read while they grow, and small
-files with one object. Imports no torch.
+"""Reads and writes JSON on disk: files with one object per line, which are appended in whole lines
+and read while they grow, and small files with one object. Imports no torch.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 SYNC_INTERVAL_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 2**26
-"""A longer line is skipped: it must not fill the memory."""
+"""A longer line is skipped, so that it cannot fill the memory."""
 MAX_FILE_BYTES = 2**34
 """No run writes more, and reading more would take hours."""
 MAX_WAITING_BYTES = 2**25
-"""Limit for lines that cannot be written now: more than 10,000 rows."""
+"""Limit for lines that wait because they cannot be written. It holds more than 10,000 rows."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -70,7 +70,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Return nested mappings as one mapping with joined names. Mappings below 32 levels stay."""
+    """Return nested mappings as one mapping with joined names. Mappings nested deeper than 32
+    levels stay as they are.
+    """
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -83,11 +85,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
 
 class JsonLines:
     """Reads a file of JSON objects. Each iteration yields (offset in bytes, object) of the lines
-    that were added since the last one.
+    added since the previous iteration.
 
-    Blank lines are skipped; lines without an object are skipped and counted. The last line is read
-    when it has its newline, or at once if `is_final`: nothing more will come. A missing file has no
-    lines. Raises `OSError` for anything but a regular file of at most `MAX_FILE_BYTES`.
+    Blank lines are skipped. Lines without an object are skipped and counted. A last line without
+    its newline is read only if `is_final`, which promises that nothing more will come. A missing
+    file has no lines. Raises `OSError` for anything but a regular file of at most `MAX_FILE_BYTES`.
     """
 
     def __init__(self, path: Path, *, is_final: bool = False) -> None:
@@ -105,7 +107,7 @@ class JsonLines:
                 content = parsed(line)
                 if not isinstance(content, dict):
                     self.num_unparsed += 1
-                    # a torn line may run into a whole one; lines of a file begin alike
+                    # a torn line may run into a whole one; all lines of a file begin alike
                     torn_bytes = line.rfind(line[:6])
                     start += torn_bytes
                     content = parsed(line[torn_bytes:]) if torn_bytes > 0 else None
@@ -129,7 +131,7 @@ class JsonLines:
 
 
 class AppendFile:
-    """Appends JSON objects as lines, each by one `write` on an O_APPEND descriptor: killing the
+    """Appends JSON objects as lines, each with one `write` to an O_APPEND descriptor. Killing the
     process loses none.
 
     A background thread syncs the file every `SYNC_INTERVAL_S` and on request, so that a slow disk
@@ -140,7 +142,7 @@ class AppendFile:
     `is_guest`: another process owns the file. Only the owner cuts torn lines, because a guest may
     see a line that the owner is writing.
 
-    Raises `CannotWriteError` if the file cannot be opened, or is a link or no regular file.
+    Raises `CannotWriteError` if the file cannot be opened, is a link, or is not a regular file.
     """
 
     def __init__(self, path: Path, *, is_guest: bool = False) -> None:
@@ -180,7 +182,7 @@ class AppendFile:
             logger.warning("%s lacks %d rows that could not be written", self._path, num_lost)
 
     def _open(self) -> int:
-        """Raises `OSError`."""
+        """Open the file, and cut a torn last line unless this is a guest. Raises `OSError`."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         opener = regular_opener(flags, follow_links=False, limit_bytes=MAX_FILE_BYTES)
         descriptor = opener(str(self._path), 0)
@@ -218,9 +220,9 @@ class AppendFile:
             raise OSError(errno.ENOSPC, f"only {num_written} of {len(line)} bytes fitted")
 
     def _stay_at_path(self) -> None:
-        """Open a new file if the path no longer names the open one, as after a rotation of logs.
+        """Open a new file if the path no longer names the open one, for example after log rotation.
 
-        If the whole directory is gone, the open file stays. Raises `OSError`.
+        If the whole directory is gone, the open file stays in use. Raises `OSError`.
         """
         try:
             if os.path.samestat(os.lstat(self._path), os.fstat(self._descriptor)):
@@ -253,8 +255,8 @@ class AppendFile:
 
 
 def _drop_torn_tail(descriptor: int) -> None:
-    """Cut what follows the last newline: it is no complete row, and the next row must not continue
-    it.
+    """Cut everything after the last newline: it is not a complete row, and the next row must not
+    continue it.
     """
     size_bytes = keep = os.fstat(descriptor).st_size
     while keep > 0:

@@ -1,4 +1,6 @@
-"""Lines on the terminal: information on stdout from rank 0, warnings and errors on stderr."""
+"""Prints lines on the terminal: information from rank 0 on stdout, warnings and errors on
+stderr.
+"""
 
 import contextlib
 import io
@@ -10,15 +12,16 @@ import warnings
 from typing import IO, Any, TextIO
 
 LABEL_WIDTH = 12
-"""Columns of the labels at the start of a run."""
+"""Width, in columns, of the labels at the start of a run."""
 PROGRESS_INTERVAL_S = 10.0
 
 
 class SafeStream:
-    """A standard stream that a broken pipe, a full disk or a closed terminal does not turn into an
-    error.
+    """A standard stream whose writes raise no error after a broken pipe, a full disk or a closed
+    terminal.
 
-    After the first failed write the descriptor leads to /dev/null, also for libraries and children.
+    After the first failed write the descriptor leads to /dev/null, for libraries and child
+    processes too.
     """
 
     def __init__(self, stream: IO[str], *, says_so: bool) -> None:
@@ -40,7 +43,7 @@ class SafeStream:
     def _give_up(self, error: OSError) -> None:
         with open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), self._stream.fileno())
-        self._stream.flush()  # drops what is buffered
+        self._stream.flush()  # drops the buffered text
         if self._says_so:
             say(
                 f"stdout can no longer be written ({error.strerror}): nothing is shown there "
@@ -61,8 +64,8 @@ def escape_unprintable() -> None:
 def keep_streams_safe(*, says_so: bool = True) -> None:
     """Make broken standard streams harmless and open closed ones on /dev/null.
 
-    Call this first in a process: a file that is opened earlier could get the free number and receive
-    what is meant for the terminal. With `says_so`, stderr reports the loss of stdout.
+    Call this first in a process: a file that is opened earlier could get the free descriptor and
+    receive output meant for the terminal. With `says_so`, stderr reports the loss of stdout.
     """
     escape_unprintable()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -78,7 +81,9 @@ def keep_streams_safe(*, says_so: bool = True) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr, also from a signal handler. If nobody can read it, it is lost."""
+    """Write text to stderr; a signal handler may call this. If stderr cannot be written, the text
+    is lost.
+    """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
@@ -110,7 +115,9 @@ class ProgressLines:
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to the present `sys.stdout`: a progress bar replaces it to keep lines above itself."""
+    """Writes to the current `sys.stdout`, because a progress bar replaces it to keep lines above
+    the bar.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -132,7 +139,7 @@ def configure(rank: int) -> None:
     root.handlers = [out, err]
     root.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     root.propagate = False
-    # torchdata 0.11 calls this on every start; nobody can act on it
+    # torchdata 0.11 causes this warning on every start; nobody can act on it
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -39,8 +39,8 @@ def born_at(pid: int) -> int | None:
     """Return the clock ticks from the boot of the machine to the start of a process; None if
     unknown.
 
-    A pid is used again later, and soon after a restart of a container. Both numbers together
-    identify a process.
+    Pids are reused, and soon after a container restarts. The pid and this number together identify
+    a process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8")
@@ -50,8 +50,8 @@ def born_at(pid: int) -> int | None:
 
 
 def die_with_parent(parent_pid: int, *, code: int) -> None:
-    """Have this process killed when its parent ends in any way. Leave with `code` if the parent has
-    ended already.
+    """Have this process killed when its parent ends in any way. Exit with `code` if the parent has
+    already ended.
     """
     pr_set_pdeathsig = 1
     with contextlib.suppress(OSError, AttributeError):  # not Linux
@@ -67,8 +67,8 @@ def name_signal(number: int) -> str:
 
 
 def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run another interpreter to its end, without PYTHONPATH and the like, which are meant for this
-    one.
+    """Run a different Python interpreter to its end, without PYTHONPATH and similar variables,
+    which are meant for this interpreter.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return subprocess.run(
@@ -82,7 +82,7 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
-    """Begin the work in a daemon thread, which does not delay the end of the process: a storage may
+    """Begin the work in a daemon thread, which does not delay the end of the process. A storage may
     never answer.
     """
     answer = Future[T]()
@@ -98,7 +98,8 @@ def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
 
 
 def kill_tree(pid: int, *, limit_s: float = 30.0) -> None:
-    """Kill a process and every process below it. All are stopped first, so that none starts another.
+    """Kill a process and every process below it. All are stopped first, so that none starts
+    another.
 
     Waits until they are gone, at most `limit_s`.
     """

@@ -1,4 +1,6 @@
-"""The position, history and rollbacks of a run, and what its parts keep over a restart."""
+"""The position, history and rollbacks of a run, and the state that the run's parts keep across a
+restart.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -6,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ALL, MAIN, OWN = "all", "main", "own"
-"""Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: that of rank 0
-counts. OWN: each rank has a different one, which another number of ranks cannot use.
+"""Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: the state of
+rank 0 counts. OWN: each rank has its own state, which a different number of ranks cannot use.
 """
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two steps: finished optimizer steps, and consumed samples of epoch `epoch`.
+    """A place between two steps: the number of finished optimizer steps, and of consumed samples in
+    epoch `epoch`.
 
-    It does not depend on the number of ranks. A finished epoch is the start of the next.
+    It does not depend on the number of ranks. The end of an epoch is the start of the next one.
     """
 
     step: int = 0
@@ -48,7 +51,9 @@ class Rollback:
     last_skipped: int
     reason: str
     discarded: list[str]
-    """Nonces of the newer checkpoints, which are set aside, also by a start after a crash."""
+    """Nonces of the newer checkpoints, which are set aside. A start after a crash sets them aside
+    too.
+    """
 
     def overlaps(self, other: "Rollback") -> bool:
         return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
@@ -80,8 +85,8 @@ class Rollbacks:
 
 class Remembered:
     """An object whose attributes in `KEPT`, by default all, survive a restart. They hold numbers,
-    lists and mappings, which JSON keeps exactly. If a checkpoint lacks an attribute, its present
-    value stays.
+    lists and mappings, which JSON keeps exactly. If a checkpoint lacks an attribute, the attribute
+    keeps its current value.
     """
 
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -109,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def _loaded(now: Any, saved: Any) -> Any:
-    """Return the saved value in the type of the present one. A mapping keeps its present keys."""
+    """Return the saved value in the type of the current one. A mapping keeps its current keys."""
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(saved)
         return now

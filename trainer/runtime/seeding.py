@@ -1,4 +1,4 @@
-"""Randomness keyed by what it is for, so that no generator state decides a result."""
+"""Random numbers keyed by their purpose, so that no result depends on a generator's state."""
 
 import hashlib
 import os
@@ -16,8 +16,8 @@ def key(*parts: int | str) -> int:
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed every generator for one optimizer step, counted from 1: dropout of step k does not depend
-    on how the run got there.
+    """Seed every generator for one optimizer step, counted from 1, so that the dropout of step k
+    does not depend on how the run reached it.
 
     The key counts from 0, so that runs of earlier versions continue with the same numbers.
     """
@@ -41,7 +41,9 @@ def use_deterministic_kernels() -> None:
 
 
 class GeneratorState:
-    """The states of torch's generators on `device`. Each step seeds these and all others again."""
+    """The states of torch's generators on `device`. Each step seeds these and all other generators
+    again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

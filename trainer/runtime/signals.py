@@ -1,7 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol.
 
-A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals reach
-it directly, and the exit code of the run, because torchrun folds every failure into 1.
+A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals
+reach it directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib
@@ -28,19 +28,22 @@ AGENT_PID = "SFT_AGENT_PID"
 REPEAT_S = 2.0
 """Signals closer together than this are one request: schedulers and terminals send copies."""
 HANDLED_WITHIN_S = 0.5
-"""A main thread that runs Python code has handled a signal by then."""
+"""Within this time, a main thread that runs Python code handles a signal."""
 PEER_GONE_S = 1.0
 """A killed process closes its connections a little before it counts as gone."""
 
 
 def heeded_signals() -> frozenset[signal.Signals]:
-    """Return the signals that ask this process to stop. `nohup` takes SIGHUP out."""
+    """Return the signals that ask this process to stop. Under `nohup`, SIGHUP is not one of
+    them.
+    """
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
 
 def become_worker(parent_pid: int, *, code: int) -> None:
-    """Tie the life of this forked process to its parent: ignore stop signals, and die with it.
+    """Tie the life of this forked process to its parent: ignore stop signals, and die with the
+    parent.
 
     A worker that waits for room in its pipe would never notice that its parent is gone.
     """
@@ -53,8 +56,8 @@ class StopRequest:
     """Remembers that someone asked the run to stop.
 
     Inside `deferred()` a signal only sets the flag, and the loop saves at its next step boundary.
-    Outside there is nothing to save, and the process leaves at once. A second, later signal always
-    leaves at once.
+    Outside of it there is nothing to save, and the process ends at once. A second, later signal
+    always ends the process at once.
     """
 
     def __init__(self, *, max_time_s: float = math.inf) -> None:
@@ -99,8 +102,8 @@ class StopRequest:
         self.signal_name, self._first_at = signal.Signals(number).name, now
 
     def _stand_in(self, reader: int) -> None:
-        """Leave in place of a main thread inside C code, for example in a wait for other ranks: it
-        runs no handler.
+        """End the process in place of a main thread that is inside C code, for example in a wait
+        for other ranks, and therefore runs no handler.
         """
         while numbers := os.read(reader, 1):
             if numbers[0] not in STOP_SIGNALS:
@@ -124,8 +127,8 @@ def has_launcher() -> bool:
 def join_launcher() -> None:
     """Die with the parent process, so that no rank outlives its job.
 
-    From now on SIGUSR2 writes the stacks of all threads for the launcher. The handler is C code that
-    does not wait for the interpreter. A fault in native code prints its stacks on stderr.
+    From now on SIGUSR2 writes the stacks of all threads for the launcher. The handler is C code
+    that does not wait for the interpreter. A fault in native code prints its stacks on stderr.
     """
     faulthandler.enable()
     if (status := launcher_status()) is None:
@@ -136,7 +139,7 @@ def join_launcher() -> None:
 
 
 def lost_ranks() -> list[int]:
-    """Return the ranks of this machine whose process is gone or goes within a moment."""
+    """Return the ranks of this machine whose process is gone or ends within `PEER_GONE_S`."""
     beats = ask_launcher(Status.beats, otherwise=dict[int, Beat]())
     deadline = time.monotonic() + PEER_GONE_S
     while True:
@@ -163,7 +166,7 @@ def reported_exit_code() -> int | None:
 def leave(code: int) -> None:
     """End this process with the run's exit code.
 
-    Under the launcher an orderly end, on which all ranks agree, leaves with 0: otherwise torchrun
+    Under the launcher, an orderly end on which all ranks agree exits with 0. Otherwise torchrun
     would take it for a crash.
     """
     report_exit_code(code)

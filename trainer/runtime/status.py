@@ -1,10 +1,10 @@
-"""Messages from the ranks of a machine to their launcher, in files without a name.
+"""Messages from the ranks of a machine to their launcher, in unnamed files.
 
-The files are memory of the launcher (memfd), so nothing that cleans TMPDIR can remove them.
-torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths
-/proc/<pid of the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes.
-Each rank has one more file: it begins with the rank's last heartbeat, which carries its pid, and
-continues with the stacks that the rank appends on SIGUSR2.
+The files are in the launcher's memory (memfd), so nothing that cleans TMPDIR can remove them.
+torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths /proc/<pid of
+the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes. Each rank has
+one more file: it begins with the rank's last heartbeat, which carries its pid, and continues with
+the stacks that the rank appends on SIGUSR2.
 """
 
 import os
@@ -24,8 +24,8 @@ prints the cause.
 ABORTED = 134
 """Internal exit code of the agent when SIGABRT ended a rank and nothing else ended one."""
 _RECORD = struct.Struct("<dQd24sd")
-"""Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the record
-is half written.
+"""Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the
+record is half written.
 """
 
 
@@ -46,7 +46,7 @@ class Beat:
 
 
 class Status:
-    """The files of one launcher, seen from the launcher or from a process below it.
+    """The files of one launcher, opened by the launcher or by a process below it.
 
     Every method raises `OSError` if the launcher is gone.
     """
@@ -82,7 +82,7 @@ class Status:
             return file.tell() == len(line)
 
     def exit_code(self) -> int | None:
-        """Return the first reported exit code that is a cause; None without one."""
+        """Return the first reported exit code that is a cause; None if there is none."""
         codes = map(int, self._exit_codes.read_bytes().split())
         return next((code for code in codes if code != LOST_RANK), None)
 
