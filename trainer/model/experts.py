@@ -63,9 +63,7 @@ def _exchanged_grouped_mm(
     S pairs of this rank's tokens, R pairs that this rank computes. The routers' weights stay on
     this rank, which applies them to the results that come back.
     """
-    order_S = index_TK.flatten().argsort(
-        stable=True
-    )  # by expert, and thus by the rank that holds it
+    order_S = index_TK.flatten().argsort(stable=True)  # by expert, and thus by its rank
     rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )

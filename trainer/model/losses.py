@@ -41,8 +41,8 @@ class Loss:
 
     main: Formula
     fused: LossAndGradient | None = None
-    """The losses of `main` with their gradient, in fewer passes over the logits, without further
-    terms. Every run begins with a comparison of them with autograd of the formula.
+    """The losses of `main` with their gradient, in fewer passes over the logits and without further
+    terms. At its start, every run compares them with autograd of the formula.
     """
     terms: Mapping[str, Term] = field(default_factory=dict)
     """{name: term}. Each term is logged as `train/objective/<name>`, without its weight."""

@@ -183,7 +183,7 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
     kind = f"{name} is a '{config.model_type}' of several parts, and"
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(text) not in mapping:
-        with suppress(KeyError, ValueError):  # a class for both configs
+        with suppress(KeyError, ValueError):  # the whole config's class may take the text config
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
     if type(text) not in mapping:
         raise ConfigError(
