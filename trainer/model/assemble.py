@@ -148,7 +148,7 @@ def prepare(
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
     """Run the self-check. Collective.
 
-    Return the gravest fault of any rank, the same on all ranks, because they must retry together.
+    Return the gravest fault of all ranks, on every rank, because they must retry together.
     """
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
     faults = distributed.gather(_own_fault(model, config, world))

@@ -121,7 +121,7 @@ class Routers:
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
-            self._experts = []  # layers that differ have no common distribution
+            self._experts = []  # layers with different numbers of experts have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
         names = ("router_aux_loss_coef", "aux_loss_coef")

@@ -118,7 +118,8 @@ def _flops(model: PreTrainedModel) -> StepFlops:
 
 def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
     """Return operations per element and token: two forward, two for the input's gradient if this
-    parameter or an earlier one is trained, and two for the parameter's own gradient.
+    parameter or an earlier one is trained, and two for the parameter's own gradient if it is
+    trained.
     """
     return 2 + 2 * is_reached + 2 * parameter.requires_grad
 

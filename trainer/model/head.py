@@ -29,8 +29,8 @@ class LossHead(nn.Linear):
     """A replacement for `lm_head` with the same name and parameters. Given labels, it returns their
     loss instead of logits.
 
-    It is one module call, and thus one all-gather and one reduce-scatter under FSDP, however many
-    blocks it computes.
+    One module call computes all blocks, so under FSDP there is one all-gather and one
+    reduce-scatter, however many blocks there are.
     """
 
     loss: LossAndGradient

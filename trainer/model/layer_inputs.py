@@ -22,7 +22,7 @@ class HostCopy:
 
     On a GPU, the copies to the host and back run on a separate stream, concurrently with the
     computation. The newest tensor stays on its device until there is a newer one. By then it has
-    been copied, and the last tensor is the first that the backward pass needs.
+    been copied. The very last tensor stays, because the backward pass needs it first.
     """
 
     def __init__(

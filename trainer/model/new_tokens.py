@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
 """The vocabulary size grows to a multiple of this number, for which matrix products are fast."""
 NOISE = 0.1
-"""Noise as a share of the rows' spread: new tokens begin near the average token, but not equal."""
+"""Noise as a share of the rows' spread: new tokens begin near the average token, but differ from it
+and from each other.
+"""
 _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -37,7 +39,7 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
     source = Path(path).resolve()
     try:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing else
+    except Exception as error:  # tokenizers raises only plain `Exception`
         raise ConfigError(
             f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are "
             f"added there: make it with "

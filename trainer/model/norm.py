@@ -86,7 +86,7 @@ def _is_same(module: Any) -> bool:
     """Return True if the module, as it is configured, computes this norm.
 
     Groups, or a one that is added to the weight, give different numbers. The test uses a weight far
-    from the initial value, because such differences may not show there.
+    from its initial value, which may hide such differences.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = 3 * torch.randn(3, *module.weight.shape, generator=generator)

@@ -193,7 +193,7 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
 
     FSDP2 divides by the world size by default. A factor of 1 on its own would ask gloo for an
     operation that it lacks. If one rank's documents do not use a parameter (an expert, a branch),
-    its gradient on that rank is zero. Without it, ranks would add gradients of different
+    its gradient on that rank is set to zero. Otherwise ranks would add gradients of different
     parameters.
     """
     assert isinstance(module, FSDPModule)

@@ -2,9 +2,9 @@
 
 For each file it covers the name, the size and the whole header: name, dtype, shape and place of
 each tensor. Of the values it covers the first and the last bytes of every tensor and blocks in
-between, at most `SAMPLED_EVERY_BYTES` apart. A different checkpoint of the same architecture, or
-one file from it, changes the digest. A change of a few values elsewhere does not. A sha256 of whole
-files would detect it, but would read 140 GB on each machine.
+between, at most `SAMPLED_EVERY_BYTES` apart. A different checkpoint of the same architecture
+changes the digest, even if only one of its files is used. A change of a few values elsewhere does
+not change it. A sha256 of whole files would, but it would read 140 GB on each machine.
 """
 
 import hashlib

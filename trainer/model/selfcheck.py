@@ -1,8 +1,8 @@
 """Check before training that loss and gradient agree with transformers' own.
 
-Also check that packed documents do not influence each other. For any architecture, this finds a
-wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits, or
-a backward pass that does not match its forward pass.
+The check also covers packed documents, which must not influence each other. For any architecture,
+it finds a wrong mask, norm or rotary position, a leak between documents, a missed transform of the
+logits, or a backward pass that does not match its forward pass.
 """
 
 import re

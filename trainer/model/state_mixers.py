@@ -32,7 +32,7 @@ _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state"
 _IS_LOOPED = "_is_looped_over_documents"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
 """Arguments that are not passed to a looped module, because its kernels and its fallbacks read
-different ones.
+different ones of them.
 """
 
 

@@ -59,8 +59,8 @@ class WholeCheckpoint:
 
     `others` are the untrained tensors. If the checkpoint has several parts and only its language
     model is trained, `model` is the whole model on the meta device, and `text_names` are the names
-    of the language model's tensors in the files. Both are empty for a language model with extra
-    tensors (for multi-token prediction).
+    of the language model's tensors in the files. For a language model with extra tensors (for
+    multi-token prediction), `model` is None and `text_names` is empty.
     """
 
     model: PreTrainedModel | None

@@ -105,8 +105,8 @@ class LiveStorages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor operations are seen from outside: inside, DTensor propagates shapes on whole
-        # tensors that do not exist
+        # DTensor operations are observed from outside, because inside them DTensor propagates
+        # shapes on whole tensors that do not exist
         result = func(*args, **(kwargs or {}))
         for tensor in local_tensors(result):
             self._see(tensor)

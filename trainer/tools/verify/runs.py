@@ -1,6 +1,6 @@
 """Train a recipe for a few steps in a temporary directory.
 
-A run goes straight through, uses changed settings, or is killed and resumed. This module imports no
+A run goes straight through, has changed settings, or is killed and resumed. This module imports no
 torch. Every process that it starts ends with the call, or with this process.
 """
 
@@ -136,8 +136,8 @@ class Runs:
         overrides: Sequence[str] = (),
         num_ranks: int | None = None,
     ) -> bool:
-        """Start the run. Return True if it was killed because of `is_due`, False if it ended by
-        itself.
+        """Start the run. Return True if it was killed because `is_due` returned True, False if it
+        ended by itself.
 
         All its processes end with it. Raises `RunFailedError`.
         """
@@ -184,7 +184,7 @@ _FORCED = (
     f"trainer.total_training_steps={NUM_STEPS}",
     f"trainer.save_freq={SAVE_FREQ}",
     f"trainer.test_freq={SAVE_FREQ}",
-    "data.val_files=null",  # a validation of few rows
+    "data.val_files=null",  # validate on a share of the few training rows
     "trainer.max_ckpt_to_keep=1",  # the least disk, and a resume has nothing older to fall back on
     "trainer.resume_mode=auto",
     "trainer.max_time=null",
