@@ -49,7 +49,7 @@ def layer_of(name: str, places: Places) -> str | None:
 
 
 def placed(name: str, places: Places) -> str:
-    """Return the name that a parameter or layer of the language model has in the whole checkpoint."""
+    """Return the name that the whole checkpoint gives a parameter or layer of the language model."""
     for own, place in places.items():
         if name.startswith(own):
             return place + name.removeprefix(own)

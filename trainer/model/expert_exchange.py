@@ -64,7 +64,7 @@ class ExpertExchange:
         return all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
 
     def gather(self, parameter: nn.Parameter) -> Tensor:
-        """Return the experts that this rank computes, in the dtype of their products. Collective."""
+        """Return this rank's experts, in the dtype of their products. Collective."""
         gathered: Tensor = _Gather.apply(parameter, self)
         return gathered
 

@@ -102,7 +102,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def num_chosen(config: PretrainedConfig) -> int | None:
-    """Return how many routed experts process each token; None if config.json has no single number."""
+    """Return how many routed experts process a token; None if config.json has no single number."""
     number = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     return number if isinstance(number, int) else None
 
@@ -121,7 +121,7 @@ class Routers:
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
-            self._experts = []  # layers with different numbers of experts have no common distribution
+            self._experts = []  # different numbers of experts have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
         names = ("router_aux_loss_coef", "aux_loss_coef")

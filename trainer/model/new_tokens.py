@@ -1,4 +1,4 @@
-"""Add tokens to a model: create a directory with a longer tokenizer, and add rows to the weights."""
+"""Add tokens to a model: a directory with a longer tokenizer, and new rows in the weights."""
 
 import hashlib
 import json
@@ -88,7 +88,7 @@ def _longer(source: Path, num_tokens: int) -> str:
 
 
 def _described(source: Path, ids: dict[str, int]) -> str:
-    """Return tokenizer_config.json; if it lists added tokens, the new ones are added to the list."""
+    """Return tokenizer_config.json, with the new tokens in its list of added tokens if it has one."""
     tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
         tree["added_tokens_decoder"] |= {

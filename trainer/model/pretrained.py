@@ -1,4 +1,4 @@
-"""A pretrained model's directory: the architecture in its config.json and the tensors in its files."""
+"""A pretrained model's directory: the architecture in config.json and the tensors in files."""
 
 import logging
 import re

@@ -36,7 +36,7 @@ def find_model(
 
 
 def find_architecture(name: str) -> str:
-    """Return the local directory of `model.partial_pretrain`, which holds at least its config.json."""
+    """Return the local directory of `model.partial_pretrain`, with at least its config.json."""
     return _find(name, _ARCHITECTURE, _config_problem, lambda: None)
 
 

@@ -69,7 +69,7 @@ class Muon(AdamW):
             self._apply(parameter, update, group_of[parameter])
 
     def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum. Return the gradient with Nesterov's look-ahead, computed in place."""
+        """Update the momentum. Return the gradient with Nesterov's look-ahead, in place."""
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         state = local(self.state[parameter]["momentum_buffer"])
@@ -83,7 +83,7 @@ class Muon(AdamW):
         return parameter.grad
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
-        """Apply `update`, this rank's shard of the update, to this rank's shard of the parameter."""
+        """Apply this rank's shard of the update to its shard of the parameter."""
         target = local(parameter).detach()
         weight = target.float()
         update.add_(weight, alpha=group["weight_decay"])

@@ -96,7 +96,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
-    """Report the checkpoint from which a start would continue, and whether the run is training now."""
+    """Report the checkpoint from which a start would continue, and whether the run trains now."""
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
@@ -112,7 +112,7 @@ def resume(launch: Launch) -> Iterator[Checked]:
 
 
 def login(launch: Launch) -> Iterator[Checked]:
-    """Check for a Weights & Biases key. A start would ask for it only after the ranks have begun."""
+    """Check for a Weights & Biases key; a start would ask for it after the ranks have begun."""
     if "wandb" in with_environment(launch.config.trainer.logger):
         try:
             wandb_backend.require_login()

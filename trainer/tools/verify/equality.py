@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
-    """Compare the newest attempt of each step and validation, and the checkpoint of the last step."""
+    """Compare the newest attempt of each step and validation, and the last step's checkpoint."""
     found = Comparison()
     left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
     for place in {**left_values, **right_values}:

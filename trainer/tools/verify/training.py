@@ -1,4 +1,4 @@
-"""The checks of `doctor --run`: compare short runs of the recipe with each other and with the plan."""
+"""The checks of `doctor --run`: compare short runs with each other and with the plan."""
 
 import math
 import re
